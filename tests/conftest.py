@@ -1,22 +1,23 @@
-"""Guards for every test: a clean environment, a home of its own, no way to the real ``~/.ssh`` or state."""
+"""Guards for every test: a clean environment and an empty home, so that no test reads the real ``~/.ssh`` or state."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test hangs on how fast the machine is at the moment.
+# No test depends on the speed of the machine.
 settings.register_profile(
     "untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("untimed")
 
-# A shell starts what it runs in the background with SIGINT ignored, and processes pass that on.
+# A shell ignores SIGINT in its background processes, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -68,9 +69,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += others
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("homes")
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path_factory.mktemp("home")
+def _clean_environment(_homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `tmp_path_factory.mktemp` would list the directories of all earlier tests each time.
+    home = Path(tempfile.mkdtemp(dir=_homes))
     for name in list(os.environ):
         if name not in _KEPT and not name.startswith(("PYTEST", "DISTFLOW_RENEW")):
             monkeypatch.delenv(name)

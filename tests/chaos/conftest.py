@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scenarios.conftest import cli, commands, far_lab, hosts, lab, network
+from scenarios.conftest import cli, commands, far_lab, has_runtime, hosts, lab, network
 
-__all__ = ["cli", "commands", "far_lab", "hosts", "lab", "network"]
+__all__ = ["cli", "commands", "far_lab", "has_runtime", "hosts", "lab", "network"]

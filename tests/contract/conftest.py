@@ -21,7 +21,7 @@ from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files.root_directory import PRIVATE, mark
 from distflow.testing.nodes import install_runtime
 from distflow.testing.sshd import Sshd, missing_sshd
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
 from distflow.transports.ssh.config import SshDestination
@@ -75,7 +75,7 @@ class NodeUnderTest:
         return link
 
     def watch(self, link: AgentLink, attempt: str, events: list[Event] | None = None) -> dict[str, Any]:
-        """Say hello for an attempt. What the answer says of it counts as told: only later changes are pushed."""
+        """Say hello for an attempt. The agent pushes only changes that come after the status in its answer."""
         status = link.request("hello", watch=[attempt])["attempts"][attempt]
         (self.events if events is None else events).append({"event": "status", "attempt": attempt, "status": status, "at": 0})
         assert isinstance(status, dict)
@@ -189,7 +189,7 @@ def node(fresh_node: NodeUnderTest) -> NodeUnderTest:
 
 
 def cleaned(link: AgentLink, workflow: str) -> bool:
-    """Whether a workflow could be cleaned away: a pair lives some instants longer than its end is told."""
+    """Whether a workflow could be cleaned away: a pair lives a moment longer than the report of its end."""
     try:
         link.request("clean", workflow=workflow, keep_output=False)
     except AgentError as error:
@@ -205,11 +205,11 @@ def processes_with(marker: str) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                arguments = Path("/proc", name, "cmdline").read_bytes()
-                state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+                if marker.encode() not in Path("/proc", name, "cmdline").read_bytes():
+                    continue
             except OSError:
                 continue
-            if marker.encode() in arguments and state not in "ZX":
+            if is_alive(int(name)):
                 found.append(int(name))
     return found
 

@@ -1,13 +1,15 @@
-"""Commands of distflow in processes that are forked from a process that has imported everything.
+"""Commands and supervisors of distflow that are forked from a process that has imported everything.
 
-A scenario runs dozens of commands. An interpreter that starts, imports and dismantles itself costs more than the command.
-The commands are ordinary processes: each has its own arguments, environment, working directory, output and exit code.
+A scenario runs dozens of commands and starts a supervisor or two. An interpreter that starts, imports and dismantles itself
+costs more than most of them. The forked processes are ordinary processes: each has its own arguments, environment, working
+directory, output and exit code. A supervisor also has a session of its own, and outlives the command that starts it.
 A test of the start itself (signals, terminals, start-up time) runs ``python -m distflow`` instead.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import gc
 import importlib
@@ -20,11 +22,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -46,33 +50,35 @@ class Commands:
     """The process that commands are forked from; it ends with the one that made it."""
 
     def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            # The last argument and the variable reserve the memory in which a forked supervisor shows its own ones.
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+                [sys.executable, __file__, str(theirs.fileno()), "-" * 1024], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, env={**os.environ, "RESERVED": "-" * 8192},
+            )  # fmt: skip
 
     def close(self) -> None:
-        self._ours.close()
+        self._socket.close()
         self._process.wait(10)
 
     def run(self, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
         """Run one command to its end."""
-        asked = json.dumps([arguments, environment, str(folder)]).encode()
+        request = json.dumps([arguments, environment, str(folder)]).encode()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            socket.send_fds(self._ours, [asked], [out.fileno(), err.fileno()])
-            pid = self._told(60)
+            socket.send_fds(self._socket, [request], [out.fileno(), err.fileno()])
+            pid = self._receive(60)
             try:
-                code = self._told(timeout)
+                code = self._receive(timeout)
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)
-                self._told(60)
+                self._receive(60)
                 raise subprocess.TimeoutExpired(["distflow", *arguments], timeout, _read(out), _read(err)) from None
             return Done(code, _read(out).decode(), _read(err).decode())
 
-    def _told(self, timeout: float) -> int:
-        self._ours.settimeout(timeout)
-        return int(self._ours.recv(32))
+    def _receive(self, timeout: float) -> int:
+        self._socket.settimeout(timeout)
+        return int(self._socket.recv(32))
 
 
 def _read(file: Any) -> bytes:
@@ -81,28 +87,38 @@ def _read(file: Any) -> bytes:
     return content
 
 
-def _is_to_run(connection: socket.socket) -> bool:
-    """Fork for every request, and tell the pid of the command, then its exit code: true in what is to be the command."""
+def _serve(connection: socket.socket) -> Callable[[], int]:
+    """Fork for each request. Return the main function of the process: of a command, of a supervisor, or of this process."""
     for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
         if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
             _remember_types(importlib.import_module(module.name))
     gc.collect()
     gc.freeze()  # so that no command copies all these pages when it collects garbage
-    while True:
-        asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 2)
-        if not asked:
-            return False
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _become(*json.loads(asked), *handles)
-            return True
-        for handle in handles:
-            os.close(handle)
-        connection.sendall(str(pid).encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(OSError):
-            connection.sendall(str(code).encode())
+    with connection:
+        while True:
+            request, handles = _receive(connection)
+            if not request:
+                return lambda: 0
+            supervisors, starter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with supervisors:
+                pid = os.fork()
+                if pid == 0:
+                    return partial(_run_command, starter, handles, *json.loads(request))
+                starter.close()
+                _close(handles)
+                connection.sendall(str(pid).encode())
+                while True:  # until the command ends, and its `starter` with it
+                    request, handles = _receive(supervisors)
+                    if not request:
+                        break
+                    if _fork_orphan():
+                        return partial(_run_supervisor, handles, *json.loads(request))
+                    _close(handles)
+                    with suppress(OSError):
+                        supervisors.sendall(b"forked")
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with suppress(OSError):
+                connection.sendall(str(code).encode())
 
 
 def _remember_types(module: ModuleType) -> None:
@@ -122,24 +138,92 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _become(arguments: list[str], environment: dict[str, str], folder: str, out: int, err: int) -> None:
-    """Take the place of ``python -m distflow`` with these."""
-    for handle, standard in ((out, 1), (err, 2)):
-        os.dup2(handle, standard)
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next request, which is empty if the other end is closed, and the descriptors that came with it."""
+    try:
+        return socket.recv_fds(connection, 1 << 20, 3)[:2]
+    except ConnectionResetError:  # a command was killed before it read the answer
+        return b"", []
+
+
+def _close(handles: Iterable[int]) -> None:
+    for handle in handles:
+        os.close(handle)
+
+
+def _fork_orphan() -> bool:
+    """Return True in a new process with a session of its own, which is not a child of this one."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    return True
+
+
+def _run_command(
+    starter: socket.socket, handles: list[int], arguments: list[str], environment: dict[str, str], folder: str
+) -> int:
+    """Run what ``python -m distflow`` runs with these."""
+    from distflow.cli.entry import main
+    from distflow.supervisor import process
+
+    _become(handles, (1, 2), environment, folder)
+    sys.argv = ["distflow", *arguments]
+    popen = partial(_start_supervisor, starter)
+    vars(process)["subprocess"] = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    main()
+    return 0
+
+
+def _start_supervisor(
+    starter: socket.socket, command: list[str], *, stdin: int, stdout: IO[bytes], pass_fds: tuple[int], **_: Any
+) -> SimpleNamespace:
+    """Have a supervisor forked where distflow starts an interpreter. Return the part of a ``Popen`` that distflow uses."""
+    read, write = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+    socket.send_fds(starter, [json.dumps([command, dict(os.environ)]).encode()], [read, stdout.fileno(), *pass_fds])
+    os.close(read)
+    starter.recv(16)
+    return SimpleNamespace(stdin=None if write is None else open(write, "wb", buffering=0), returncode=None)
+
+
+def _run_supervisor(handles: list[int], command: list[str], environment: dict[str, str]) -> int:
+    """Run what the command ``python -m distflow.supervisor STATE_DIRECTORY READY_FD …`` runs."""
+    from distflow.supervisor.__main__ import _main
+
+    read, log, ready = handles
+    _show(command, [f"{name}={value}" for name, value in environment.items()])
+    _become([read, log, os.dup(log)], (0, 1, 2), environment, "/")
+    sys.argv = ["distflow.supervisor", command[3], str(ready), *command[5:]]
+    return _main()
+
+
+def _show(*texts: list[str]) -> None:
+    """Show these arguments and this environment in /proc, where other processes read them from the memory of this one."""
+    ends = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]]
+    for (start, end), values in zip((ends[:2], ends[2:]), texts, strict=True):
+        size = end - start
+        content = b"".join(os.fsencode(value) + b"\0" for value in values)
+        ctypes.memmove(start, content[: size - 1].ljust(size, b"\0"), size)
+
+
+def _become(handles: Iterable[int], standard: Iterable[int], environment: dict[str, str], folder: str) -> None:
+    """Take these as standard input, output or error, as environment and as working directory."""
+    for handle, number in zip(handles, standard, strict=True):
+        os.dup2(handle, number)
         os.close(handle)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["distflow", *arguments]
 
 
-if __name__ == "__main__" and _is_to_run(socket.socket(fileno=int(sys.argv[1]))):
-    from distflow.cli.entry import main
-
+if __name__ == "__main__":
+    run = _serve(socket.socket(fileno=int(sys.argv[1])))
     try:
-        main()
+        _leave(run())
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             _leave(ended.code or 0)
         raise
-    _leave(0)

@@ -16,6 +16,7 @@ import pytest
 
 from distflow.runtime.files.root_directory import PRIVATE
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
+from distflow.testing.nodes import install_runtime
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
@@ -28,8 +29,10 @@ __all__ = ["Cli", "Done"]
 class Cli:
     """distflow in a state directory, a home and a working directory of its own."""
 
-    def __init__(self, folder: Path, commands: Commands) -> None:
+    def __init__(self, folder: Path, commands: Commands, *, has_runtime: bool = True) -> None:
+        """Store the folder. With ``has_runtime``, each node is as after its first connection."""
         self._commands = commands
+        self._has_runtime = has_runtime
         self.folder = folder
         self.state = folder / "state"
         self.top = folder / "node"
@@ -38,7 +41,13 @@ class Cli:
         """The private directory in it."""
         self.leases = folder / "leases"
         self.environment = os.environ | {"DISTFLOW_STATE": str(self.state), "HOME": str(folder)}
+        self.add_node(self.top)
         self.configure()
+
+    def add_node(self, root: Path) -> None:
+        """Put the runtime below a node's root, unless the first connection is to send it."""
+        if self._has_runtime:
+            install_runtime(root)
 
     def configure(self, *, gpus: int = 0, cpus: int = 64, **settings: Any) -> None:
         """Write the configuration: one pool, this machine."""
@@ -102,13 +111,13 @@ class Cli:
         return self.logs(workflow)
 
     def logs(self, workflow: str, *arguments: str) -> str:
-        """What the tasks printed."""
+        """Return the tasks' output."""
         done = self.run("workflow", "logs", workflow, *arguments)
         assert done.code == 0, done.err
         return done.out
 
     def supervisor(self) -> int | None:
-        """The pid of the supervisor, if one is at work."""
+        """The pid of the supervisor, if one is running."""
         from distflow.state.directory import StateDirectory
         from distflow.supervisor.process import is_running
 
@@ -128,7 +137,7 @@ class Cli:
         wait_until(lambda: self.supervisor() != supervisor, 30, "the killed supervisor's lock is free")
         return supervisor
 
-    def processes(self, *, idle: bool = False) -> list[tuple[int, str]]:
+    def processes(self) -> list[tuple[int, str]]:
         """Every process of this distflow, pid and command line, found by its folder in argv or environment."""
         needle = os.fsencode(str(self.folder))
         found = []
@@ -136,14 +145,15 @@ class Cli:
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                held = command = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                with suppress(PermissionError):  # of one that lets nobody look into it
+                # A forked supervisor has room for more arguments than it has.
+                held = command = (entry / "cmdline").read_bytes().rstrip(b"\0") + b"\0"
+                with suppress(PermissionError):  # its environment cannot be read
                     held += (entry / "environ").read_bytes()
+                if needle not in held or (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    continue
             except OSError:
                 continue
-            if needle in held and state != "Z":
-                found.append((int(entry.name), command.replace(b"\0", b" ").decode(errors="replace")))
+            found.append((int(entry.name), command.replace(b"\0", b" ").decode(errors="replace")))
         return found
 
 
@@ -156,9 +166,15 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, commands: Commands) -> Iterator[Cli]:
+def has_runtime() -> bool:
+    """Whether nodes already have the runtime; a module whose tests prove the first connection overrides this."""
+    return True
+
+
+@pytest.fixture
+def cli(tmp_path: Path, commands: Commands, has_runtime: bool) -> Iterator[Cli]:
     """A distflow of this test's own; at its end no process of it may be left."""
-    made = Cli(tmp_path, commands)
+    made = Cli(tmp_path, commands, has_runtime=has_runtime)
     yield made
     try:
         wait_until(lambda: not made.processes(), 30)

@@ -49,6 +49,8 @@ class Lab:
         self.servers = dict(servers)
         self.ssh_config = cli.folder / "ssh_config"
         self.ssh_config.write_text("".join(server.client_stanza() for server in servers.values()))
+        for name in servers:
+            cli.add_node(cli.folder / name)
         self.configure()
 
     def configure(

@@ -117,7 +117,7 @@ def test_a_state_directory_that_cannot_be_written_is_code_5(cli: Cli) -> None:
 
 def test_a_store_that_is_none_is_code_5(cli: Cli) -> None:
     cli.state.mkdir()
-    (cli.state / "distflow.sqlite3").write_bytes(b"this is no database" * 100)
+    (cli.state / "distflow.sqlite3").write_bytes(b"this is not a database" * 100)
     done = cli.run("workflow", "list")
     assert done.code == 5
     assert "distflow.sqlite3 is damaged" in done.err
@@ -125,7 +125,7 @@ def test_a_store_that_is_none_is_code_5(cli: Cli) -> None:
 
 
 def _mount(folder: Path, size: str) -> bool:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False)
     return done.returncode == 0
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli
         subprocess.run(["umount", "-l", cli.top], check=True)
 
 
-def test_what_was_recorded_is_answered_from_a_disk_that_turned_read_only(cli: Cli) -> None:
+def test_records_are_read_from_a_disk_that_became_read_only(cli: Cli) -> None:
     if os.getuid() != 0 or not _mount(cli.state, "20m"):
         pytest.skip("needs to mount a small disk, which root alone may")
     try:
