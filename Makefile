@@ -5,7 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo check test lint format bench soak docs clean help
+# Of `make lint`; each prints its output as a whole.
+LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
+LINT_FLAGS := --no-print-directory --jobs --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+
+.PHONY: demo check test lint $(LINTS) format bench soak docs clean help
 
 help:
 	@echo "make demo    install distflow and train a small model on this machine"
@@ -25,8 +29,11 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 demo: $(STAMP)
 	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait
 
-check: lint
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not ssh and not torch" tests/unit tests/contract $(ARGS)
+# mypy uses one core, so lint runs while the tests run. Its output comes last.
+check: $(STAMP)
+	@$(MAKE) --no-print-directory lint >.lint.log 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not ssh and not torch" tests/unit tests/contract $(ARGS); tests=$$?; \
+	wait $$lint; lint=$$?; cat .lint.log; rm .lint.log; [ $$tests -eq 0 ] && [ $$lint -eq 0 ]
 
 test: $(STAMP)
 	@sh scripts/install_sshd.sh
@@ -36,11 +43,19 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
+	@$(MAKE) $(LINT_FLAGS) $(LINTS)
+
+lint-ruff:
 	$(BIN)/ruff check .
+lint-format:
 	$(BIN)/ruff format --check .
+lint-types:
 	$(BIN)/mypy
+lint-imports:
 	$(BIN)/lint-imports
+lint-runtime:
 	$(BIN)/vermin --quiet --no-tips --target=3.8- --violations src/distflow/protocol src/distflow/runtime
+lint-prose:
 	$(BIN)/python scripts/check_prose.py
 
 format: $(STAMP)
