@@ -40,7 +40,7 @@ _LONG = (
     "tests/scenarios/test_specs.py",
     "tests/scenarios/test_why.py::test_a_rank_that_is_killed_is_named_with_its_process",
     "tests/scenarios/test_ssh_faults.py",
-    "tests/contract/test_silence.py::test_what_serves_a_silent_connection_ends",
+    "tests/contract/test_silence.py::test_services_of_a_silent_connection_end",
     "tests/test_docs.py::test_commands_do_on_ssh_hosts_what_the_page_shows",
     "tests/scenarios/test_diagnose.py",
     "tests/scenarios/test_frameworks.py",

@@ -1,9 +1,9 @@
-"""What README and docs/ show is true: links lead somewhere, specs are valid, commands print what stands below them.
+"""What README and docs/ show is true: links lead somewhere, specs are valid, commands print the lines below them.
 
 The language of the pages, all in fenced blocks:
 
-* ``console``: a line that begins with ``$ `` is run (``\\`` at its end goes on in the next line); the lines below it are what a
-  terminal shows then, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
+* ``console``: a line that begins with ``$ `` is run (``\\`` at its end continues it in the next line); the lines below it are
+  the output in a terminal, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
   any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``why``,
   ``list``, ``logs``, ``events``) are asked again until they say so.
 * ``yaml``: a spec, which ``distflow workflow validate`` accepts.
@@ -11,7 +11,7 @@ The language of the pages, all in fenced blocks:
 * ``text`` and ``json``: not checked.
 
 A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
-beside copies of ``workflow_specs`` and ``scripts``; ``<!-- any order -->`` is for lines of several tasks;
+next to copies of ``workflow_specs`` and ``scripts``; ``<!-- any order -->`` is for lines of several tasks;
 ``<!-- hosts: gpu1 gpu2 -->`` is for commands that need machines behind SSH: a test of their own runs them, with such hosts;
 ``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``, ``<!-- not a spec -->``, ``<!-- wrong: message -->``
 and ``<!-- configuration -->`` take a block out of the rule, or put it under another one.
@@ -102,7 +102,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A command of a page, and what the page says that it prints."""
+    """A command of a page, and its output according to the page."""
 
     block: Block
     command: str
@@ -253,7 +253,7 @@ class Terminal:
         return self._code, seen(data.decode("utf-8", "replace"))
 
     def end(self) -> None:
-        """End what the page left running, and wait until nobody works in the directory any more."""
+        """End the processes that the page left, and wait until none works in the directory."""
         from distflow.state.directory import StateDirectory
         from distflow.supervisor.process import is_running
 
@@ -534,7 +534,7 @@ def _help_of(words: tuple[str, ...]) -> tuple[str, set[str]]:
         if word.startswith("-") or not hasattr(command, "get_command"):
             break
         found = command.get_command(command.context_class(command), word)
-        assert found is not None, f"`{' '.join(named)} {word}` is no command"
+        assert found is not None, f"`{' '.join(named)} {word}` is not a command"
         command = found
         named.append(word)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}

@@ -1,4 +1,4 @@
-"""Schedules against real hosts: a gang behind real sshds, processes that are killed, and what truly became of them."""
+"""Schedules against real hosts: a gang behind real sshds, processes that are killed, and their real end."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Gang:
             part.write_text(str(deed.code))
             part.rename(self.folder / f"t{deed.victim}.code")
         elif deed.end == "host":
-            # As when it restarts, but that the kernel goes on: every process of the task and its agent at once.
+            # As when the host restarts, except that the kernel keeps running: every process of the task and its agent at once.
             with self._restarting(node) as server:
                 server.stop()
                 _kill([int(state[who]["pid"]) for who in ("runner", "keeper", "command")])
@@ -296,7 +296,7 @@ class Gang:
             yield f"left the processes {left}"
 
     def _misread(self, task: TaskRecord) -> Iterator[str]:
-        """Every exit code that existed is in the record; only of a host that was given up it is not asked any more."""
+        """Every exit code is in the record, except those on a host that was given up, which is no longer asked."""
         end: dict[str, Any] = json.loads((self.node_folder(task) / "exit.json").read_text())
         if task.reason is Reason.NODE_LOST:
             return

@@ -217,7 +217,7 @@ class _Night:
                     yield f"{group.name}/{task.name} is {task.state.value}, and {task.node} unreachable for {away_s:g} s"
 
     def _gang_links(self) -> None:
-        """What nodes tell each other: one of a world failed, so the others stop, whoever can reach them."""
+        """Messages between nodes: one task of a world failed, so the others stop, even if the supervisor cannot reach them."""
         backend = self.driver.backend
         ends = backend.ends
         for key in backend.running:
@@ -367,7 +367,7 @@ def _misread(name: str, task: TaskRecord, end: dict[str, Any] | None) -> Iterato
     if end is None or end["started_at"] is None or task.reason in (Reason.NODE_LOST, Reason.START_ERROR):
         return
     if task.reason is Reason.INTERNAL and task.end is None:
-        return  # its node knew nothing of it any more when it was asked
+        return  # its node no longer knew it when it was asked
     if task.end is None or (task.end.exit_code, task.end.signal) != (end["exit_code"], end["signal"]):
         yield f"{name} ended with {end}, and the record says {task.end} ({task.state.value} {task.reason})"
     failed = end["reason"] == "exited" and (end["exit_code"] != 0)

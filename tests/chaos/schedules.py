@@ -123,7 +123,7 @@ def behavior(seed: int, name: str) -> Behavior:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """Return a schedule that still fails, and does not any more without any of its faults, workflows or waits."""
+    """Return a schedule that still fails, and that passes as soon as one of its faults, workflows or waits is removed."""
     again = True
     while again:
         again = False

@@ -1,6 +1,6 @@
 """Thousands of simulated nodes on one clock: gangs come for as long as others go, while racks, processes and supervisors fail.
 
-``CHAOS_EVENTS=1000000`` goes on for that many things seen.
+``CHAOS_EVENTS=1000000`` continues for that many observations.
 """
 
 from __future__ import annotations

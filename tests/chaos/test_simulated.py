@@ -20,7 +20,7 @@ def test_every_workflow_ends_and_nothing_leaks_hangs_or_lies(seed: int) -> None:
     pytest.fail("\n".join([str(least), "is wrong:", *play(least)]))
 
 
-def test_a_schedule_shrinks_to_what_makes_it_fail() -> None:
+def test_a_schedule_shrinks_to_its_cause_of_failure() -> None:
     schedule = draw(3)
 
     def is_cut_and_killed(smaller: object) -> bool:

@@ -55,14 +55,14 @@ def refused(link: AgentLink, kind: str, op: str, **fields: Any) -> str:
 
 
 def signals_of(line: str) -> int:
-    """A mask of /proc/PID/status, without the two signals that the C library keeps to itself and nobody can reset."""
+    """A mask of /proc/PID/status, without the two signals that the C library reserves and that cannot be reset."""
     return int(line.split()[1], 16) & ~(1 << 31 | 1 << 32)
 
 
 # -- getting there
 
 
-def test_hello_tells_what_the_node_is(node: NodeUnderTest) -> None:
+def test_hello_reports_the_facts_of_the_node(node: NodeUnderTest) -> None:
     link = node.connect()
     answer = link.request("hello", watch=[f"{node.workflow}/g/t/0"])
     facts = answer["facts"]
@@ -80,7 +80,7 @@ def test_hello_tells_what_the_node_is(node: NodeUnderTest) -> None:
     assert answer["attempts"] == {attempt: absent}
 
 
-def test_what_a_login_script_prints_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_output_of_a_login_script_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
     # The last line has no end, and one looks like our own words: both are what real login scripts do.
     python = python_that(tmp_path, "echo Welcome to the lab", 'echo "+ exec $7 $8"', "printf 'no newline> '")
     link = node.connect(python=python)
@@ -118,9 +118,9 @@ def test_the_archive_is_the_same_whenever_it_is_made() -> None:
     assert Bundle(package=RUNTIME.package).archive == RUNTIME.archive
 
 
-def test_an_interpreter_that_fails_is_told_with_its_own_words(node: NodeUnderTest, tmp_path: Path) -> None:
-    with pytest.raises(BootstrapFailed, match="no licence for python"):
-        node.connect(python=python_that(tmp_path, "echo no licence for python >&2; exit 3"))
+def test_a_failing_interpreter_is_reported_with_its_message(node: NodeUnderTest, tmp_path: Path) -> None:
+    with pytest.raises(BootstrapFailed, match="no license for python"):
+        node.connect(python=python_that(tmp_path, "echo no license for python >&2; exit 3"))
 
 
 def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
@@ -318,7 +318,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
         ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
     ],
 )
-def test_a_program_that_cannot_start_is_named_with_what_to_do(node: NodeUnderTest, file: str, code: int, says: str) -> None:
+def test_a_program_that_cannot_start_is_named_with_a_remedy(node: NodeUnderTest, file: str, code: int, says: str) -> None:
     files = [
         {"path": "files/plain", "text": "echo", "mode": 0o600},
         {"path": "files/garbage", "text": "echo hi", "mode": 0o755},
@@ -351,7 +351,7 @@ def test_how_a_command_ended_is_recorded(node: NodeUnderTest) -> None:
 HOARD = "import os, time; kept = bytearray(256 << 20); kept[::4096] = b'x' * (len(kept) // 4096); "
 
 
-def test_what_uses_more_memory_than_it_asked_for_is_ended(node: NodeUnderTest) -> None:
+def test_a_task_that_exceeds_its_memory_is_ended(node: NodeUnderTest) -> None:
     link = node.connect()
     end, output = node.run(
         link, ["sh", "-c", 'python3 -c "$1"; echo not reached', "sh", HOARD + "time.sleep(600)"], memory=200 << 20
@@ -413,7 +413,7 @@ def jobs_of(agent: int) -> list[int]:
     return [int(pid) for pid in children if name_of(int(pid)) == "df-job"]
 
 
-def test_what_the_agent_of_a_broken_connection_still_places_does_not_reach_a_task_that_runs(node: NodeUnderTest) -> None:
+def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: NodeUnderTest) -> None:
     """The supervisor comes back by another connection, and asks for the same again."""
     first, second = node.connect(), node.connect()
     agents = [link.request("hello", watch=[])["facts"]["agent_pid"] for link in (first, second)]
@@ -453,7 +453,7 @@ def test_stop_asks_first(node: NodeUnderTest) -> None:
     assert node.output(attempt).endswith("bye\n")
 
 
-def test_stop_kills_what_does_not_listen(node: NodeUnderTest, marker: str) -> None:
+def test_stop_kills_processes_that_ignore_sigterm(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     attempt = node.start(
         link, ["sh", "-c", "trap '' TERM; setsid sh -c 'sleep 60; :' $0 & echo up; sleep 60; sleep 60", marker]
@@ -493,7 +493,7 @@ def test_stop_before_start_ends_it_without_having_run(node: NodeUnderTest) -> No
     refused(link, "conflict", "start", attempt=attempt)
 
 
-def test_what_outlives_the_command_is_asked_and_then_killed(node: NodeUnderTest, marker: str) -> None:
+def test_survivors_of_the_command_get_sigterm_and_then_sigkill(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     polite = "trap 'echo asked; exit' TERM; touch one; while :; do sleep 0.05; done"
     deaf = "trap '' TERM; touch two; while :; do sleep 0.05; done"
@@ -505,7 +505,7 @@ def test_what_outlives_the_command_is_asked_and_then_killed(node: NodeUnderTest,
     assert not processes_with(marker)
 
 
-def test_a_pair_that_nobody_starts_ends_by_itself(node: NodeUnderTest) -> None:
+def test_a_pair_that_is_never_started_ends_by_itself(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, start_timeout_s=0.3)
     link.close()
@@ -545,7 +545,7 @@ def test_release_leaves_nothing(node: NodeUnderTest) -> None:
 # -- leases
 
 
-def test_what_is_being_given_back_can_be_leased_again_at_once(node: NodeUnderTest) -> None:
+def test_resources_being_returned_can_be_leased_again_at_once(node: NodeUnderTest) -> None:
     """As a gang does whose other node has refused: it goes to a third one, and to this one again."""
     link, answers = node.connect(), queue.SimpleQueue[Any]()
     lease: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
@@ -612,7 +612,7 @@ def test_cpus_and_memory_are_promised_once(node: NodeUnderTest) -> None:
     assert len(list(node.lease_dir.glob("claim-*.lock"))) == 2
 
 
-def test_what_lies_among_the_promises_of_others_harms_nobody(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_foreign_files_among_the_promises_do_no_harm(node: NodeUnderTest, tmp_path: Path) -> None:
     node.lease_dir.mkdir()
     holder = os.open(node.lease_dir / "claim-12345-0.lock", os.O_RDWR | os.O_CREAT)
     other = os.open(node.lease_dir / "claim-12345-1.lock", os.O_RDWR | os.O_CREAT)
@@ -680,7 +680,7 @@ ctypes.CDLL = NoBuffer
     ids=["nvidia-smi", "it fails"],
 )
 @pytest.mark.parametrize("share_gpus", [False, True])
-def test_errors_of_a_neighbours_gpu_are_not_told_with_the_end_of_a_task(
+def test_errors_of_a_neighbors_gpu_are_not_reported_with_the_end_of_a_task(
     node: NodeUnderTest, tmp_path: Path, smi_answers: str, told: list[str], share_gpus: bool
 ) -> None:
     """Of three GPUs with errors one is leased, one is another's, and one was never listed. They are read from a journal."""
@@ -719,7 +719,7 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp
     smi.parent.mkdir()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    # A process that has ended is still on the GPU the first time that somebody looks after it, or for good.
+    # A process that has ended is still on the GPU at the first check, or for good.
     goes = f"test $(wc -l < {asked}) -gt 2 ||" if not stays else ""
     smi.write_text(
         f'#!/bin/sh\ncase "$1" in *apps*) echo >> {asked}; {goes} echo "GPU-a, {gone.pid}, python, 512";; '
@@ -776,7 +776,7 @@ def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest)
     link.request("start", attempt=attempt)
     node.end(attempt)
     assert node.output(attempt) == "joined\n"
-    # The same number again at once: connections of the last attempt in TIME_WAIT are no reason to refuse.
+    # The same number again at once: connections of the last attempt in TIME_WAIT must not make the agent refuse.
     assert link.request("lease", attempt=node.attempt(), port=port, **lease)["port"] == port
 
 
@@ -794,7 +794,7 @@ def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> Non
     }
 
 
-def test_who_keeps_the_list_of_promises_locked_freezes_no_agent(node: NodeUnderTest) -> None:
+def test_a_process_that_locks_the_promises_freezes_no_agent(node: NodeUnderTest) -> None:
     node.lease_dir.mkdir()
     gate = os.open(node.lease_dir / "claims.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(gate, fcntl.LOCK_EX)
@@ -821,7 +821,7 @@ def test_lock_files_name_the_process_that_holds_them_when_the_agent_has_gone(nod
     node.connect().request("release", attempt=attempt)
 
 
-def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_traps_in_the_lease_directory_do_no_harm(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -955,7 +955,7 @@ class Tail:
         return next((event["size"] for event in self._events("eof")), None)
 
 
-def test_a_stream_stops_without_credit_and_the_rest_goes_on(node: NodeUnderTest) -> None:
+def test_a_stream_without_credit_stops_and_others_continue(node: NodeUnderTest) -> None:
     link = node.connect()
     total = 3_000_000
     attempt = node.start(link, [PYTHON, "-c", f"import sys; sys.stdout.buffer.write(bytes(range(250)) * {total // 250})"])
@@ -986,7 +986,7 @@ def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderT
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     link.request("tail", stream=2, attempt=attempt, file="output.idx", offset=0)
     script = 'echo one; read x < "$0"; echo two >&2; read x < "$1"'
-    # Two of them: a slow writer of one could still be there for the second `read`, and nobody for the second write.
+    # Two of them: a slow writer of one could still be there for the second `read`, and then none for the second write.
     fifos = [node.directory(attempt) / "work" / name for name in ("first", "second")]
     for fifo in fifos:
         os.mkfifo(fifo)
@@ -1004,7 +1004,7 @@ def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderT
     assert end["started_at"] <= first < second <= end["ended_at"] + 1
 
 
-def test_a_tail_begins_where_it_is_told_and_ends_with_an_ended_attempt(node: NodeUnderTest) -> None:
+def test_a_tail_begins_at_its_offset_and_ends_with_the_attempt(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["printf", "0123456789"])
     node.end(attempt)
@@ -1057,7 +1057,7 @@ def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path
 # -- agents come and go
 
 
-def test_a_later_agent_finds_and_hears_what_an_earlier_one_began(node: NodeUnderTest) -> None:
+def test_a_later_agent_finds_attempts_of_an_earlier_one(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")
     attempt = node.start(link, ["sh", "-c", 'read x < "$0"; exit 3', str(node.root / "fifo")])
@@ -1092,7 +1092,7 @@ def test_two_agents_hear_the_same(node: NodeUnderTest) -> None:
     assert node.end(attempt, events=first) == node.end(attempt, events=second)
 
 
-def test_an_end_that_nobody_heard_is_read_later(node: NodeUnderTest) -> None:
+def test_an_end_without_a_listener_is_read_later(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "sleep 0.2; exit 9"])
     link.close()
@@ -1128,14 +1128,14 @@ def wakeups(pid: int) -> int:
     return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
 
 
-def test_nobody_polls(node: NodeUnderTest) -> None:
+def test_nothing_polls(node: NodeUnderTest) -> None:
     link = node.connect(ping_s=60)
     agent = link.request("hello", watch=[])["facts"]["agent_pid"]
     attempt = node.start(link, ["sleep", "60"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     state = node.state(attempt)
     pids = [agent, state["runner"]["pid"], state["keeper"]["pid"]]
-    # What the requests above set in motion comes to rest, and when all rest, nobody wakes up for a second.
+    # The work of the requests above ends, and then no thread wakes up for a second.
     seen: list[list[int]] = [[]]
 
     def rests() -> bool:
@@ -1216,7 +1216,7 @@ def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_
     quiet_since = time.monotonic()
     wait_until(lambda: time.monotonic() > quiet_since + may_be_alone_s + 0.5, 20, "it was quiet for so long")
     link.close()
-    wait_until(lambda: not is_alive(agent), 20, "nobody listens")
+    wait_until(lambda: not is_alive(agent), 20, "the agent has ended")
     assert node.watch(node.connect(), attempt)["phase"] == "running"
 
 
@@ -1230,7 +1230,7 @@ def test_more_attempts_than_a_login_may_open_files_lose_nothing(node: NodeUnderT
     wait_until(lambda: [event["data"] for event in list(node.events) if event["event"] == "data"] == said, 20, "all are heard")
 
 
-def test_heartbeats_are_told_after_pings_once_each(node: NodeUnderTest) -> None:
+def test_heartbeats_are_reported_once_each_after_pings(node: NodeUnderTest) -> None:
     link = node.connect()
     shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.05; done'
     attempt = node.start(link, ["bash", "-c", shell])

@@ -194,7 +194,7 @@ def test_no_command_blocks(bench: Bench) -> None:
     assert time.monotonic() - begin < 5
 
 
-def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
+def test_an_attempt_is_reported_in_order_with_all_of_its_output(bench: Bench) -> None:
     key = bench.begin("echo out; echo err >&2; exit 3")
     end = bench.await_one(Ended, key=key).end
     assert (end["exit_code"], end["reason"]) == (3, "exited")
@@ -204,7 +204,7 @@ def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
 
 
-def test_who_hears_of_an_attempt_only_after_its_end_is_told_its_start_as_well(bench: Bench) -> None:
+def test_a_late_watcher_also_gets_the_start_of_an_ended_attempt(bench: Bench) -> None:
     key = bench.begin("echo out; exit 3")
     bench.await_one(LogComplete, key=key)
     told = bench.await_one(Started, key=key)
@@ -217,14 +217,14 @@ def test_who_hears_of_an_attempt_only_after_its_end_is_told_its_start_as_well(be
 
 
 @pytest.mark.parametrize("bench", [_machines], indirect=True, ids=["local"])
-def test_an_attempt_that_has_told_everything_is_not_asked_for_any_more(bench: Bench) -> None:
+def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> None:
     backend = bench.backend
     assert isinstance(backend, MachinesBackend)
     key = bench.begin("echo out")
     bench.await_one(LogComplete, key=key)
     connection = backend._connections["local"]
     wait_until(lambda: not (connection._watched or connection._tailed or connection._drained), 20)
-    # Who asks again is told again.
+    # A second request gets the same answer.
     bench.seen.clear()
     backend.watch([key])
     assert bench.await_one(Ended, key=key).end["exit_code"] == 0
@@ -248,7 +248,7 @@ def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
         assert before - sure_s <= clock.ours(told) <= seen.at + sure_s
 
 
-def test_who_recalls_an_attempt_hears_its_start_by_our_clock(tmp_path: Path) -> None:
+def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
     for bench in _connected(_late_machines(tmp_path)):
         begun = SystemClock().now()
         bench.begin("sleep 0.1")
@@ -293,7 +293,7 @@ def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
         bench.await_one(Released, key=bench.key(task, workflow=W2))
 
 
-def test_what_a_refused_gang_gave_back_may_be_asked_for_at_once(bench: Bench) -> None:
+def test_leases_of_a_refused_gang_can_be_requested_at_once(bench: Bench) -> None:
     key = bench.key("a")
     for _ in range(10):
         bench.seen.clear()
@@ -307,9 +307,9 @@ def test_what_a_refused_gang_gave_back_may_be_asked_for_at_once(bench: Bench) ->
         bench.await_one(Released, key=key)
 
 
-def test_what_a_node_does_not_know_is_absent(bench: Bench) -> None:
-    bench.backend.watch([bench.key("nobody")])
-    bench.await_one(Absent, key=bench.key("nobody"))
+def test_an_unknown_attempt_is_absent(bench: Bench) -> None:
+    bench.backend.watch([bench.key("unknown")])
+    bench.await_one(Absent, key=bench.key("unknown"))
 
 
 def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
@@ -340,8 +340,8 @@ def test_the_output_of_an_ended_attempt_is_collected(bench: Bench) -> None:
 
 
 def test_an_output_that_is_not_there_is_not_collected(bench: Bench) -> None:
-    bench.backend.collect(bench.key("nobody"))
-    assert "no longer exists" in bench.await_one(CollectFailed, key=bench.key("nobody")).message
+    bench.backend.collect(bench.key("unknown"))
+    assert "no longer exists" in bench.await_one(CollectFailed, key=bench.key("unknown")).message
 
 
 def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def _answers(bench: Bench) -> list[Observation]:
 
 @pytest.mark.parametrize("is_second_try", [False, True])
 def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_second_try: bool) -> None:
-    """Also where the first try has broken off, and the second one began as soon as that was told."""
+    """Also after the first try broke off, and the second one began as soon as that was reported."""
     bench = _machines(tmp_path)
     data = os.urandom(1 << 20)
     blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data * 64).hexdigest(), size=len(data) * 64)
@@ -603,9 +603,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
     bench.backend.close()
 
 
-def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_whose_answer_was_lost_is_returned_after_the_reconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = _machines(tmp_path)
     take = AgentLink._take
 
@@ -622,7 +620,7 @@ def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again
     wait_until(lambda: len(_agents(tmp_path)) == 1, 20, "its children have taken names of their own")
     os.kill(_agents(tmp_path)[0], signal.SIGKILL)
     assert not bench.await_one(LeaseRefused).is_final
-    wait_until(lambda: not record.exists(), 20, "nobody holds it any more")
+    wait_until(lambda: not record.exists(), 20, "the lease is free")
     bench.backend.close()
 
 
@@ -644,7 +642,7 @@ def test_a_silent_node_is_noticed_long_before_it_is_given_up(tmp_path: Path) -> 
     bench.backend.close()
 
 
-def test_a_node_whose_first_answer_makes_no_sense_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_malformed_first_answer_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = AgentLink._take
 
     def lies(link: AgentLink, message: dict[str, Any]) -> None:
@@ -703,7 +701,7 @@ def test_a_node_that_refuses_hello_again_and_again_is_left_no_agents(tmp_path: P
         bench.backend.close()
 
 
-def test_a_start_that_crosses_the_end_of_its_lease_is_no_failure_to_start(tmp_path: Path) -> None:
+def test_a_start_that_crosses_the_end_of_its_lease_is_not_a_start_failure(tmp_path: Path) -> None:
     """Nothing has run: the gang is to be queued again, as when its supervisor had heard of the end before it said start."""
     bench = _machines(tmp_path)
     key = bench.key()

@@ -63,7 +63,7 @@ def test_a_directory_comes_under_its_own_name_and_leaves_no_archive_there(
     assert take(node, models, tmp_path / "blobs").digest != first.digest
 
 
-def test_two_tasks_whose_directories_hold_the_same_are_both_taken(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_two_tasks_with_equal_directories_are_both_taken(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     other = node.root / node.attempt() / "files" / "tmp" / "models"
     for path in (models, other):
         path.mkdir(parents=True, exist_ok=True)
@@ -80,13 +80,13 @@ def test_two_tasks_whose_directories_hold_the_same_are_both_taken(node: NodeUnde
     assert names(tmp_path / "blobs", first) == {"models": None, "models/step": b"one"}
 
 
-def test_a_time_that_is_no_clocks_does_no_harm(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_a_time_that_no_clock_shows_does_no_harm(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     (models / "from-tomorrow").write_bytes(b"one")
     os.utime(models / "from-tomorrow", (4_000_000_000, 4_000_000_000))
     assert take(node, models, tmp_path / "blobs").files == 2
 
 
-def test_nothing_is_no_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+def test_nothing_is_not_an_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     assert take(node, models, tmp_path / "blobs") == Fetched(digest="", size=0, files=0, left_out=())
     models.rmdir()
     assert take(node, models, tmp_path / "blobs").digest == ""

@@ -1,4 +1,4 @@
-"""Removing from a node what is over: it takes the time that it takes, and what is in the way of one is in nobody else's."""
+"""Removing finished workflows from a node: it takes its time, and an obstacle for one workflow does not block others."""
 
 from __future__ import annotations
 

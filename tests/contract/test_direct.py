@@ -90,7 +90,7 @@ def test_it_goes_as_a_relayed_one_does(deliver: Deliver, output: Path, s3: S3Ser
     assert deliver(Delivery(url="s3://b/z", regex="none")).files == 0
 
 
-def test_the_way_to_the_store_is_the_nodes_and_who_we_are_is_ours(deliver: Deliver, output: Path, s3: S3Server) -> None:
+def test_the_nodes_proxy_and_our_credentials_are_used(deliver: Deliver, output: Path, s3: S3Server) -> None:
     (output / "a").touch()
     theirs = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_PROFILE": "theirs", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
     deliver(Delivery(url="s3://b/x"), **theirs)
@@ -110,7 +110,7 @@ def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S
 
 
 @pytest.mark.parametrize("what", ["a link out", "an output that is gone", "a bucket that is not there"])
-def test_what_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, output: Path) -> None:
+def test_a_delivery_that_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, output: Path) -> None:
     url, words = "s3://b/x", "the link up in its output leads to /etc, outside of it"
     if what == "a link out":
         (output / "up").symlink_to("/etc")
@@ -124,8 +124,8 @@ def test_what_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, out
         deliver(Delivery(url=url))
 
 
-@pytest.mark.parametrize("what", ["refused", "out of reach"])
-def test_what_a_relay_may_do_is_left_to_it_and_no_secret_is_said(
+@pytest.mark.parametrize("what", ["refused", "unreachable"])
+def test_a_delivery_is_left_to_a_relay_and_no_secret_is_shown(
     what: str, deliver: Deliver, output: Path, node: NodeUnderTest, s3: S3Server
 ) -> None:
     (output / "a").touch()
@@ -136,7 +136,7 @@ def test_what_a_relay_may_do_is_left_to_it_and_no_secret_is_said(
     assert [path for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
 
 
-def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
+def test_during_a_delivery_the_secret_is_in_no_file_and_a_cancel_ends_it(
     deliver: Deliver, output: Path, node: NodeUnderTest, s3: S3Server
 ) -> None:
     (output / "a").write_bytes(b"x" * 100_000)
@@ -175,9 +175,7 @@ def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict
     return act
 
 
-def test_an_input_comes_to_its_place_and_nothing_else_stays_there(
-    bring: Callable[..., dict[str, bytes]], output: Path, s3: S3Server
-) -> None:
+def test_an_input_replaces_other_files_in_its_place(bring: Callable[..., dict[str, bytes]], output: Path, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     (bucket / "in" / "m").mkdir(parents=True)
     (bucket / "in" / "m" / "a.pt").write_bytes(b"weights")

@@ -1,4 +1,4 @@
-"""The gang link: the tasks of a gang stop each other when nobody else is there, and only for a reason."""
+"""The gang link: the tasks of a gang stop each other without agent or supervisor, and only for a reason."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Gang:
         self.port: int = answer["link_port"]
 
     def start(self, commands: dict[str, list[str]], port: int | None = None, **changed: dict[str, Any]) -> None:
-        """Start a command for each task. ``port``: where the others look for the hub; ``changed``: of what tasks are told."""
+        """Start a command for each task. ``port``: where tasks look for the hub; ``changed``: settings of single tasks."""
         for task, argv in commands.items():
             is_hub = not self.names
             others = [name for name in commands if name != task] if is_hub else [next(iter(commands))]
@@ -103,7 +103,7 @@ class Gang:
                 wait_until(lambda task=task: "ready" in self.node.output(self.names[task]), 20, task)  # type: ignore[misc]
 
     def end(self, task: str) -> dict[str, Any]:
-        """How a task ended, read from its files: nobody is there who would be told."""
+        """How a task ended, read from its files, because no agent is there to report it."""
         return wait_until(lambda: self.node.record(self.names[task]), 20, f"the end of {task}")
 
 
@@ -113,7 +113,7 @@ def gang(node: NodeUnderTest) -> Gang:
 
 
 @pytest.mark.parametrize("first", ["master", "one"])
-def test_one_that_fails_stops_the_others_when_nobody_else_is_there(gang: Gang, tmp_path: Path, first: str) -> None:
+def test_a_failing_task_stops_the_others_without_agent_and_supervisor(gang: Gang, tmp_path: Path, first: str) -> None:
     commands = {task: until(tmp_path / "go", 3) if task == first else WAIT for task in ("master", "one", "two")}
     gang.start(commands)
     gang.link.close()
@@ -125,7 +125,7 @@ def test_one_that_fails_stops_the_others_when_nobody_else_is_there(gang: Gang, t
         assert end["message"] == f"stopped because {first} failed (exit code 3)"
 
 
-def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: Path) -> None:
+def test_the_stop_is_that_of_a_gang_with_a_failed_member(gang: Gang, tmp_path: Path) -> None:
     deaf = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"]
     killed = ["sh", "-c", f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.05; done; kill -KILL $$']
     gang.start({"master": deaf, "one": killed}, master={"grace_s": 0.2})
@@ -134,7 +134,7 @@ def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: 
     assert gang.end("master")["message"] == "stopped because one failed (signal 9)"
 
 
-def test_nobody_lingers_for_those_who_know_and_have_left(gang: Gang, tmp_path: Path) -> None:
+def test_no_task_waits_for_others_that_know_and_have_left(gang: Gang, tmp_path: Path) -> None:
     slow = ["sh", "-c", 'trap "sleep 1; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
     gang.start({"master": slow, "one": until(tmp_path / "go", 3), "two": WAIT})
     keepers = [gang.node.state(name)["keeper"]["pid"] for name in gang.names.values()]
@@ -152,13 +152,11 @@ def test_nobody_lingers_for_those_who_know_and_have_left(gang: Gang, tmp_path: P
     ],
     ids=["success", "a failure that does not count", "a code that is a success"],
 )
-def test_an_end_that_is_no_failure_of_the_gang_stops_nobody(
-    gang: Gang, tmp_path: Path, code: int, told: dict[str, Any]
-) -> None:
+def test_an_end_that_is_not_a_failure_stops_no_other_task(gang: Gang, tmp_path: Path, code: int, told: dict[str, Any]) -> None:
     gang.start({"master": WAIT, "one": until(tmp_path / "go", code), "two": until(tmp_path / "then", 1)}, one=told)
     (tmp_path / "go").touch()
     assert gang.end("one")["exit_code"] == code
-    # What is said goes one way and in order: had the first end been told, it would be the one that is named.
+    # Messages go one way and in order: if the first end had been reported, it would be the one that is named.
     (tmp_path / "then").touch()
     assert gang.end("master")["message"] == "stopped because two failed (exit code 1)"
 
@@ -169,7 +167,7 @@ def test_a_zero_that_is_a_failure_stops_the_gang(gang: Gang, tmp_path: Path) -> 
     assert gang.end("master")["message"] == "stopped because one failed (exit code 0)"
 
 
-def test_who_does_not_know_the_token_says_nothing_and_hears_nothing(gang: Gang, tmp_path: Path) -> None:
+def test_a_client_without_the_token_can_neither_send_nor_receive(gang: Gang, tmp_path: Path) -> None:
     gang.start(
         {"master": WAIT, "stranger": until(tmp_path / "go", 3), "two": until(tmp_path / "then", 1)},
         stranger={"token": "another"},
@@ -230,7 +228,7 @@ def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Pa
         wire.cut()
         (tmp_path / "go").touch()
         assert gang.end("one")["exit_code"] == 3
-        # It has ended, and cannot say so; the other one goes on.
+        # It has ended, and cannot say so; the other one continues.
         assert gang.node.record(gang.names["master"]) is None
         wire.is_cut = False
         assert gang.end("master")["message"] == "stopped because one failed (exit code 3)"
@@ -248,7 +246,7 @@ def test_nothing_of_the_link_lies_on_the_disk_or_in_an_environment(gang: Gang, t
 
 
 @pytest.mark.parametrize("said", [b"[" * 2000, b'{"failed": 1}', b'{"failed": {"task": [], "why": 1e400}}', b"{}"])
-def test_a_message_that_proves_the_token_but_is_malformed_harms_nobody(gang: Gang, tmp_path: Path, said: bytes) -> None:
+def test_a_malformed_message_with_a_valid_token_does_no_harm(gang: Gang, tmp_path: Path, said: bytes) -> None:
     gang.start({"master": WAIT, "one": until(tmp_path / "go", 3)})
     with socket.create_connection((HUB, gang.port)) as raw:
         mine, lines = os.urandom(16).hex().encode(), raw.makefile("rb")

@@ -1,4 +1,4 @@
-"""Outputs on their way from a node: packed there, one stream, taken up where it broke off, checked; over every transport."""
+"""Downloads of outputs from a node: packed there, sent as one stream, resumed after a break, checked; over every transport."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_equal_outputs_are_one_blob_and_an_empty_one_is_one_too(node: NodeUnderT
     assert members(tmp_path / "blobs", fetch(node, attempt, tmp_path / "blobs")) == {}
 
 
-def test_what_was_packed_once_is_not_packed_again(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_packed_archive_is_not_packed_again(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
     first = fetch(node, attempt, tmp_path / "blobs")
@@ -104,7 +104,7 @@ def test_what_was_packed_once_is_not_packed_again(node: NodeUnderTest, tmp_path:
     assert told == [(True, first.size, first.size)]
 
 
-def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_broken_transfer_is_resumed(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
     whole = fetch(node, attempt, tmp_path / "whole")
@@ -118,7 +118,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_pat
     assert {path.name for path in blobs.iterdir()} == {fetched.digest}
 
 
-def test_a_connection_that_ends_leaves_what_came(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_connection_that_ends_keeps_the_received_output(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
 
@@ -154,7 +154,7 @@ def test_a_damaged_part_is_forgotten(node: NodeUnderTest, tmp_path: Path) -> Non
     assert fetch(node, attempt, blobs) == whole
 
 
-def test_what_cannot_be_packed_is_named(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_files_that_cannot_be_packed_are_named(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "data").symlink_to("/usr")
     with pytest.raises(AgentError, match=re.escape("the link data in its output leads to /usr, outside of it; copy")):
@@ -166,10 +166,10 @@ def test_what_cannot_be_packed_is_named(node: NodeUnderTest, tmp_path: Path) -> 
         fetch(node, "../../etc", tmp_path / "blobs")
 
 
-def test_what_fails_in_the_middle_says_so(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_failure_in_the_middle_is_reported(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt, digest = node.attempt(), "5" * 64
     output_of(node, attempt)
-    # A directory in the archive's place, which counts as whole: it can be opened by nobody.
+    # A directory in the archive's place, which counts as complete, but cannot be opened as a file.
     (node.root / "blobs" / digest).mkdir(parents=True)
     (node.root / "blobs" / ".unmarked").touch()
     size = (node.root / "blobs" / digest).stat().st_size

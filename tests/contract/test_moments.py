@@ -63,8 +63,8 @@ class ComingUp:
         self._gate.write_bytes(b"")
 
     def await_end(self) -> None:
-        """Wait until none of it is left, whatever became of the test."""
-        with contextlib.suppress(OSError):  # nobody waits at the gate
+        """Wait until no process of it is left, even if the test failed."""
+        with contextlib.suppress(OSError):  # no process waits at the gate
             os.close(os.open(self._gate, os.O_WRONLY | os.O_NONBLOCK))
         if self._runner is not None:
             os.waitpid(self._runner, 0)
@@ -96,7 +96,7 @@ def lease_is_free(node: NodeUnderTest) -> bool:
     return True
 
 
-def test_a_lease_whose_pair_is_just_coming_up_is_given_back(node: NodeUnderTest, coming_up: ComingUp) -> None:
+def test_a_lease_whose_pair_is_starting_is_returned(node: NodeUnderTest, coming_up: ComingUp) -> None:
     link = node.connect()
     answers: list[Any] = []
     link.send("release", answers.append, attempt=coming_up.attempt)
@@ -133,10 +133,10 @@ def test_a_lease_may_come_while_another_one_of_its_task_is_given_back(
     assert not (node.root / node.workflow).exists()
 
 
-def test_a_lease_that_another_connection_has_just_made_is_no_conflict(node: NodeUnderTest, coming_up: ComingUp) -> None:
-    """The one who asks has seen nothing yet, and is told to look again: that is then found."""
+def test_a_lease_just_made_on_another_connection_is_not_a_conflict(node: NodeUnderTest, coming_up: ComingUp) -> None:
+    """The requester has seen nothing yet, and is asked to check again, which then finds the task."""
     request = {"attempt": coming_up.attempt, "gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir)}
-    # Until its runner has closed what it need not hold, the task is locked, and that is told so.
+    # Until its runner has closed what it need not hold, the task is locked, and the report says so.
     wait_until(lambda: is_unlocked(node.directory(coming_up.attempt)), 20, "the maker to let go of the task")
     with pytest.raises(attempts.TaskIsLocked):
         attempts.create(str(node.root), request, UMASK)
@@ -144,7 +144,7 @@ def test_a_lease_that_another_connection_has_just_made_is_no_conflict(node: Node
 
 
 class Logs:
-    """Nobody's output is of interest here."""
+    """Discard the output."""
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", 0
@@ -159,9 +159,7 @@ class Logs:
         pass
 
 
-def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_canceled_while_its_node_says_hello_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection had broken; another node of the gang refuses while the next one is being made."""
     lease_dir = str(tmp_path / "leases")
     node = Node(name="here", host="here", root=str(tmp_path / "root"), python=sys.executable, lease_dir=lease_dir)
@@ -229,7 +227,7 @@ def test_sigterm_to_a_runner_whose_keeper_has_just_died_costs_no_record(
     assert (node.record(attempt) or {})["reason"] == "keeper_died"
 
 
-def test_what_a_node_says_right_behind_hello_is_not_overtaken_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_right_after_hello_stay_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer and the next event come in one piece, and two threads of ours take them."""
     lease_dir = str(tmp_path / "leases")
     node = Node(name="here", host="here", root=str(tmp_path / "root"), python=sys.executable, lease_dir=lease_dir)
@@ -285,7 +283,7 @@ def test_an_attempt_that_ends_while_it_is_looked_at_is_not_called_settled(
     assert stops
 
 
-def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: NodeUnderTest) -> None:
+def test_a_lease_with_an_unreachable_pair_is_returned_anyway(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, gpus=1, gpu_ids=[0])
     link.close()
@@ -295,8 +293,8 @@ def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: N
     assert lease_is_free(node)
 
 
-def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pair is killed before the gang is known to have its nodes; before that, nobody knows whose end it is."""
+def test_the_end_of_a_lease_is_reported_after_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pair is killed before the gang is known to have its nodes; before that, the end cannot be attributed."""
     lease_dir = str(tmp_path / "leases")
     nodes = tuple(
         Node(name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=lease_dir) for name in "ab"
@@ -317,7 +315,7 @@ def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeyp
     def take(one: Any) -> None:
         if isinstance(one, Leased):
             kill_together(json.loads((tmp_path / "a" / PRIVATE / key.name / "runner.json").read_text()))
-            wait_until(lambda: has_ended() or key.name not in connections["a"]._watched, 20, "the end, where it is told")
+            wait_until(lambda: has_ended() or key.name not in connections["a"]._watched, 20, "the end, where it is reported")
         seen.append(one)
 
     def has_ended() -> bool:
@@ -339,7 +337,7 @@ def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeyp
 
 
 def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_them(tmp_path: Path) -> None:
-    """Two roots share a node's CPUs. The gang's other node is taken; meanwhile nobody who asks later gets this one."""
+    """Two roots share a node's CPUs. The gang's other node is taken; meanwhile no later request gets this one."""
     hold = {"a": str(tmp_path / "leases-a"), "b": str(tmp_path / "leases-b")}
     nodes = tuple(
         Node(

@@ -44,7 +44,7 @@ def texts(lines: list[LogLine], rank: int | None) -> list[str]:
     return [line.text for line in lines if line.rank == rank]
 
 
-def test_ranks_of_a_launcher_are_told_apart_byte_by_byte(node: NodeUnderTest) -> None:
+def test_output_of_a_launchers_ranks_is_separated_byte_by_byte(node: NodeUnderTest) -> None:
     worker = r"""
 import os, sys
 rank = os.environ["RANK"]
@@ -162,9 +162,7 @@ def gate(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-def test_a_mirror_goes_on_where_it_stopped_also_when_that_is_not_kept_any_more(
-    node: NodeUnderTest, tmp_path: Path, gate: Path
-) -> None:
+def test_a_mirror_resumes_even_at_an_offset_that_was_dropped(node: NodeUnderTest, tmp_path: Path, gate: Path) -> None:
     script = f"""
 import os, time
 def say(first, last):
@@ -196,7 +194,7 @@ say(90_000, 300_000)
         len(line.text) + 1 for line in lines if not line.dropped
     ) == mirrored_bytes(source)
     assert sum(path.stat().st_size for path in source.folder.glob("output*.log")) <= 1 << 20
-    # What was cut off is that which the node dropped meanwhile, and nothing comes twice.
+    # The gap is the output that the node dropped meanwhile, and nothing comes twice.
     numbers = [int(line.text.split()[1]) for line in lines if not line.dropped]
     assert numbers == sorted(set(numbers))
     assert [line.text for line in there][-1000:] == [line.text for line in lines][-1000:]

@@ -32,7 +32,7 @@ def kinds(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0)
     return [result["kind"] for result in reached(link, *targets, limit_s=limit_s)]
 
 
-def test_a_node_says_what_it_is_made_of(node: NodeUnderTest) -> None:
+def test_a_node_reports_its_hardware(node: NodeUnderTest) -> None:
     said = node.connect().request("probe", lease_dir=str(node.lease_dir))
     assert said["root"]["path"] == str(node.root)
     assert said["root"]["error"] is None
@@ -47,10 +47,10 @@ def test_a_node_says_what_it_is_made_of(node: NodeUnderTest) -> None:
     assert sorted(path.name for path in node.root.iterdir()) == [".distflow", "runtime"]
 
 
-def test_places_that_cannot_be_used_are_said_in_words(node: NodeUnderTest) -> None:
+def test_unusable_directories_are_reported(node: NodeUnderTest) -> None:
     link = node.connect()
     node.lease_dir.write_text("a file in its place")
-    # Root may write everywhere, but nobody in /proc.
+    # Root may write everywhere except in /proc.
     said = link.request("probe", lease_dir=str(node.lease_dir))
     assert "Not a directory" in said["leases"]["error"]
     assert link.request("probe", lease_dir="/proc/none/leases")["leases"]["error"]
@@ -60,7 +60,7 @@ def test_places_that_cannot_be_used_are_said_in_words(node: NodeUnderTest) -> No
         node.root.chmod(0o700)
 
 
-def test_paths_are_told_apart_by_names_and_sizes(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_paths_are_distinguished_by_names_and_sizes(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
     for name, files in (
         ("a", {"x/1": b"one", "2": b"two!"}),
@@ -110,7 +110,7 @@ def test_a_command_is_run_as_tasks_would_see_it(node: NodeUnderTest, tmp_path: P
     assert umask != "0077", "the node's usual one"
 
 
-def test_a_command_that_is_not_there_is_no_error_of_the_agent(node: NodeUnderTest) -> None:
+def test_a_missing_command_is_not_an_error_of_the_agent(node: NodeUnderTest) -> None:
     said = node.connect().request("run", argv=["/no/such/python", "-c", "1"])
     assert (said["exit_code"], said["stderr"]) == (127, "/no/such/python: No such file or directory")
 
@@ -133,7 +133,7 @@ def test_a_command_ends_with_its_agent(node: NodeUnderTest, marker: str) -> None
     wait_until(lambda: not processes_with(marker), 20)
 
 
-def test_who_listens_is_reached_and_known_by_its_word(node: NodeUnderTest) -> None:
+def test_a_listener_is_reached_and_identified_by_its_word(node: NodeUnderTest) -> None:
     link = node.connect()
     said = link.request("listen", address="127.0.0.1", word="here-1")
     assert said["is_own"] is True
@@ -154,7 +154,7 @@ def test_each_way_of_not_getting_there_has_a_word(node: NodeUnderTest) -> None:
     assert kinds(link) == []
 
 
-def test_an_address_of_another_machine_is_said_and_every_one_listened_on(node: NodeUnderTest) -> None:
+def test_an_address_of_another_machine_is_reported_and_all_addresses_are_listened_on(node: NodeUnderTest) -> None:
     link = node.connect()
     said = link.request("listen", address="192.0.2.1", word="w")
     assert said["is_own"] is False

@@ -1,4 +1,4 @@
-"""`reap` ends what attempts left, whoever started them, and nothing else."""
+"""`reap` ends the remaining processes of attempts of any supervisor, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def spawn() -> Iterator[Spawn]:
-    """Start processes of nobody's, in sessions of their own; what is left of them is killed in the end."""
+    """Start orphans in sessions of their own; remaining ones are killed at the end."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(**environment: str) -> subprocess.Popen[bytes]:
@@ -50,7 +50,7 @@ def reap(node: NodeUnderTest, *, dry_run: bool = False) -> dict[str, Any]:
 
 
 def rows(answer: dict[str, Any], *pids: int) -> list[tuple[int, str, str, bool]]:
-    """What the answer says of processes, others on the machine aside."""
+    """The processes in the answer, without those of others on the machine."""
     return [(one["pid"], one["attempt"], one["why"], one["is_ours"]) for one in answer["processes"] if one["pid"] in pids]
 
 
@@ -68,7 +68,7 @@ def orphaned(node: NodeUnderTest) -> tuple[str, list[int]]:
     return attempt, pids[1:]
 
 
-def test_what_a_dead_pair_left_is_named_and_then_ended(node: NodeUnderTest) -> None:
+def test_remains_of_a_dead_pair_are_listed_and_then_ended(node: NodeUnderTest) -> None:
     link = node.connect()
     bystander = node.start(link, ["sleep", "600"])
     attempt, left = orphaned(node)
@@ -109,7 +109,7 @@ def test_a_daemon_without_mark_session_or_parent_is_found_by_its_cgroup(node: No
     assert (group.exists(), empty.exists()) == (False, False)
 
 
-def test_what_outlived_its_record_is_ended_also_when_the_directory_is_gone(node: NodeUnderTest, spawn: Spawn) -> None:
+def test_survivors_of_a_record_are_ended_even_without_the_directory(node: NodeUnderTest, spawn: Spawn) -> None:
     link = node.connect()
     ended = node.start(link, ["true"])
     node.end(ended)
@@ -143,7 +143,7 @@ def test_a_directory_that_goes_while_it_is_looked_at_hides_no_leftover(
     assert [(claim.attempt, claim.is_ours) for process, claim in found if process.pid == left.pid] == [(ended, True)]
 
 
-def test_what_is_not_ours_is_left_alone(node: NodeUnderTest, spawn: Spawn, tmp_path: Path) -> None:
+def test_foreign_processes_are_left_alone(node: NodeUnderTest, spawn: Spawn, tmp_path: Path) -> None:
     link = node.connect()
     running = node.start(link, ["sleep", "600"])
     ended = node.start(link, ["true"])
@@ -151,7 +151,7 @@ def test_what_is_not_ours_is_left_alone(node: NodeUnderTest, spawn: Spawn, tmp_p
     wait_until(lambda: is_dead(node.state(ended)["runner"]["pid"]))
     other_root = spawn(**marked(tmp_path / "elsewhere", ended))
     beside = spawn(**marked(node.root, running))  # as `workflow exec` starts it
-    foreign = spawn(DISTFLOW_ATTEMPT="a mark that nobody of us made")
+    foreign = spawn(DISTFLOW_ATTEMPT="a mark that distflow did not make")
     plain = spawn()
     # The id of an ended command was given to a session that began later.
     later = spawn()

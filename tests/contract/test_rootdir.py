@@ -1,4 +1,4 @@
-"""The private directory below a node's root: nothing of a user is touched, nothing of another user is run, old roots go on."""
+"""The private directory below a node's root: no user file is touched, no other user's file is run, old roots keep working."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:
     assert home.stat().st_ino == first
 
 
-def test_what_runs_when_the_version_changes_goes_on_in_its_old_place(node: NodeUnderTest) -> None:
+def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> None:
     """The directories of the version before are used where they are; new attempts of the same workflow go to the new place."""
     blob = node.stage(b"kept")
     node.run(node.connect(), ["true"])
@@ -237,7 +237,7 @@ def test_what_runs_when_the_version_changes_goes_on_in_its_old_place(node: NodeU
     assert {name: (node.top / name).read_bytes() for name in mine} == mine
 
 
-def test_uninstall_removes_of_an_earlier_version_what_is_provably_ours(node: NodeUnderTest) -> None:
+def test_uninstall_removes_only_provably_own_files_of_an_earlier_version(node: NodeUnderTest) -> None:
     link = node.connect()
     node.run(link, ["true"])
     blob = node.stage(b"a blob of the version before")

@@ -70,7 +70,7 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-"""Generations are bounded: nobody reaps them while a runner is suspended, and the machine's process table is finite."""
+"""Generations are bounded: a suspended runner reaps none of them, and the machine's process table is finite."""
 KINDS = ["still"] * 4 + ["chain"] * 2 + ["family"]
 
 
@@ -269,7 +269,7 @@ def orphan(node: NodeUnderTest, link: AgentLink, attempt: str) -> None:
     """Kill an attempt's pair when no agent is there, which would adopt what is left of it."""
     agent, state = agent_of(link), node.state(attempt)
     link.close()
-    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
+    wait_until(lambda: is_dead(agent), what="no agent is there to adopt them")
     kill_together(state)
     wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
 
@@ -293,13 +293,13 @@ def test_both_are_killed_under_the_agent_that_forked_them(node: NodeUnderTest, m
     assert node.end(attempt)["reason"] == "both_died"
     assert_nothing_is_left(node, attempt, marker)
     assert_lease_is_free(node, link)
-    # The hunt went by what belongs to the attempt: its neighbour was not touched.
+    # The search uses the attempt's own marks, so its neighbor was not touched.
     assert node.record(bystander) is None
     assert not is_dead(node.state(bystander)["command"]["pid"])
     assert_no_zombies(agent_of(link))
 
 
-def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left(node: NodeUnderTest, marker: str) -> None:
+def test_the_next_agent_finds_the_remains_of_a_killed_pair(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     marked = "trap '' TERM; echo up; while :; do sleep 1; done"
     unmarked = "import os, signal; os.setpgid(0, 0); print('up', flush=True); signal.pause()"
@@ -332,7 +332,7 @@ def cgroup_of(node: NodeUnderTest, attempt: str) -> Path:
     return Path(path)
 
 
-def test_what_hides_from_everything_else_is_found_by_its_cgroup(node: NodeUnderTest, marker: str) -> None:
+def test_a_hidden_process_is_found_by_its_cgroup(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt))
@@ -343,7 +343,7 @@ def test_what_hides_from_everything_else_is_found_by_its_cgroup(node: NodeUnderT
     assert not group.exists()
 
 
-@pytest.mark.parametrize("victim", ["nobody", "keeper"])
+@pytest.mark.parametrize("victim", ["none", "keeper"])
 def test_no_cgroup_outlives_its_attempt(node: NodeUnderTest, marker: str, victim: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker, ["still"]))
@@ -358,7 +358,7 @@ def test_no_cgroup_outlives_its_attempt(node: NodeUnderTest, marker: str, victim
     assert not group.exists()
 
 
-def test_the_lease_is_free_as_soon_as_the_end_is_told(node: NodeUnderTest) -> None:
+def test_the_lease_is_free_as_soon_as_the_end_is_reported(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")
     attempt = node.start(link, ["sh", "-c", 'read x < "$0"', str(node.root / "fifo")], lease={"gpus": 1, "gpu_ids": [0]})
@@ -437,7 +437,7 @@ def test_a_daemon_whose_first_thread_has_ended_does_not_survive(node: NodeUnderT
 
 
 def is_gone(pid: int) -> bool:
-    """Whether nothing of a process runs; whoever adopted it may not have reaped it yet."""
+    """Whether nothing of a process runs; its new parent may not have reaped it yet."""
     process = read_process(pid)
     return process is None or not process.is_alive
 
@@ -552,7 +552,7 @@ def test_an_end_is_kept_though_the_room_for_its_record_was_removed(node: NodeUnd
     link = node.connect()
     os.mkfifo(node.root / "fifo")
     attempt = node.start(link, ["sh", "-c", 'read x < "$0"; exit 3', str(node.root / "fifo")])
-    (node.directory(attempt) / ".exit.json").unlink()  # by whoever sweeps old files of a scratch directory
+    (node.directory(attempt) / ".exit.json").unlink()  # as by a job that sweeps old files of a scratch directory
     (node.root / "fifo").write_text("x\n")
     end = node.end(attempt)
     assert (end["reason"], end["exit_code"]) == ("exited", 3)
@@ -587,7 +587,7 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
     assert end["ended_at"] == state["exit"]["ended_at"]
 
 
-def test_a_task_whose_socket_was_removed_is_stopped_all_the_same(node: NodeUnderTest) -> None:
+def test_a_task_whose_socket_was_removed_is_stopped_anyway(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, ["sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"])
     wait_until(lambda: node.output(attempt))
@@ -649,7 +649,7 @@ def test_a_start_waits_for_a_pair_that_cannot_be_reached_for_a_moment(node: Node
     node.watch(link, attempt)
     answers: list[Any] = []
     link.send("start", answers.append, attempt=attempt)
-    link.request("ping")  # it has been looked at
+    link.request("ping")  # it has been checked
     control.with_name("away").rename(control)
     wait_until(lambda: answers, 20)
     assert isinstance(answers[0], dict), answers[0]
@@ -659,7 +659,7 @@ def test_a_start_waits_for_a_pair_that_cannot_be_reached_for_a_moment(node: Node
 def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")
-    attempt = node.start(link, ["sh", "-c", 'echo up; read x < "$0"; echo last words; kill -9 $$', str(node.root / "fifo")])
+    attempt = node.start(link, ["sh", "-c", 'echo up; read x < "$0"; echo last line; kill -9 $$', str(node.root / "fifo")])
     wait_until(lambda: node.output(attempt))
     state = node.state(attempt)
     os.kill(state["keeper"]["pid"], signal.SIGSTOP)  # so that it cannot read what comes now
@@ -668,7 +668,7 @@ def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) ->
     kill(state["keeper"]["pid"])
     end = node.end(attempt)
     assert (end["reason"], end["signal"], end["output_bytes"]) == ("keeper_died", signal.SIGKILL, 14)
-    assert node.output(attempt) == "up\nlast words\n"
+    assert node.output(attempt) == "up\nlast line\n"
 
 
 def assert_no_zombies(agent: int) -> None:

@@ -86,9 +86,7 @@ def _kill(*names: str) -> Callable[[NodeUnderTest, str], None]:
 @pytest.mark.parametrize(
     "end", [_stop, _kill("keeper"), _kill("runner"), _kill("keeper", "runner")], ids=["stop", "keeper", "runner", "both"]
 )
-def test_files_of_credentials_are_gone_whatever_ends_the_attempt(
-    node: NodeUnderTest, end: Callable[[NodeUnderTest, str], None]
-) -> None:
+def test_files_of_credentials_are_removed_after_any_end(node: NodeUnderTest, end: Callable[[NodeUnderTest, str], None]) -> None:
     link = node.connect()
     script = f"echo '{{\"message\": \"'$TOKEN'\"}}' > $TORCHELASTIC_ERROR_FILE; echo $TOKEN; echo {CANARY[:6]}up"
     attempt = node.start(link, hold(script), secret_files=FILES, secret_env={"TOKEN": CANARY})
@@ -112,7 +110,7 @@ def test_files_of_credentials_are_gone_with_a_lease_that_is_given_back(node: Nod
     assert not folder.parent.exists()
 
 
-def test_cleaning_removes_what_nobody_was_there_to_remove(node: NodeUnderTest) -> None:
+def test_cleaning_removes_leftovers_of_a_missed_end(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.start(link, hold("echo up"), secret_files=FILES)
     await_output(node, attempt, "up\n")
@@ -126,7 +124,7 @@ def test_cleaning_removes_what_nobody_was_there_to_remove(node: NodeUnderTest) -
     assert not folder.parent.exists()
 
 
-def test_preparing_again_writes_them_anew(node: NodeUnderTest) -> None:
+def test_a_second_prepare_writes_them_again(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)
     for _ in range(2):
@@ -161,7 +159,7 @@ def test_an_end_that_may_be_a_secret_is_let_go_soon(node: NodeUnderTest) -> None
     assert node.end(attempt)["exit_code"] == 0
 
 
-def test_the_runner_masks_what_the_keeper_left(node: NodeUnderTest) -> None:
+def test_the_runner_masks_secrets_that_the_keeper_left(node: NodeUnderTest) -> None:
     link = node.connect()
     script = "trap '' TERM; echo up; while [ ! -e GO ]; do sleep 0.05; done; echo $TOKEN; echo printed >&2; exec sleep 600"
     attempt = node.start(link, ["sh", "-c", script], secret_env={"TOKEN": CANARY})
@@ -195,7 +193,7 @@ def test_an_error_file_is_masked_in_the_record_and_where_it_stands(node: NodeUnd
 
 
 @pytest.mark.parametrize("message", ['"half of a pair: \\ud83d"', "[" * 700 + "]" * 700], ids=["no text", "too deep"])
-def test_an_error_file_that_nobody_can_pass_on_does_not_cost_the_exit_code(node: NodeUnderTest, message: str) -> None:
+def test_an_error_file_that_cannot_be_forwarded_does_not_cost_the_exit_code(node: NodeUnderTest, message: str) -> None:
     link = node.connect()
     argv = ["sh", "-c", 'printf %s "$0" > "$TORCHELASTIC_ERROR_FILE"; exit 3', f'{{"message": {message}}}']
     end, _ = node.run(link, argv, secret_env={"T": CANARY})

@@ -1,4 +1,4 @@
-"""A command beside a task, frame by frame (docs/agent-protocol.md)."""
+"""A command in a running task's environment, frame by frame (docs/agent-protocol.md)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Frames:
         return kind, self._stream.read(size)
 
     def end(self) -> object:
-        """What is told of the end, when all output before it has been read."""
+        """The report of the end, when all output before it has been read."""
         kind, data = self.next()
         while kind in (OUTPUT, ERRORS):
             kind, data = self.next()
@@ -91,23 +91,21 @@ def flood(here: NodeUnderTest) -> Iterator[tuple[Frames, str, int]]:
     try:
         command = int(frames.next()[1].split()[0])
         session = int(Path(f"/proc/{command}/stat").read_text().rpartition(")")[2].split()[1])
-        # Nobody reads: both pipes fill up, and the session can only wait for that.
+        # No process reads: both pipes fill up, and the session can only wait for that.
         wait_until(lambda: is_full(command) and is_full(session), 20, "nothing moves")
         yield frames, attempt, session
     finally:
         frames.channel.close()
 
 
-def test_what_is_typed_while_output_waits_to_be_read_reaches_the_command(flood: tuple[Frames, str, int]) -> None:
+def test_input_reaches_the_command_while_output_waits(flood: tuple[Frames, str, int]) -> None:
     frames, _, session = flood
     frames.send(INPUT, b"enough\n")
     wait_until(lambda: held(session, 0) == 0, 20, "the session has heard it")
     assert frames.end() == {"code": 7, "why": ""}
 
 
-def test_the_end_of_the_task_is_told_behind_output_that_waited_to_be_read(
-    here: NodeUnderTest, flood: tuple[Frames, str, int]
-) -> None:
+def test_the_end_of_the_task_is_reported_after_its_unread_output(here: NodeUnderTest, flood: tuple[Frames, str, int]) -> None:
     frames, attempt, session = flood
     here.connect().request("stop", attempt=attempt, grace_s=5, why="by the test")
     wait_until(lambda: not list(below(session)), 20, "the command is gone")

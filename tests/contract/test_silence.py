@@ -26,7 +26,7 @@ def here(tmp_path: Path) -> NodeUnderTest:
     return NodeUnderTest(LocalTransport(), tmp_path)
 
 
-def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
+def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
     def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> Channel:
         opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=20, bundle=bundle)
         opened.channel.write(request)
@@ -43,9 +43,9 @@ def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
     channels = [
         service("services.sender", b""),  # before the request
         service("services.sender", name + b"\n"),  # before `at`
-        service("services.sender", name + b'\n{"at": 0}\n'),  # amid frames that nobody reads
+        service("services.sender", name + b'\n{"at": 0}\n'),  # in the middle of frames that are not read
         service("services.receiver", b""),
-        service("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # amid a blob
+        service("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # in the middle of a blob
         service("services.session", b""),
         service("services.session", FRAME.pack(len(session), REQUEST) + session),
         # A command that takes no input, and more of it than is kept.

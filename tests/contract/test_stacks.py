@@ -1,4 +1,4 @@
-"""Looking at the processes of a running attempt, with the real py-spy."""
+"""Stacks of the processes of a running attempt, with the real py-spy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def waits_for_peer(word):
     print("there", flush=True)
     time.sleep(600)
 
-waits_for_peer("a value that is nobody's business")
+waits_for_peer("a private value")
 """
 TOOLS = str(Path(sys.executable).parent)
 
@@ -51,7 +51,7 @@ def test_python_processes_tell_where_they_are(node: NodeUnderTest, tmp_path: Pat
     assert seen["heartbeat_age_s"] is None
     (node.directory(attempt) / "heartbeat").touch()
     assert 0 <= look(node, attempt)["heartbeat_age_s"] < 60
-    assert "nobody's business" not in str(seen)
+    assert "a private value" not in str(seen)
 
 
 def test_without_the_tool_there_is_the_kernels_word(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_without_the_tool_there_is_the_kernels_word(node: NodeUnderTest, tmp_pat
     assert (one["name"], one["state"], one["threads"], one["error"]) == ("sleep", "S", None, None)
 
 
-def test_a_tool_that_fails_is_told_with_its_words(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_failing_tool_is_reported_with_its_message(node: NodeUnderTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     attempt = node.start(node.connect(), [sys.executable, f"{tmp_path}/train.py"])
     wait_until(lambda: "there" in node.output(attempt), 20)
@@ -106,7 +106,7 @@ reduces()
 """
 
 
-def test_ranks_write_their_stacks_themselves_and_nobody_else_is_signalled(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_ranks_write_their_stacks_themselves_and_no_other_process_is_signaled(node: NodeUnderTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK)
     # A plain process, one that ends at the signal and does not hold the file, one that does not catch it: all would die.
     kinds = ("rank", "plain", "left", "open")

@@ -1,4 +1,4 @@
-"""Files on their way to a node: one stream, taken up where it broke off, checked, and sent once; over every transport."""
+"""Uploads of files to a node: one stream, resumed after a break, checked, and sent once; over every transport."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blob_of(path: Path, data: bytes) -> Blob:
 
 
 def send(node: NodeUnderTest, *blobs: Blob) -> list[int]:
-    """Send blobs; return what was told of the progress."""
+    """Send blobs; return the reports of progress."""
     told: list[int] = []
     send_blobs(node.transport, str(node.top), sys.executable, blobs, timeout_s=20, progress=told.append)
     return told
@@ -76,11 +76,11 @@ def test_blobs_arrive_whole_and_are_sent_once(node: NodeUnderTest, tmp_path: Pat
     assert {path.name: path.read_bytes() for path in (node.root / "blobs").iterdir()} == {
         blob.digest: blob.path.read_bytes() for blob in (noise, words, nothing)
     }
-    # What is there is not sent again, whoever asks.
+    # Files that the node has are not sent again, for any requester.
     assert send(node, noise) == [noise.size]
 
 
-def test_what_packs_well_travels_packed(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_compressible_files_are_sent_compressed(node: NodeUnderTest, tmp_path: Path) -> None:
     words = blob_of(tmp_path / "words", b"the same words again " * 200_000)
     opened = receiver(node)
     opened.channel.write(header(words))
@@ -110,7 +110,7 @@ def test_what_packs_well_travels_packed(node: NodeUnderTest, tmp_path: Path) -> 
     assert missing(node, words) == []
 
 
-def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_broken_transfer_is_resumed(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
     opened = receiver(node)
     opened.channel.write(header(blob))
@@ -126,7 +126,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_pat
     assert in_blobs(node) == {blob.digest: blob.size}
 
 
-def test_what_arrives_damaged_is_refused_and_forgotten(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_damaged_blob_is_refused_and_removed(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", b"right")
     for frame, kind in (
         (FRAME.pack(5, RAW) + b"wrong", "damaged"),
@@ -161,7 +161,7 @@ def test_a_changed_file_here_is_noticed_there(node: NodeUnderTest, tmp_path: Pat
     assert missing(node, blob) == [blob.digest]
 
 
-def test_what_a_power_cut_left_of_a_blob_is_sent_again(node: NodeUnderTest, tmp_path: Path) -> None:
+def test_a_blob_damaged_by_a_power_cut_is_sent_again(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
     send(node, blob)
     there = node.root / "blobs" / blob.digest
@@ -216,7 +216,7 @@ def test_a_large_and_a_small_file_are_placed(node: NodeUnderTest) -> None:
     assert (node.directory(attempt) / "work/small.bin").read_bytes() == b"\0\1\2"
 
 
-def test_what_a_task_does_to_its_file_is_its_own_affair(node: NodeUnderTest) -> None:
+def test_changes_of_a_task_to_its_file_do_not_affect_others(node: NodeUnderTest) -> None:
     link = node.connect()
     data = os.urandom(1_000_000)
     name = node.stage(data)
@@ -228,7 +228,7 @@ def test_what_a_task_does_to_its_file_is_its_own_affair(node: NodeUnderTest) -> 
         return (node.directory(attempt) / "work/d").read_bytes()
 
     assert run("true") == data
-    # Another attempt has the blob's own file: this one has a copy, and what it does to it is nobody else's business.
+    # Another attempt has the blob's own file: this one has a copy, and may change it without consequences for others.
     assert run("printf x >> d") == data + b"x"
     assert link.request("stage", blobs=asked)["missing"] == []
     assert run("true") == data

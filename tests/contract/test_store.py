@@ -71,7 +71,7 @@ def test_numbers_are_counted_for_each_name(store: Store) -> None:
     assert ids == ["a-1", "b-1", "a-2", "a-1-1"]
 
 
-def test_what_was_stored_is_found_by_id_and_uuid(store: Store) -> None:
+def test_stored_workflows_are_found_by_id_and_uuid(store: Store) -> None:
     record = submit(store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE, warnings=["w"]))
     assert store.find("digits-1") == store.find(record.uuid) == record
     assert store.plan(record.uuid).name == "digits"
@@ -81,7 +81,7 @@ def test_what_was_stored_is_found_by_id_and_uuid(store: Store) -> None:
     assert store.ids() == {record.uuid: "digits-1"}
 
 
-def test_what_is_not_there_is_named_with_what_is_near(store: Store) -> None:
+def test_a_missing_name_is_reported_with_similar_ones(store: Store) -> None:
     with pytest.raises(NotFound) as empty:
         store.find("digits-2")
     assert "workflow list" in empty.value.hint
@@ -102,7 +102,7 @@ def test_records_and_events_are_saved_together_or_not_at_all(store: Store) -> No
     assert [event.text for event in store.events(record.uuid)] == ["fine"]
 
 
-def test_events_go_on_from_where_a_reader_was(store: Store) -> None:
+def test_events_continue_after_the_readers_last_one(store: Store) -> None:
     record = submit(store, workflow(), events=[("one", None), ("two", "worker")])
     other = submit(store, workflow(number=2), events=[("elsewhere", None)])
     first = store.events(record.uuid)
@@ -111,7 +111,7 @@ def test_events_go_on_from_where_a_reader_was(store: Store) -> None:
     assert [event.text for event in store.events(record.uuid, after=first[-1].sequence)] == ["three"]
 
 
-def test_whatever_a_node_says_can_be_written_down(store: Store) -> None:
+def test_any_answer_of_a_node_can_be_stored(store: Store) -> None:
     record = submit(store, workflow([failed_group()], state=WorkflowState.FAILED))
     group = failed_group()
     end = End(ended_at=T0, error={"message": "half of a pair: \ud83d", "loss": float("nan")})
@@ -136,7 +136,7 @@ def test_progress_does_not_undo_a_request_to_cancel(store: Store) -> None:
     assert found.force
 
 
-def test_asking_again_for_its_end_takes_back_no_force_and_begins_no_wait_anew(store: Store) -> None:
+def test_a_second_stop_keeps_the_force_and_the_deadline_of_the_first(store: Store) -> None:
     record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
     for request in (CancelRequest(at=T0, by="bob", force=True), CancelRequest(at=T0 + 50.0, by="eve", message="mine, too")):
         store.request_cancel(record.uuid, request, told(record.uuid, "asked for its end"))
@@ -153,7 +153,7 @@ def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
     assert not store.has_unfinished()
 
 
-def test_what_may_be_left_on_a_lost_node_is_remembered_but_needs_no_supervisor(store: Store) -> None:
+def test_possible_orphans_on_a_lost_node_are_recorded_without_a_supervisor(store: Store) -> None:
     group = completed_group()
     lost = replace(group.tasks[-1], stray=Stray.OUT_OF_REACH)
     record = submit(store, workflow([replace(group, tasks=(*group.tasks[:-1], lost))]))
@@ -286,7 +286,7 @@ def test_fields_of_a_newer_record_are_ignored_and_missing_ones_have_their_defaul
     record = submit(store, workflow([completed_group()]))
     text = store._db.execute("SELECT record FROM groups").fetchone()[0]
     raw = json.loads(text)
-    raw["colour"] = {"of": ["the", "future"]}
+    raw["color"] = {"of": ["the", "future"]}
     raw["tasks"][0]["mood"] = "fine"
     del raw["tasks"][0]["gpu_ids"]
     store._db.execute("UPDATE groups SET record = ?", (json.dumps(raw).encode(),))
@@ -295,7 +295,7 @@ def test_fields_of_a_newer_record_are_ignored_and_missing_ones_have_their_defaul
     assert found.state is State.COMPLETED
 
 
-def test_a_file_that_is_no_store_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_store_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     path.write_bytes(b"this is not a database" * 100)
     with pytest.raises(StateError, match="DISTFLOW_STATE"):
@@ -312,7 +312,7 @@ def torn(path: Path) -> None:
         file.write(b"\xff" * (path.stat().st_size - 4096 * 2))
 
 
-def test_a_damaged_store_says_so_and_is_kept_aside_whole(tmp_path: Path) -> None:
+def test_a_damaged_store_is_reported_and_set_aside_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     for name in ("broken-2026-11-21", "broken-2026-11-21-2"):
         torn(path)
@@ -344,9 +344,7 @@ def test_only_a_damaged_store_is_moved(tmp_path: Path) -> None:
     assert _read(path, "SELECT count(*) FROM workflows") == [(1,)]
 
 
-def test_a_store_that_cannot_be_written_is_read_also_what_was_written_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_store_is_read_including_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store.sqlite3"
     with Store(path) as other:
         record = submit(other, workflow([completed_group()]))
@@ -365,7 +363,7 @@ def test_a_store_that_cannot_be_written_is_read_also_what_was_written_last(
 
 
 @pytest.mark.parametrize("read", [lambda store: store.find("digits-1"), lambda store: store.unfinished()[0]])
-def test_what_is_read_is_of_one_moment(tmp_path: Path, read: Callable[[Store], WorkflowRecord]) -> None:
+def test_a_read_is_a_consistent_snapshot(tmp_path: Path, read: Callable[[Store], WorkflowRecord]) -> None:
     path = tmp_path / "store.sqlite3"
     with Store(path) as reader, Store(path) as writer:
         before = submit(writer, workflow([running_group()], state=WorkflowState.RUNNING))

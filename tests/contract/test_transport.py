@@ -1,4 +1,4 @@
-"""The contracts of ``transports.base``, held against every transport."""
+"""The contracts of ``transports.base``, checked on every transport."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_a_channel_knows_how_its_command_ended(transport: Transport) -> None:
 
 
 def test_stderr_is_drained_unasked_and_complete_at_the_end(transport: Transport) -> None:
-    code = "import sys; sys.stderr.write('x' * 3_000_000 + 'last words'); sys.stderr.flush(); print('done')"
+    code = "import sys; sys.stderr.write('x' * 3_000_000 + 'last line'); sys.stderr.flush(); print('done')"
     channel = transport.open([sys.executable, "-c", code])
     assert read_all(channel) == b"done\n"
-    assert channel.stderr_tail().endswith("last words")
+    assert channel.stderr_tail().endswith("last line")
     assert len(channel.stderr_tail()) < 100_000
     channel.close()
 
@@ -194,7 +194,7 @@ def test_a_stream_reaches_a_port_of_the_node_and_each_direction_ends_by_itself(t
         stream.close()
 
 
-def test_a_port_that_nothing_listens_on_is_said(transport: Transport) -> None:
+def test_a_port_without_a_listener_is_reported(transport: Transport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(NodeUnreachable, match=f"{transport.name}: nothing answers on its port {port}"):

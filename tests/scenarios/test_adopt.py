@@ -18,7 +18,7 @@ workflow:
   name: waits
   tasks:
   - name: one
-    command: [sh, -c, 'echo first words; while [ ! -e GO ]; do sleep 0.1; done; echo last words; exit 0']
+    command: [sh, -c, 'echo first line; while [ ! -e GO ]; do sleep 0.1; done; echo last line; exit 0']
 """
 FAILS = """
 workflow:
@@ -59,7 +59,7 @@ def attempts(cli: Cli) -> list[str]:
     return sorted("/".join(path.parts[-4:-1]) for path in cli.root.glob("*/*/*/*/launch.json"))
 
 
-def test_another_laptop_takes_in_what_runs_and_what_has_ended(cli: Cli) -> None:
+def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     go, other = cli.folder / "go", another(cli)
     # The other one has given a number already that the first one gives, too.
     mine = other.submit(other.spec(WAITS.replace("GO", str(go)), "mine.yaml"))
@@ -96,7 +96,7 @@ def test_another_laptop_takes_in_what_runs_and_what_has_ended(cli: Cli) -> None:
     go.touch()
     for one, workflow in ((cli, runs), (other, "waits-2"), (other, mine)):
         one.await_status(workflow, "COMPLETED")
-        one.await_log(workflow, "[one] first words\n[one] last words\n")
+        one.await_log(workflow, "[one] first line\n[one] last line\n")
     assert len(attempts(cli)) == 3
     for note in cli.root.glob("*/*/*/*/workflow.json"):
         assert note.stat().st_mode & 0o777 == 0o600
@@ -104,7 +104,7 @@ def test_another_laptop_takes_in_what_runs_and_what_has_ended(cli: Cli) -> None:
     assert other.submit(other.spec(FAILS)) == "fails-2"
 
 
-def test_a_damaged_store_is_kept_aside_and_what_it_held_comes_back(cli: Cli) -> None:
+def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) -> None:
     go = cli.folder / "go"
     runs = cli.submit(cli.spec(WAITS.replace("GO", str(go))))
     fails = cli.submit(cli.spec(FAILS))
@@ -113,12 +113,12 @@ def test_a_damaged_store_is_kept_aside_and_what_it_held_comes_back(cli: Cli) -> 
     store = cli.state / "distflow.sqlite3"
     away = cli.folder / "away"
     store.rename(away)
-    # Whoever is at work with the old file would never see the new one.
+    # A supervisor that has the old file open would never see the new one.
     refused = cli.run("workflow", "adopt")
     assert (refused.code, "a supervisor is at work with it" in refused.err) == (5, True)
     away.rename(store)
     cli.kill_supervisor()
-    store.write_bytes(b"not a database any more" * 1000)
+    store.write_bytes(b"no longer a database" * 1000)
     for ending in ("-wal", "-shm"):
         (cli.state / f"{store.name}{ending}").unlink(missing_ok=True)
     shutil.rmtree(cli.state / "logs")
@@ -159,7 +159,7 @@ def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
     assert cli.await_status(completes, "COMPLETED")["groups"][1]["tasks"][0]["status"] == "COMPLETED"
     other.await_status(completes, "FAILED")
     assert other.tasks(completes)["first"]["status"] == "COMPLETED"
-    # The first one goes on to its next attempt; the other one has seen the first attempt fail, and that is all.
+    # The first one starts its next attempt; the other one has only seen the first attempt fail.
     wait_until(lambda: cli.tasks(again)["first"]["retry_id"] > 0, 60)
     other.await_status(again, "FAILED")
     assert other.tasks(again)["first"]["exit_code"] == 7

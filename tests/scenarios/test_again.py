@@ -23,7 +23,7 @@ workflow:
 def _submitted(cli: Cli) -> Path:
     folder = cli.folder / "specs"
     folder.mkdir()
-    (folder / "data.txt").write_text("from beside the spec\n")
+    (folder / "data.txt").write_text("from next to the spec\n")
     (folder / "spec.yaml").write_text(SPEC)
     done = cli.run(
         "workflow", "submit", str(folder / "spec.yaml"), "--set", "word=second", "--set-env", "TOKEN=secret-1", "--wait",
@@ -35,7 +35,7 @@ def _submitted(cli: Cli) -> Path:
 
 def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli: Cli) -> None:
     folder = _submitted(cli)
-    # What is beside the spec is read anew; the spec itself is not.
+    # Files next to the spec are read again; the spec itself is not.
     (folder / "spec.yaml").unlink()
     (folder / "data.txt").write_text("changed since\n")
     done = cli.run("workflow", "submit", "again-1", "--set-env", "TOKEN=secret-2", "--wait", "--label", "run=b")
@@ -53,7 +53,7 @@ def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli:
     ]
 
 
-def test_what_a_stored_spec_cannot_do_is_said(cli: Cli) -> None:
+def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
     _submitted(cli)
     for arguments, words in (
         (["again-1"], "again-1 had TOKEN from --set-env, which is not kept\ngive it again: --set-env TOKEN=…"),

@@ -1,4 +1,4 @@
-"""What stands beside a task works through a jump host as it does without: a command, ports, files."""
+"""The commands for a running task work through a jump host: `exec`, `port-forward`, copies of files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ workflow:
 
 
 @pytest.mark.parametrize(("backend", "path", "name"), [("local", ".", "work"), ("ssh", "/tmp/models", "models")])
-def test_the_next_attempt_goes_on_where_the_last_one_ended(
+def test_the_next_attempt_continues_the_last_one(
     backend: str, path: str, name: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest
 ) -> None:
     bucket = s3.bucket("b")
@@ -138,7 +138,7 @@ def test_all_ranks_resume_from_the_snapshot_that_one_of_them_wrote_in_the_workin
     assert "different files" not in events
 
 
-def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Path) -> None:
+def test_checkpoints_continue_after_a_killed_supervisor(cli: Cli, tmp_path: Path) -> None:
     go = tmp_path / "go"
     spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("1h", "1s")
     ident = cli.submit(cli.spec(spec.replace("sleep 0.1", f"until [ -e {go} ]; do sleep 0.1; done")))

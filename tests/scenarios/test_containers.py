@@ -63,7 +63,7 @@ ONE = """
 """
 
 
-def test_a_task_in_a_container_sees_what_it_would_see_without(cli: Cli, engine: Engine) -> None:
+def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: Engine) -> None:
     tasks = """
     - name: one
       image: IMAGE
@@ -71,18 +71,18 @@ def test_a_task_in_a_container_sees_what_it_would_see_without(cli: Cli, engine: 
       environment: {GREETING: "hello {{workflow_id}}"}
       files:
       - {path: /etc/hello.txt, contents: "from a file of {{workflow_id}}"}
-      - {path: beside.txt, contents: "from beside"}
+      - {path: adjacent.txt, contents: "from the directory"}
       command: [sh, -c]
       args:
       - |
-        test -e /etc/os-release && echo "this is no container"
-        echo "$GREETING"; cat /etc/hello.txt; echo; cat beside.txt; echo; echo "$TOKEN" | tr a-z A-Z
+        test -e /etc/os-release && echo "this is not a container"
+        echo "$GREETING"; cat /etc/hello.txt; echo; cat adjacent.txt; echo; echo "$TOKEN" | tr a-z A-Z
         echo done > "{{output}}/out.txt"; echo "$DISTFLOW_ATTEMPT_DIR"; exit 3
 """
     done = cli.run("workflow", "submit", spec(cli, tasks), "--set-env", "TOKEN=canary", "--wait")
     assert done.code == 1
     lines = [line.removeprefix("[one] ") for line in done.out.splitlines() if line.startswith("[one] ")]
-    assert lines[:4] == ["hello boxed-1", "from a file of boxed-1", "from beside", "CANARY"]
+    assert lines[:4] == ["hello boxed-1", "from a file of boxed-1", "from the directory", "CANARY"]
     task = cli.tasks("boxed-1")["one"]
     assert (task["status"], task["exit_code"], task["signal"]) == ("FAILED", 3, None)
     assert (Path(lines[4]) / "output" / "out.txt").read_text() == "done\n"
@@ -128,7 +128,7 @@ def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bo
     assert not _running(f"sleep\0{ALONE}\0")
 
 
-def test_a_container_that_nobody_watches_any_more_is_reaped(cli: Cli, engine: Engine) -> None:
+def test_an_orphan_container_is_reaped(cli: Cli, engine: Engine) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
     cli.await_log(ident, "up")
     attempt = crash(cli, cli.root)
@@ -146,7 +146,7 @@ def test_a_container_that_nobody_watches_any_more_is_reaped(cli: Cli, engine: En
 
 
 @pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
-def test_a_kill_of_what_guards_it_leaves_no_container(cli: Cli, engine: Engine, victim: str) -> None:
+def test_a_kill_of_its_guards_leaves_no_container(cli: Cli, engine: Engine, victim: str) -> None:
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
     cli.await_log(ident, "up")
     state = json.loads((cli.root / cli.query(ident)["uuid"] / "g" / "one" / "0" / "runner.json").read_text())
@@ -158,12 +158,12 @@ def test_a_kill_of_what_guards_it_leaves_no_container(cli: Cli, engine: Engine, 
 
 
 def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:
-    missing = ONE.replace("IMAGE", "127.0.0.1:9/nobody/nothing:1").replace("COMMAND", "echo never")
+    missing = ONE.replace("IMAGE", "127.0.0.1:9/missing/nothing:1").replace("COMMAND", "echo never")
     done = cli.run("workflow", "submit", spec(cli, missing), "--wait")
     assert done.code == 1
     task = cli.tasks("boxed-1")["one"]
     assert (task["status"], task["exit_code"]) == ("FAILED_IMAGE_PULL", 302)
-    assert "the image 127.0.0.1:9/nobody/nothing:1 cannot be pulled: " in task["failure_message"]
+    assert "the image 127.0.0.1:9/missing/nothing:1 cannot be pulled: " in task["failure_message"]
 
 
 def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> None:

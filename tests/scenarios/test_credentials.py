@@ -72,7 +72,7 @@ def test_a_terminal_is_asked_and_does_not_show_the_value(cli: Cli) -> None:
     assert VALUE in (cli.state / "credentials" / "wandb.json").read_text()
 
 
-def test_what_is_wrong_is_refused_and_names_no_value(cli: Cli) -> None:
+def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
     name = ("credential", "set", "one")
     cases = {
         name: "give the payload with --payload, or with --payload-file",
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_refused_and_names_no_value(cli: Cli) -> None:
     assert cli.run("credential", "list").out == "There are no credentials yet.\n"
 
 
-def test_a_credential_that_cannot_be_written_is_told(cli: Cli) -> None:
+def test_a_credential_that_cannot_be_written_is_reported(cli: Cli) -> None:
     cli.state.mkdir()
     (cli.state / "credentials").write_text("in the way")
     done = cli.run("credential", "set", "one", "--payload", "a=b")

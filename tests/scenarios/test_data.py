@@ -54,7 +54,7 @@ def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
     assert cli.run("data", "list", "-r", "s3://b/run").out == "results/a.txt\n"
 
 
-def test_what_was_not_done_does_not_end_with_0(cli: Cli, s3: S3Server) -> None:
+def test_incomplete_work_does_not_exit_with_0(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     _make(cli.folder / "results", {"a.txt": "A"})
     for arguments, code, words in (

@@ -144,7 +144,7 @@ def test_a_dataset_that_is_not_there_ends_the_group(cli: Cli) -> None:
     assert "its output cannot be written: dataset m: the output has no `x`" in done.err
 
 
-def test_a_wrong_place_for_datasets_is_said(cli: Cli) -> None:
+def test_a_wrong_place_for_datasets_is_reported(cli: Cli) -> None:
     path = cli.folder / "distflow.yaml"
     path.write_text("datasets: https://b/sets\n" + path.read_text())
     done = cli.run("dataset", "list")

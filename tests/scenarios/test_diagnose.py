@@ -71,7 +71,7 @@ def diagnosed(cli: Cli, workflow: str, *arguments: str) -> dict[str, dict[str, A
     return {group["name"]: group for group in json.loads(done.out)["groups"]}
 
 
-def test_each_fault_of_a_gang_is_told_with_its_remedy(cli: Cli) -> None:
+def test_each_fault_of_a_gang_is_reported_with_its_remedy(cli: Cli) -> None:
     (cli.folder / "join.py").write_text(JOIN)
     workflow = cli.submit(cli.spec(FAULTS))
     cli.await_status(workflow, "FAILED", "FAILED_EXEC_TIMEOUT", timeout=150)
@@ -117,7 +117,7 @@ workflow:
 
 
 @pytest.mark.ssh
-def test_an_address_that_only_its_own_node_reaches_is_told(far_lab: Lab) -> None:
+def test_an_address_that_only_its_own_node_reaches_is_reported(far_lab: Lab) -> None:
     """The hosts' own names mean 127.0.1.1, and the script takes away what distflow says of the interface."""
     cli = far_lab.cli
     (cli.folder / "join.py").write_text(JOIN)

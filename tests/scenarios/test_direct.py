@@ -115,7 +115,7 @@ def test_nothing_passes_through_this_machine(where: str, cli: Cli, s3: S3Server,
 
 
 @pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def test_a_node_without_a_driver_is_relayed_and_told_how_it_would_not_be(
+def test_a_node_without_a_driver_is_relayed_and_shows_how_to_avoid_that(
     where: str, cli: Cli, s3: S3Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     bucket, python = s3.bucket("b"), _bare_python(tmp_path)
@@ -137,7 +137,7 @@ def test_a_node_without_a_driver_is_relayed_and_told_how_it_would_not_be(
     assert f"has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
-def test_what_is_here_stays_here_and_credentials_of_files_are_not_sent(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
+def test_local_data_and_file_credentials_stay_on_this_machine(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.bucket("b")
     config = tmp_path / "aws"
     config.write_text(
@@ -156,7 +156,7 @@ def test_what_is_here_stays_here_and_credentials_of_files_are_not_sent(cli: Cli,
     assert "[only] its output goes to s3://b/x through this machine: no node has the credentials" in events
 
 
-def test_what_the_store_refuses_a_node_it_may_allow_us(cli: Cli, s3: S3Server) -> None:
+def test_an_upload_that_a_node_may_not_do_is_relayed(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
     ident = cli.submit(cli.spec(ONE.replace("URL", "s3://b/x")))
@@ -206,7 +206,7 @@ def test_a_transfer_that_is_cut_is_asked_for_again(cli: Cli, s3: S3Server) -> No
 
 
 @pytest.mark.ssh
-def test_a_node_whose_link_is_cut_goes_on_when_it_is_back(lab: Lab, s3: S3Server) -> None:
+def test_a_node_whose_link_is_cut_continues_when_the_link_is_back(lab: Lab, s3: S3Server) -> None:
     cli = lab.cli
     lab.configure(names=("gpu1",), connect_timeout="2s")
     ident, pid = _begin(cli, s3)
@@ -230,7 +230,7 @@ def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server
     s3.thaw()
 
 
-def test_a_supervisor_that_is_killed_leaves_nothing_running_and_the_next_goes_on(cli: Cli, s3: S3Server) -> None:
+def test_the_next_supervisor_continues_transfers_of_a_killed_one(cli: Cli, s3: S3Server) -> None:
     ident, pid = _begin(cli, s3)
     cli.kill_supervisor()
     wait_until(lambda: pid not in _deliverers(cli), 30)
@@ -247,7 +247,7 @@ def test_a_cancel_does_not_wait_for_it(cli: Cli, s3: S3Server) -> None:
 
 
 def _fill(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
-    """Put something large below a URL, and a dataset beside it."""
+    """Put a large file below a URL, and a dataset next to it."""
     config = Path(cli.environment["DISTFLOW_CONFIG"])
     config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "datasets": "s3://b/sets"}))
     bucket = s3.bucket("b")
@@ -290,7 +290,7 @@ def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3
     assert f"through this machine: gpu2: {python} has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
-def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Server) -> None:
+def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Server) -> None:
     _fill(cli, s3, 5 * LARGE)
     cli.top.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.top)]

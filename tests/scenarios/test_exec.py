@@ -1,4 +1,4 @@
-"""A command beside a running task: its surroundings, its terminal, its end."""
+"""A command in a running task's environment: its surroundings, its terminal, its end."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 1}
-      environment: {COLOUR: "green {{output}}"}
+      environment: {COLOR: "green {{output}}"}
       command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
     - name: worker
       ranks: {size: 1}
       command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
 """
-LOOK = "sh -c 'echo \"$PWD|$COLOUR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
+LOOK = "sh -c 'echo \"$PWD|$COLOR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
 
 
 class Terminal:
@@ -103,10 +103,10 @@ def test_pipes_carry_input_output_and_the_exit_code_in_the_surroundings_of_the_t
     go = _start(place, "--set-env", "TOKEN=secret-1")
     seen = place.run("workflow", "exec", "gang-1", "master", "--entry", LOOK)
     assert seen.code == 0, seen.err
-    where, colour, gpus, rank, token, error_file = seen.out.splitlines()[0].split("|")
+    where, color, gpus, rank, token, error_file = seen.out.splitlines()[0].split("|")
     assert where.endswith("/train/master/0/work")
-    assert colour.startswith("green /")
-    assert colour.endswith("/train/master/0/output")
+    assert color.startswith("green /")
+    assert color.endswith("/train/master/0/output")
     assert (gpus in ("0", "1"), rank, token, error_file) == (True, "0", "secret-1", "")
     assert seen.out.splitlines()[1] == str(Path(sys.executable).with_name("python3"))
     given = os.urandom(300_000).hex()
@@ -145,7 +145,7 @@ def test_a_terminal_has_its_size_its_keys_and_its_end(place: Cli) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_whatever_ends_us_ends_the_command_and_what_it_detached(place: Cli, number: signal.Signals) -> None:
+def test_any_end_of_the_session_ends_the_command_and_its_daemons(place: Cli, number: signal.Signals) -> None:
     go = _start(place)
     marker = "4711.5"
     screen = Terminal(place, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
@@ -173,7 +173,7 @@ def test_the_command_ends_with_the_task(place: Cli) -> None:
     assert screen.await_end() == 129
 
 
-def test_a_group_runs_it_beside_every_task(place: Cli) -> None:
+def test_exec_on_a_group_runs_the_command_for_every_task(place: Cli) -> None:
     go = _start(place)
     entry = "sh -c 'echo rank $NODE_RANK; echo err >&2; printf end; exit $((NODE_RANK + 3))'"
     done = place.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
@@ -183,7 +183,7 @@ def test_a_group_runs_it_beside_every_task(place: Cli) -> None:
     _end(place, go)
 
 
-def test_what_cannot_be_is_said(cli: Cli) -> None:
+def test_impossible_requests_are_reported(cli: Cli) -> None:
     cli.configure(gpus=2)
     go = _start(cli)
     assert cli.submit(cli.spec(SPEC.replace("GO", str(go)))) == "gang-2"
@@ -206,7 +206,7 @@ def test_what_cannot_be_is_said(cli: Cli) -> None:
 
 
 @pytest.mark.ssh
-def test_a_node_out_of_reach_is_said_in_time(lab: Lab) -> None:
+def test_an_unreachable_node_is_reported_in_time(lab: Lab) -> None:
     go = _start(lab.cli)
     node = str(lab.cli.tasks("gang-1")["worker"]["node_name"])
     lab.servers[node].freeze()

@@ -1,4 +1,4 @@
-"""``kill -9`` of everything, at random moments: the gang ends or the work goes on; nothing survives, hangs or is lost."""
+"""``kill -9`` of everything, at random moments: the gang ends or the work continues; nothing survives, hangs or is lost."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
         except (StopIteration, FileNotFoundError, ProcessLookupError):
-            continue  # it has ended, and nobody has started the next one
+            continue  # it has ended, and the next one was not started yet
         # Any command that reads sees the unfinished work and starts a supervisor again.
         cli.query(workflow)
     cli.await_status(workflow, "COMPLETED")
@@ -145,7 +145,7 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
     assert sum("started on" in line for line in cli.run("workflow", "events", workflow).out.splitlines()) == 2
 
 
-def test_an_end_that_nobody_saw_is_read_from_the_node(cli: Cli) -> None:
+def test_an_unobserved_end_is_read_from_the_node(cli: Cli) -> None:
     workflow = cli.submit(cli.spec(SHORT.replace("exit 0", "exit 5").replace("sleep 3", "sleep 15")))
     cli.await_running(workflow)
     pid = cli.tasks(workflow)["worker"]["pid"]

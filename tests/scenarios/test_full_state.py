@@ -75,14 +75,14 @@ def _state(cli: Cli, ident: str) -> WorkflowState:
         return store.find(ident).state
 
 
-def test_what_happens_while_the_disk_of_the_state_is_full_is_read_afterwards(small: Cli) -> None:
+def test_events_during_a_full_state_disk_are_read_afterwards(small: Cli) -> None:
     cli, go = small, small.folder / "go"
     ident = cli.submit(cli.spec(SPEC.replace("GO", str(go))))
     cli.await_running(ident)
     cli.await_log(ident, "begins")
     filler = _fill(cli.state)
     go.touch()
-    # The gang falls on its nodes, whoever can write it down.
+    # The gang ends on its nodes, even if the end cannot be recorded.
     wait_until(lambda: not [line for _, line in cli.processes() if "sleep 0.1; done" in line], 60, "nothing of it runs")
     wait_until(lambda: cli.supervisor() is None, 30, "it can write nothing down")
     told = cli.run("workflow", "query", ident)
@@ -92,7 +92,7 @@ def test_what_happens_while_the_disk_of_the_state_is_full_is_read_afterwards(sma
     assert (refused.code, "No space left on device" in refused.err) == (5, True)
     # Its log lies on the same disk, and has what there was room for.
     assert "Traceback" not in (cli.state / "supervisor.log").read_text()
-    # Nobody has to come: the supervisor waits for room.
+    # No user has to act: the supervisor waits for room.
     filler.unlink()
     wait_until(lambda: _state(cli, ident).is_final, 60, "it is written down")
     body = cli.await_status(ident, "FAILED")
@@ -119,7 +119,7 @@ workflow:
 """
 
 
-def test_output_never_takes_the_reserve_and_supervision_goes_on(middling: Cli) -> None:
+def test_output_never_takes_the_reserve_and_supervision_continues(middling: Cli) -> None:
     cli, go = middling, middling.folder / "go"
     (cli.folder / "distflow.yaml").write_text(f"pools: {{local: {{backend: local, root: {cli.folder / 'node'}}}}}\n")
     filler = cli.state / "filler"
@@ -127,7 +127,7 @@ def test_output_never_takes_the_reserve_and_supervision_goes_on(middling: Cli) -
     ident = cli.submit(cli.spec(RUNAWAY.replace("GO", str(go))))
     cli.await_running(ident)
     words = "its output stays on local: this machine's disk is almost full; free space here"
-    wait_until(lambda: words in cli.run("workflow", "events", ident).out, 60, "it is told")
+    wait_until(lambda: words in cli.run("workflow", "events", ident).out, 60, "it is reported")
     found = os.statvfs(cli.state)
     assert found.f_bavail * found.f_frsize > 2 << 20
     told = cli.run("workflow", "query", ident)

@@ -37,7 +37,7 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     def sleepers() -> list[str]:
         return [command for _, command in cli.processes() if any(number in command for number in numbers.values())]
 
-    wait_until(lambda: not sleepers(), 30, "the others are stopped, although nobody watches")
+    wait_until(lambda: not sleepers(), 30, "the others are stopped without agent and supervisor")
     assert cli.supervisor() is None
     answer = cli.await_status(workflow, "FAILED")
     group = answer["groups"][0]

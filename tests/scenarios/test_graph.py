@@ -34,7 +34,7 @@ def test_a_chain_runs_in_its_order(cli: Cli) -> None:
     assert events.index("prepare-group: COMPLETED") < events.index("train-group: SCHEDULING")
 
 
-def test_a_failure_ends_what_waits_for_it_and_nothing_else(cli: Cli) -> None:
+def test_a_failure_ends_only_the_groups_that_depend_on_it(cli: Cli) -> None:
     done = cli.run("workflow", "submit", cli.spec(CHAIN.format(prepare="exit 3")), "--wait")
     assert done.code == 1
     tasks = cli.tasks("chain-1")
@@ -46,7 +46,7 @@ def test_a_failure_ends_what_waits_for_it_and_nothing_else(cli: Cli) -> None:
     assert cli.query("chain-1")["status"] == "FAILED"
 
 
-def test_a_supervisor_that_is_killed_in_the_middle_goes_on_there(cli: Cli) -> None:
+def test_a_transfer_continues_after_a_killed_supervisor(cli: Cli) -> None:
     spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.05; done"))
     ident = cli.submit(spec)
     wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
@@ -60,7 +60,7 @@ def test_a_supervisor_that_is_killed_in_the_middle_goes_on_there(cli: Cli) -> No
     assert {task["status"] for task in cli.tasks(ident).values()} == {"COMPLETED"}
 
 
-def test_a_cancel_ends_what_waits(cli: Cli) -> None:
+def test_a_cancel_ends_waiting_tasks(cli: Cli) -> None:
     ident = cli.submit(cli.spec(CHAIN.format(prepare="sleep 600")))
     wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
@@ -69,7 +69,7 @@ def test_a_cancel_ends_what_waits(cli: Cli) -> None:
     )
 
 
-def test_the_dry_run_and_validate_say_what_waits_for_what(cli: Cli) -> None:
+def test_the_dry_run_and_validate_show_dependencies(cli: Cli) -> None:
     spec = cli.spec(CHAIN.format(prepare="true"))
     assert "group train-group: 1 task, waits for prepare-group" in cli.run("workflow", "submit", spec, "--dry-run").out
     assert "  train-group waits for prepare-group\n" in cli.run("workflow", "validate", spec).out
@@ -116,7 +116,7 @@ workflow:
 """
 
 
-def test_a_task_finds_what_others_wrote(cli: Cli) -> None:
+def test_a_task_finds_the_outputs_of_others(cli: Cli) -> None:
     done = cli.run("workflow", "submit", cli.spec(PIPELINE.format(bytes=3_000_000)), "--wait")
     assert done.code == 0, done.err + cli.run("workflow", "events", "pipeline-1").out
     ident = "pipeline-1"
@@ -164,7 +164,7 @@ def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) ->
 
 
 def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) -> None:
-    # The process that packs and sends the output is suspended: nothing comes before it goes on.
+    # The process that packs and sends the output is suspended: nothing comes before it resumes.
     ident = cli.submit(cli.spec(CHAIN.format(prepare="head -c 300000000 /dev/zero > {{output}}/big")))
     wait_until(lambda: _senders(cli), 60)
     (sender,) = _senders(cli)

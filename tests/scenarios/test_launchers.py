@@ -161,7 +161,7 @@ def test_torchrun_restarts_the_ranks_of_a_gang(cli: Cli) -> None:
     assert sorted((row["rank"], row["of"], row["sum"]) for row in rows) == [(rank, 3, 3.0) for rank in range(3)]
 
 
-def test_the_dry_run_shows_what_will_run(cli: Cli) -> None:
+def test_the_dry_run_shows_the_tasks(cli: Cli) -> None:
     (cli.folder / "sum.py").write_text(SUM)
     text = TRAIN.replace("PYTHON", "python3").replace("LAUNCHER", "spawn")
     done = cli.run("workflow", "submit", cli.spec(text), "--dry-run", "-t", "json")

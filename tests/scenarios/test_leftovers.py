@@ -64,11 +64,11 @@ def document(cli: Cli, *arguments: str) -> dict[str, Any]:
 
 
 def ours(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is to be stopped; what tests beside this one leave on the machine is named, too."""
+    """The processes to stop; those that concurrent tests leave on the machine are listed, too."""
     return [one for one in node["found"] if one["is_ours"]]
 
 
-def test_a_crash_of_everything_leaves_what_reap_ends(cli: Cli) -> None:
+def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     cli.configure(stop_grace="1s")
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(DAEMON))
@@ -92,7 +92,7 @@ def test_a_crash_of_everything_leaves_what_reap_ends(cli: Cli) -> None:
     assert "stopped" in done.out
     assert sleep not in [pid for pid, _ in cli.processes()]
     assert ours(document(cli)["nodes"][0]) == []
-    # The record is what the next supervisor goes by; and what runs is not touched.
+    # The next supervisor decides by the record; running processes are not touched.
     cli.await_status(workflow, "FAILED_SERVER_ERROR")
     kept = cli.submit(cli.spec(KEPT.replace("GO", str(go))))
     cli.await_running(kept)
@@ -114,7 +114,7 @@ def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_reaped(lab: Lab
     assert [bool(one["error"]) for one in json.loads(told.out)["nodes"]] == [False, True, False]
 
 
-def test_an_uninstalled_node_has_nothing_left_but_what_is_not_ours(cli: Cli) -> None:
+def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
     cli.configure(gpus=1)
     go = cli.folder / "go"
     gpu = KEPT.replace("name: kept\n", "name: kept\n  resources: {default: {gpu: 1}}\n")

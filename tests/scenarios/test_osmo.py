@@ -1,6 +1,8 @@
-"""OSMO's language in specs of our own, ``tests/goldens/osmo/*.yaml``: each runs to its end, held against the text beside it.
+"""OSMO's language in specs of our own, ``tests/goldens/osmo/*.yaml``: each runs to its end.
 
-``DISTFLOW_RENEW_GOLDENS=1`` writes the texts anew; what changed is then seen in the diff.
+The results are compared with the text next to each spec.
+
+``DISTFLOW_RENEW_GOLDENS=1`` writes the texts again; the diff then shows the changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes of OSMO's own specs, written anew here: each must run as it does there, or warn at the line where it does not."""
+"""Shapes of OSMO's own specs, in specs of our own: each must run as in OSMO, or warn at the line where it does not."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_references_to_variables_are_replaced_as_in_kubernetes(cli: Cli) -> None
 
 
 EARLIER = """\
-# Submit with a workflow that has ended: {{ workflow }}, {% raw %} and {{host:nobody}} stand in a comment.
+# Submit with a workflow that has ended: {{ workflow }}, {% raw %} and {{host:missing}} are in a comment.
 workflow:
   name: later
   tasks:

@@ -47,11 +47,11 @@ def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) 
     log = place.await_log(workflow, "port ")
     found = re.search(r"port (\d+)", log)
     assert found is not None
-    theirs, ours, dead, nobody = int(found[1]), _free_port(), _free_port(), _free_port()
-    process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs},{dead}:{nobody}")
+    theirs, ours, dead, unused = int(found[1]), _free_port(), _free_port(), _free_port()
+    process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs},{dead}:{unused}")
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"localhost:{ours} is port {theirs} of ")
-    assert process.stderr.readline().startswith(f"localhost:{dead} is port {nobody} of ")
+    assert process.stderr.readline().startswith(f"localhost:{dead} is port {unused} of ")
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(_get(ours))) for _ in range(12)]
     for thread in threads:
@@ -62,7 +62,7 @@ def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) 
     # Where nothing listens, the visitor is turned away, and it is said.
     with pytest.raises((http.client.HTTPException, OSError)):
         _get(dead)
-    assert f"nothing answers on its port {nobody}" in process.stderr.readline()
+    assert f"nothing answers on its port {unused}" in process.stderr.readline()
     taken = place.run("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs}")
     assert (taken.code, f"port {ours} of localhost cannot be listened on" in taken.err) == (2, True)
     process.send_signal(signal.SIGINT)

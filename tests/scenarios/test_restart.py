@@ -33,7 +33,7 @@ def spec(cli: Cli) -> str:
 
 
 @pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_only_what_did_not_complete_runs_again(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_only_incomplete_groups_run_again(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if backend == "ssh":
         request.getfixturevalue("lab")
     assert cli.run("workflow", "submit", spec(cli), "--priority", "high", "--wait").code == 1
@@ -65,7 +65,7 @@ def test_only_what_did_not_complete_runs_again(backend: str, cli: Cli, request: 
     assert not list(cli.state.rglob("incoming-*"))
 
 
-def test_what_cannot_be_restarted_is_said(cli: Cli) -> None:
+def test_impossible_restarts_are_reported(cli: Cli) -> None:
     (cli.folder / "go").touch()
     (cli.folder / "go2").touch()
     assert cli.run("workflow", "submit", spec(cli), "--wait").code == 0
@@ -122,14 +122,14 @@ workflow:
 
 
 @pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_a_later_workflow_takes_what_an_earlier_one_wrote(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if backend == "ssh":
         request.getfixturevalue("lab")
     later = cli.spec(LATER, "later.yaml")
     missing = cli.run("workflow", "validate", later)
     assert missing.code == 2
     assert "later.yaml:8: error: there is no workflow 'stages-1'" in missing.err
-    # An earlier workflow may have failed: what its tasks wrote is there all the same.
+    # An earlier workflow may have failed: the outputs of its tasks still exist.
     assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
     assert (
         "what prepare of stages-1 wrote (only nothing) → <ATTEMPT_DIR>/input/0"
@@ -141,7 +141,7 @@ def test_a_later_workflow_takes_what_an_earlier_one_wrote(backend: str, cli: Cli
     assert lines[0].isdigit()
     assert lines[1:] == ["0"]
     for name, words in (
-        ("stages-1:nobody", "stages-1 has no task `nobody`"),
+        ("stages-1:missing", "stages-1 has no task `missing`"),
         ("stages-1:rate", "rate of stages-1 never ran, so it wrote nothing"),
         ("stages:x", "`stages:x` names no task"),
     ):

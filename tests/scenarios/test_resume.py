@@ -71,7 +71,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(
     records = json_lines(cli.logs(workflow))
     begun = {(record["rank"], record["step"]) for record in records if record.get("begins")}
     again = {step for _, step in begun} - {0}
-    assert len(again) == 1, "every rank went on from the same step"
+    assert len(again) == 1, "every rank continued from the same step"
     assert again.pop() % 3 == 0
     assert len(begun) == 2 * 2 * size
     assert cli.tasks(workflow)["worker"]["retry_id"] == 1

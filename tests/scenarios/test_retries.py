@@ -99,7 +99,7 @@ def test_a_supervisor_that_is_killed_while_a_gang_rests_begins_the_next_attempt_
     assert logs == "[worker] attempt 0\n[worker retry-1] attempt 1\n[worker retry-2] attempt 2\n"
 
 
-def test_a_killed_rank_is_code_137_and_what_exits_as_wished_completes(cli: Cli) -> None:
+def test_a_killed_rank_is_code_137_and_an_expected_exit_code_completes(cli: Cli) -> None:
     spec = """
 workflow:
   name: codes
@@ -191,7 +191,7 @@ workflow:
 
 
 @pytest.mark.ssh
-def test_an_elastic_gang_goes_on_without_the_host_that_is_lost(lab: Lab) -> None:
+def test_an_elastic_gang_continues_without_a_lost_host(lab: Lab) -> None:
     lab.configure(connect_timeout="2s", node_lost_after="4s")
     cli, go = lab.cli, lab.cli.folder / "go"
     ident = cli.submit(cli.spec(ELASTIC.replace("GO", str(go))))

@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_trees_go_there_and_back_whatever_their_files_are_called(place: Cli) -> None:
+def test_trees_with_any_file_names_are_copied_in_both_directions(place: Cli) -> None:
     tree = place.folder / "tree it's"
     (tree / "sub dir").mkdir(parents=True)
     for name in HOSTILE:
@@ -96,7 +96,7 @@ def test_trees_go_there_and_back_whatever_their_files_are_called(place: Cli) -> 
         assert contents(other) == {"a:b": "this is a:b", "made.txt": "made\n", "out.txt": "out\n"}
 
 
-def test_what_stands_where_it_is_called_is_no_module_of_it(cli: Cli) -> None:
+def test_files_in_the_working_directory_are_not_imported(cli: Cli) -> None:
     here = cli.folder / "here"
     here.mkdir()
     (here / "json.py").write_text("raise SystemExit('taken for a module')")
@@ -108,7 +108,7 @@ def test_what_stands_where_it_is_called_is_no_module_of_it(cli: Cli) -> None:
         assert list(contents(work_of(cli, "main") / "theirs")) == ["json.py"]
 
 
-def test_a_setup_that_prints_is_no_trouble(cli: Cli) -> None:
+def test_a_setup_that_prints_does_no_harm(cli: Cli) -> None:
     cli.configure(setup="echo loaded some modules")
     with running(cli) as workflow:
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
@@ -116,7 +116,7 @@ def test_a_setup_that_prints_is_no_trouble(cli: Cli) -> None:
     assert (cli.folder / "made.txt").read_text() == "made\n"
 
 
-def test_what_cannot_be_copied_is_said(place: Cli) -> None:
+def test_failed_copies_are_reported(place: Cli) -> None:
     def refused(*words: str, code: int = 2) -> str:
         done = place.run("workflow", "rsync", *words)
         assert done.code == code, done.err
@@ -136,7 +136,7 @@ def test_what_cannot_be_copied_is_said(place: Cli) -> None:
     assert f"main has ended: COMPLETED\nits output: distflow workflow logs {workflow}" in refused("upload", workflow, "file:x")
 
 
-def test_rsync_that_is_missing_here_is_said(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_missing_local_rsync_is_reported(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(cli) as workflow:
         cli.environment["PATH"] = str(_programs_without_rsync(tmp_path_factory.mktemp("bin")))
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
@@ -146,7 +146,7 @@ def test_rsync_that_is_missing_here_is_said(cli: Cli, tmp_path_factory: pytest.T
 
 
 @pytest.mark.ssh
-def test_rsync_that_is_missing_there_is_said(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_missing_rsync_on_the_node_is_reported(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = _programs_without_rsync(tmp_path_factory.mktemp("bin"))
     key = make_key(tmp_path_factory.mktemp("key") / "id")
     with Sshd(

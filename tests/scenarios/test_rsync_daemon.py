@@ -61,7 +61,7 @@ def await_text(path: Path, text: str) -> None:
     wait_until(lambda: path.exists() and path.read_text() == text, 60, f"{text!r} in {path}")
 
 
-def test_what_changes_is_copied_until_the_task_has_ended(place: Cli) -> None:
+def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     src = tree(place)
     workflow = place.submit(spec(place))
     place.await_log(workflow, "up")
@@ -135,7 +135,7 @@ def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli
     assert status(cli)[0]["remote_path"] == "../work/given"
 
 
-def test_what_fails_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
+def test_a_failure_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
     src = tree(cli)
     workflow = cli.submit(spec(cli))
     cli.await_log(workflow, "up")
@@ -157,7 +157,7 @@ def test_what_fails_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
     blocked.unlink()
     await_text(blocked / "train.py", "first")
     wait_until(lambda: status(cli)[0]["error"] is None, 60)
-    # A process that is killed without a word is no longer running, and another may begin.
+    # A killed process is no longer running, and another may begin.
     os.kill(one["pid"], signal.SIGKILL)
     wait_until(lambda: status(cli)[0]["status"] == "STOPPED", 30)
     assert cli.run("workflow", "rsync", "upload", workflow, *arguments).code == 0

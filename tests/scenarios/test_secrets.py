@@ -158,7 +158,7 @@ def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
         assert not holders([Path(f"/dev/shm/distflow-{os.getuid()}")])
         assert not [one for one in in_arguments() if "rclone" not in one]
         for pid in deliverers():
-            # Nobody but root may look, and those of other tests come and go.
+            # Only root may read them, and those of other tests come and go.
             with contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
                 assert not has_canary(Path(f"/proc/{pid}/environ").read_bytes())
         server.thaw()
@@ -166,7 +166,7 @@ def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
         events = cli.run("workflow", "events", workflow)
         assert "its output is at s3://b/x: 1 file, 2 B" in events.out
         assert "through this machine" not in events.out
-        # A store that does not take it any more says so, and that is shown.
+        # A store that no longer accepts it reports that, and the report is shown.
         server.stop()
         with S3Server(tmp_path_factory.mktemp("other"), access_key=AUTH) as other:
             other.bucket("b")
@@ -202,7 +202,7 @@ def deliverers() -> list[str]:
     return found
 
 
-def test_what_was_given_holds_though_the_credential_is_deleted(cli: Cli) -> None:
+def test_given_values_remain_after_the_credential_is_deleted(cli: Cli) -> None:
     keep(cli, "wandb", ENV, key="api_key")
     go = cli.folder / "GO"
     length = f"    command: [sh, -c, 'test $(printf %s $WANDB_API_KEY | wc -c) = {len(ENV)} && echo had it']\n"

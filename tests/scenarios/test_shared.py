@@ -47,7 +47,7 @@ def _events(cli: Cli, ident: str) -> str:
 
 @pytest.mark.ssh
 @pytest.mark.parametrize("where", ["one root for all", "a root for each", "one root, and a node is away"])
-def test_what_all_nodes_see_does_not_pass_through_here(lab: Lab, where: str) -> None:
+def test_data_in_shared_storage_does_not_pass_through_this_machine(lab: Lab, where: str) -> None:
     cli = lab.cli
     root = {} if where == "a root for each" else {"root": str(cli.folder / "shared")}
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu1": root, "gpu2": root}, connect_timeout="2s")
@@ -69,7 +69,7 @@ def test_what_all_nodes_see_does_not_pass_through_here(lab: Lab, where: str) -> 
     cli.await_status(ident, "COMPLETED")
 
 
-def test_what_is_gone_from_there_is_missed_in_words(cli: Cli) -> None:
+def test_a_missing_object_is_reported(cli: Cli) -> None:
     ident = _submit(cli, "one")
     wait_until(lambda: "[make] its output is on every node: 2.9 MiB" in _events(cli, ident), 60)
     (archive,) = _large(cli.root / "blobs")
@@ -80,7 +80,7 @@ def test_what_is_gone_from_there_is_missed_in_words(cli: Cli) -> None:
     assert f"blob {archive.name} is no longer there, and the submitter never had it" in message
 
 
-def test_what_goes_to_a_url_from_here_comes_here(cli: Cli, tmp_path: Path) -> None:
+def test_an_output_that_the_supervisor_delivers_comes_to_this_machine(cli: Cli, tmp_path: Path) -> None:
     for name in ("gate", "go"):
         (cli.folder / name).touch()
     text = SPEC.replace("> {{output}}/data']}", f"> {{{{output}}}}/data'], outputs: [{{url: 'file://{tmp_path}/out'}}]}}")

@@ -93,7 +93,7 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
     assert (pool_of(), pools.run("pool", "list").err) == ("here", "")
 
 
-def test_what_a_profile_cannot_hold_is_said(pools: Cli) -> None:
+def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
     for words, said in (
         (["set", "pool", "hree"], "there is no pool 'hree'\ndid you mean `here`?"),
         (["set", "notifications", "email", "slack"], "distflow sends no notifications"),
@@ -140,7 +140,7 @@ def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
         assert (refused.code, "--error shows one task's error file" in refused.err) == (2, True)
 
 
-def test_an_error_file_that_is_no_unicode_text_stops_nothing(cli: Cli) -> None:
+def test_an_error_file_that_is_not_unicode_stops_nothing(cli: Cli) -> None:
     (cli.folder / "error.json").write_text('{"message": "half of a pair: \\ud83d"}')
     fails = f"cp {cli.folder}/error.json $TORCHELASTIC_ERROR_FILE; exit 3"
     spec = cli.spec(f"workflow: {{name: bad, tasks: [{{name: a, command: [sh, -c, '{fails}']}}]}}")

@@ -125,7 +125,7 @@ def _shown(cli: Cli, pool: str) -> dict[str, Any]:
     canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-m", "enough")
     shown["cancel"] = [canceled.code, common(canceled.out), canceled.err]
     shown["ended"] = lines(cli.run("workflow", "query", workflow).out)
-    # Which hosts had answered when the gang was looked at first is chance.
+    # It is chance which hosts had answered at the first check of the gang.
     shown["events"] = [line for line in lines(cli.run("workflow", "events", workflow).out) if "connecting" not in line]
     shown["tasks"] = [
         {name: task[name] for name in ("name", "status", "exit_code", "signal", "ranks", "out_of_reach")}

@@ -51,14 +51,14 @@ FAULTS: dict[str, tuple[Callable[[Sshd], Repair], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_gang_waits_for_a_host_that_cannot_be_used_and_says_what_to_do(lab: Lab, fault: str) -> None:
+def test_a_gang_waits_for_an_unusable_host_and_shows_the_remedy(lab: Lab, fault: str) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     break_it, words, remedy = FAULTS[fault]
     repair = break_it(lab.servers["gpu3"])
     workflow = lab.submit(go)
     shown = lab.await_message(workflow, "gpu3: ", words, remedy)
     assert "SCHEDULING" in shown
-    # It stays there for the person that it needs, whatever becomes of the supervisor.
+    # It stays there for the person who has to act, even if the supervisor ends.
     killed = cli.kill_supervisor()
     lab.await_message(workflow, words, remedy)
     # Every query starts a supervisor where there is none.
@@ -85,7 +85,8 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker-1", away, "NODE_LOST")
     assert "refused the key" in cause["message"]
     assert {task["status"] for task in answer["groups"][0]["tasks"]} == {"FAILED", "FAILED_BACKEND_ERROR"}
-    # It runs on, because nobody can stop it; that is done as soon as somebody can. Who was refused three times waits for 2 min.
+    # It runs on, because it cannot be reached; it is stopped as soon as it can.
+    # After three refusals, the next try waits for 2 min.
     repair()
     lab.await_stray_end(workflow, "worker-1", timeout=200.0)
 

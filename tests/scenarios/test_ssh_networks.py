@@ -235,7 +235,7 @@ def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
     let_go()
 
 
-def test_a_canceled_task_whose_node_stays_away_is_named_in_the_end(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+def test_a_canceled_task_on_an_unreachable_node_is_reported_at_the_end(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s", node_lost_after="8s")
     workflow, _ = _two(far_lab)
@@ -342,7 +342,7 @@ def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far
     assert f"{away} has been unreachable for" in cause["message"]
     assert cli.tasks(workflow)["master"]["status"] == "FAILED"
     assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
-    # What runs on there was not stopped, because nobody could: that is done as soon as somebody can.
+    # The task there was not stopped, because it could not be reached; it is stopped as soon as it can.
     cli.kill_supervisor()
     hosts[away].heal()
     assert cli.submit(cli.spec(OTHER))

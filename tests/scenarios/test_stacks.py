@@ -74,7 +74,7 @@ workflow:
   name: silent
   timeout: {hang_timeout: 2s}
   tasks:
-  - {name: one, command: [sh, -c, 'echo begins; sleep 4; while [ ! -e GO ]; do sleep 0.2; done; echo goes on; sleep 1']}
+  - {name: one, command: [sh, -c, 'echo begins; sleep 4; while [ ! -e GO ]; do sleep 0.2; done; echo continues; sleep 1']}
 """
 
 
@@ -114,7 +114,7 @@ def test_a_heartbeat_is_a_sign_of_life_until_it_stops(cli: Cli) -> None:
     mark = cli.folder / "mark"
     workflow = cli.submit(cli.spec(BEATS.replace("MARK", str(mark))))
     wait_until(mark.exists, 60)
-    # Ten seconds without a word, of which six are allowed.
+    # Ten seconds without output, of which six are allowed.
     assert "may hang" not in cli.run("workflow", "events", workflow).out
     assert cli.logs(workflow) == ""
     wait_until(lambda: "may hang" in cli.run("workflow", "events", workflow).out, 60)
@@ -153,7 +153,7 @@ workflow:
 @pytest.mark.torch
 def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
     if sys.prefix == sys.base_prefix:
-        pytest.skip("py-spy may lie beside this Python: only a virtual environment can be had without it")
+        pytest.skip("py-spy may be next to this Python: only a virtual environment can be had without it")
     # The same environment, without its tools.
     bare = cli.folder / "venv"
     (bare / "bin").mkdir(parents=True)

@@ -48,7 +48,7 @@ def test_a_spec_from_a_closed_input_is_an_empty_one(cli: Cli) -> None:
     assert "the document is empty" in done.stderr
 
 
-def test_a_reader_that_has_gone_is_no_failure(cli: Cli) -> None:
+def test_a_closed_reader_is_not_a_failure(cli: Cli) -> None:
     # More than fits into any buffer, so that the write itself fails.
     assert _run(cli, "schema", shell='"$@" | :').returncode == 0
 
@@ -57,7 +57,7 @@ def test_a_workflow_runs_whether_or_not_somebody_reads_its_id(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
     with _without_reader(cli, "workflow", "submit", "spec.yaml") as process:
         assert process.wait(60) == 0
-    # Any command would see to it that a supervisor is at work.
+    # Any command would start a supervisor.
     with Store(StateDirectory(cli.state).store) as store:
         wait_until(lambda: store.find("w-1").state is WorkflowState.COMPLETED, timeout_s=60)
 
@@ -72,10 +72,10 @@ def test_all_are_canceled_whether_or_not_somebody_reads_it(cli: Cli) -> None:
         cli.await_status(one, "FAILED_CANCELED")
 
 
-def test_what_an_exit_code_says_does_not_depend_on_a_reader(cli: Cli) -> None:
+def test_the_exit_code_does_not_depend_on_a_reader(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['false']}]}\n")
     assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 1
-    wrong = "".join(f"key-{number}: of no use\n" for number in range(200))  # of which more is told than fits into a buffer
+    wrong = "".join(f"key-{number}: of no use\n" for number in range(200))  # whose messages do not fit into a buffer
     (cli.folder / "wrong.yaml").write_text(wrong)
     queries = ((["query", "w-1", "--exit-status"], 1), (["query", "w-2", "-t", "json"], 2), (["query", "w-1"], 0))
     for command, code in (*queries, (["validate", "wrong.yaml", "-t", "json"], 2)):
@@ -86,18 +86,18 @@ def test_what_an_exit_code_says_does_not_depend_on_a_reader(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", [["workflow", "list"], ["schema"], ["workflow", "query", "--help"]])
-def test_a_full_disk_behind_the_output_is_no_bug(cli: Cli, command: list[str]) -> None:
+def test_a_full_disk_for_the_output_is_not_reported_as_a_bug(cli: Cli, command: list[str]) -> None:
     done = _run(cli, *command, shell='"$@" > /dev/full')
     said = "error: what the output is written to: No space left on device; free some space and try again\n"
     assert (done.returncode, done.stderr) == (5, said)
 
 
-def test_an_exit_code_says_what_nobody_can_be_told(cli: Cli) -> None:
+def test_an_exit_code_replaces_output_that_cannot_be_written(cli: Cli) -> None:
     for streams in ("2> /dev/full", "> /dev/full 2>&1", "> /dev/full 2>&-"):
         assert _run(cli, "workflow", "query", "w-9", "-t", "json", shell=f'"$@" {streams}').returncode == 2
 
 
-def test_wait_does_not_say_that_a_workflow_has_completed_whose_end_it_has_not_seen(cli: Cli) -> None:
+def test_wait_does_not_report_an_unseen_completion(cli: Cli) -> None:
     path = cli.folder / "spec.yaml"
     path.write_text("workflow: {name: w, tasks: [{name: t, command: [sh, -c, 'while :; do echo x; sleep 0.1; done']}]}\n")
     process = cli.start("workflow", "submit", str(path), "--wait")
@@ -111,14 +111,14 @@ def test_wait_does_not_say_that_a_workflow_has_completed_whose_end_it_has_not_se
     assert cli.run("workflow", "cancel", "w-1", "--force", "--wait", "30").code == 0
 
 
-def test_what_the_encoding_of_the_output_has_not_is_escaped(cli: Cli) -> None:
+def test_characters_outside_the_output_encoding_are_escaped(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: [echo, größe]}]}\n", encoding="utf-8")
     done = _run(cli, "workflow", "submit", "--dry-run", "spec.yaml", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "gr\\xf6\\xdfe" in done.stdout
 
 
-def test_a_workflow_is_shown_whatever_its_metrics_hold(cli: Cli) -> None:
+def test_a_workflow_is_shown_with_any_metrics(cli: Cli) -> None:
     # Half of a character that takes two, as JSON can write it and no encoding can.
     command = """[echo, '{"step": 1, "text": "\\ud83d"}']"""
     (cli.folder / "spec.yaml").write_text(f"workflow: {{name: w, tasks: [{{name: t, command: {command}}}]}}\n")
@@ -129,7 +129,7 @@ def test_a_workflow_is_shown_whatever_its_metrics_hold(cli: Cli) -> None:
         assert "\\ud83d" in done.stdout
 
 
-def test_what_is_kept_in_files_is_utf_8_whatever_the_locale(cli: Cli) -> None:
+def test_files_are_utf_8_in_any_locale(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: [echo, größe]}]}\n", encoding="utf-8")
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = _run(cli, "workflow", "submit", "--dry-run", "spec.yaml", "--scripts", "scripts", **locale)
@@ -137,7 +137,7 @@ def test_what_is_kept_in_files_is_utf_8_whatever_the_locale(cli: Cli) -> None:
     assert "größe" in (cli.folder / "scripts" / "t.sh").read_text(encoding="utf-8")
 
 
-def test_names_of_files_that_are_no_text_are_listed(cli: Cli) -> None:
+def test_names_of_files_that_are_not_text_are_listed(cli: Cli) -> None:
     folder = cli.folder / "data"
     folder.mkdir()
     (folder / "caf\udce9").touch()
@@ -156,7 +156,7 @@ def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
     assert (done.returncode, "the working directory is not there any more" in done.stderr) == (2, True)
 
 
-def test_an_end_of_input_is_no_value_for_a_credential(cli: Cli) -> None:
+def test_an_end_of_input_is_not_a_value_for_a_credential(cli: Cli) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "distflow", "credential", "set", "wandb", "--payload-file", "key=-"]
     process = subprocess.Popen(

@@ -24,7 +24,7 @@ def _rows(cli: Cli, *arguments: str) -> list[tuple[str, str, str]]:
     return [(one["workflow_id"], one["task_name"], one["status"]) for one in json.loads(done.out)["tasks"]]
 
 
-def test_tasks_and_what_they_hold_are_listed(cli: Cli) -> None:
+def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     cli.configure(gpus=3)
     go = cli.folder / "go"
     first = cli.submit(cli.spec(SPEC.replace("NAME", "first").replace("GO", str(go))))

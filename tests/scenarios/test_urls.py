@@ -165,7 +165,7 @@ def test_data_at_s3_without_any_credential_is_refused_at_submit(cli: Cli, s3: S3
     assert cli.run("workflow", "submit", spec, "--dry-run").code == 0
 
 
-def test_what_fails_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
+def test_a_failure_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     _fill(bucket)
     for source, goal, words in (
@@ -203,7 +203,7 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(cli: Cli, s3: S3Server)
     with socket.create_server(("127.0.0.1", s3.port)) as away:
         away.settimeout(60)
         ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
-        # It was asked for in vain.
+        # The request failed.
         away.accept()[0].close()
     s3.start()
     cli.await_status(ident, "COMPLETED")
@@ -242,7 +242,7 @@ def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
     s3.thaw()
 
 
-def test_what_was_canceled_keeps_nobody_waiting(cli: Cli, s3: S3Server) -> None:
+def test_canceled_work_blocks_nothing(cli: Cli, s3: S3Server) -> None:
     # As many as are carried at the same time wait for a store that is away.
     s3.stop()
     tasks = "".join(f"  - {{name: t{number}, command: ['true'], inputs: [{{url: s3://b/x}}]}}\n" for number in range(4))

@@ -36,7 +36,7 @@ workflow:
       ranks: {size: 1}
       command: [sh, -c, 'while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3']
 """
-"""Two tasks on two hosts, each of which fails by itself when it is told to; the master later than clocks are uncertain."""
+"""Two tasks on two hosts, which fail by themselves on request; the master later than the uncertainty of the clocks."""
 
 RAISES = """
 workflow:
@@ -94,7 +94,7 @@ workflow:
           dist.barrier()
     - {name: worker, ranks: {size: 2}, command: *train, files: *files}
 """
-"""A script that nobody decorated with ``@record``."""
+"""A script without the decorator ``@record``."""
 
 
 def _why(cli: Cli, workflow: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _is_over(pid: int) -> bool:
 
 
 def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab: Lab) -> None:
-    """By the nodes' own times, the master ended 100 s before the worker; nobody looks on while both end."""
+    """By the nodes' own times, the master ended 100 s before the worker; no supervisor runs while both end."""
     cli = lab.cli
     folder = cli.folder
     late, early = (
@@ -174,7 +174,7 @@ def test_a_rank_that_is_killed_is_named_with_its_process(lab: Lab, repository: P
 
 
 @pytest.mark.torch
-def test_an_exception_under_torchrun_is_told_with_its_rank_and_traceback(lab: Lab) -> None:
+def test_an_exception_under_torchrun_is_reported_with_its_rank_and_traceback(lab: Lab) -> None:
     cli = lab.cli
     workflow = cli.submit(cli.spec(RAISES))
     answer = cli.await_status(workflow, "FAILED", timeout=120)
@@ -218,7 +218,7 @@ def limit() -> Iterator[MemoryLimit]:
     made.close()
 
 
-def test_a_task_that_runs_out_of_memory_is_told_by_the_kernels_words(lab: Lab, limit: MemoryLimit) -> None:
+def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, limit: MemoryLimit) -> None:
     cli = lab.cli
     eats = f'echo $$ > {limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
     spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3', eats)

@@ -153,7 +153,7 @@ def test_a_login_shell_that_does_not_exist_refuses_the_login(make_node: MakeNode
         connect(reach(server), ROOT, PYTHON, timeout_s=20)
 
 
-def test_a_connection_that_breaks_on_the_way_is_no_fault_of_the_node(make_server: MakeServer, reach: Reach) -> None:
+def test_a_broken_connection_is_not_a_fault_of_the_node(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     # sshd is gone before the command can say anything.
     killer = server.directory / "killer"

@@ -118,7 +118,7 @@ def test_close_may_be_called_twice_and_is_final(server: Sshd, reach: Reach) -> N
         transport.run(["true"], timeout_s=5)
 
 
-def test_the_end_of_the_connection_is_told_and_the_next_use_connects_again(make_server: MakeServer, reach: Reach) -> None:
+def test_the_end_of_the_connection_is_reported_and_the_next_use_reconnects(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     transport = reach(server)
     channel = transport.open(["cat"])
@@ -164,7 +164,7 @@ def test_a_server_that_is_away_is_an_error_each_time_and_comes_back(make_server:
     assert transport.run(["echo", "2"], timeout_s=20).stdout == b"2\n"
 
 
-def test_what_a_forced_command_prints_does_not_keep_the_agent_from_answering(make_server: MakeServer, reach: Reach) -> None:
+def test_output_of_a_forced_command_does_not_disturb_the_agent(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(alias="noisy")
     wrapper = server.directory / "wrapper"
     wrapper.write_text(
@@ -182,7 +182,7 @@ def test_what_a_forced_command_prints_does_not_keep_the_agent_from_answering(mak
         link.close()
 
 
-def test_what_a_start_up_file_prints_does_not_either(make_server: MakeServer, reach: Reach) -> None:
+def test_output_of_a_startup_file_does_not_disturb_it_either(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(alias="chatty")
     for name in (".bashrc", ".zshenv", ".profile"):
         (server.home / name).write_text("echo stale file handle; cat /no/such/motd\n")
@@ -199,7 +199,7 @@ def test_a_command_survives_the_end_of_the_connection(server: Sshd, reach: Reach
     channel = transport.open([sys.executable, "-c", code])
     assert channel.read() == b"up"
     transport.close()
-    wait_until((tmp_path / "proof").exists, 20, "the command went on after the connection")
+    wait_until((tmp_path / "proof").exists, 20, "the command continued after the connection")
 
 
 def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server: MakeServer, reach: Reach) -> None:
@@ -219,7 +219,7 @@ def test_arguments_arrive_through_every_login_shell(shell: str, make_server: Mak
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"{shell} is not here")
-    # sshd gives the line to the user's shell with -c; a forced command that does the same stands in for another account.
+    # sshd gives the line to the user's shell with -c; a forced command that does the same takes the place of another account.
     forced = f'{quote([path])} -c "$SSH_ORIGINAL_COMMAND"'
     server = make_server(alias=shell, options={"ForceCommand": forced})
     words = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb\n", "*", "", "ü→", "-n", "\\", "\\\\n", "!x", "~", "=ls", "%d", "a\tb"]
@@ -269,7 +269,7 @@ def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
         transport.close()
         channel.close()
     wait_until(lambda: held() <= before, 20, f"as few descriptors and threads as before: {before}")
-    wait_until(lambda: server.connections() == 0, 20, "sshd serves nobody")
+    wait_until(lambda: server.connections() == 0, 20, "sshd serves no connection")
 
 
 def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server: Sshd, reach: Reach) -> None:
@@ -331,7 +331,7 @@ def test_the_reason_of_a_disconnect_is_kept(server: Sshd, reach: Reach) -> None:
 
 
 @pytest.mark.parametrize("by", ["server", "client"])
-def test_keys_are_exchanged_anew_while_commands_come_and_go(
+def test_keys_are_exchanged_again_while_commands_come_and_go(
     make_server: MakeServer, reach: Reach, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     exchanges: list[object] = []

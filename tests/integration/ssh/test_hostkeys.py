@@ -64,7 +64,7 @@ def test_a_pattern_with_a_negation_does_not_hold(server: Sshd, reach: Reach, kno
         works(reach(server, **known("".join(server.known_lines(f"*,!{server.known_name},!{server.address}")))))
 
 
-def test_an_unknown_host_shows_its_fingerprint_and_what_to_type(server: Sshd, reach: Reach, known: Known) -> None:
+def test_an_unknown_host_shows_its_fingerprint_and_the_command_to_type(server: Sshd, reach: Reach, known: Known) -> None:
     fields = known("")
     with pytest.raises(HostKeyUnknown) as caught:
         works(reach(server, **fields))

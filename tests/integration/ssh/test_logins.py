@@ -102,7 +102,7 @@ def test_a_key_with_a_passphrase_needs_the_agent_and_works_with_it(
     assert f": {key} is protected by a passphrase" in said
     assert f"run `ssh-add {key}`" in said
     agent.add(key, "open sesame")
-    # Without its public half beside it, the file itself says which of the agent's keys it is.
+    # Without its public half next to it, the file itself says which of the agent's keys it is.
     Path(f"{key}.pub").unlink()
     assert works(reach(server, config_file=configure(server.client_stanza(IdentityFile=str(key), IdentityAgent=agent.socket))))
 
@@ -146,7 +146,7 @@ def test_the_named_key_comes_before_an_agent_full_of_others(
     agent.add(server.user_key)
     stanza = server.client_stanza(IdentitiesOnly="no", IdentityAgent=agent.socket)
     assert works(reach(server, config_file=configure(stanza)))
-    # And without it, the server loses patience: that is told.
+    # And without it, the server times out, which is reported.
     with pytest.raises(AuthenticationRefused, match="too many were tried") as caught:
         works(reach(server, config_file=configure(stanza.replace(str(server.user_key), "/no/such/key"))))
     assert "IdentitiesOnly yes" in caught.value.hint
@@ -159,14 +159,14 @@ def test_an_agent_that_is_gone_is_named(server: Sshd, reach: Reach, configure: C
     assert f"the agent at {tmp_path / 'gone'} does not respond" in str(caught.value)
 
 
-def test_a_file_that_is_no_key_is_named(server: Sshd, reach: Reach, configure: Configure, tmp_path: Path) -> None:
-    (tmp_path / "garbage").write_text("this is no key\n")
+def test_a_file_that_is_not_a_key_is_named(server: Sshd, reach: Reach, configure: Configure, tmp_path: Path) -> None:
+    (tmp_path / "garbage").write_text("this is not a key\n")
     with pytest.raises(AuthenticationRefused) as caught:
         works(reach(server, config_file=configure(server.client_stanza(IdentityFile=str(tmp_path / "garbage")))))
     assert f"{tmp_path / 'garbage'} is not a usable private key" in str(caught.value)
 
 
-def test_a_server_that_wants_a_password_is_told_apart(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_that_wants_a_password_is_distinguished(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"PubkeyAuthentication": "no", "PasswordAuthentication": "yes"})
     with pytest.raises(AuthenticationRefused, match="the host accepts only password, which distflow never uses"):
         works(reach(server))
@@ -192,7 +192,9 @@ class TestUserCertificates:
         return Path(f"{key}-cert.pub")
 
     @pytest.mark.parametrize("kind", ["ed25519", "rsa"])
-    def test_one_beside_the_key(self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, kind: str) -> None:
+    def test_a_certificate_next_to_the_key(
+        self, trusting: Sshd, reach: Reach, tmp_path: Path, configure: Configure, kind: str
+    ) -> None:
         key = make_key(tmp_path / "certified", kind=kind)
         config = configure(trusting.client_stanza(IdentityFile=str(key)))
         with pytest.raises(AuthenticationRefused, match="refused the key"):

@@ -125,7 +125,7 @@ def test_the_connect_timeout_of_the_configuration_holds(configure: Configure) ->
         assert "did not answer within 1 s" in failure(to(port, config_file=config, connect_timeout_s=None))
 
 
-def test_a_port_where_nobody_speaks() -> None:
+def test_a_port_where_the_server_is_silent() -> None:
     with listener(b"") as port:
         said = failure(to(port, connect_timeout_s=1.0))
     assert f"n1: me@127.0.0.1:{port} sent no SSH banner within 1 s" in said
@@ -147,7 +147,7 @@ def test_a_port_of_something_else() -> None:
         assert f"n1: me@127.0.0.1:{port} is not an SSH server\nis {port} the right port?" in failure(to(port))
 
 
-def test_a_server_that_speaks_only_what_nobody_should(make_server: MakeServer, reach: Reach) -> None:
+def test_a_server_with_only_insecure_algorithms(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"Ciphers": "chacha20-poly1305@openssh.com"})
     with pytest.raises(NodeUnreachable, match=r"gpu9: .*no common algorithm: .*cipher"):
         works(reach(server))
@@ -207,7 +207,7 @@ def test_a_configuration_that_cannot_be_understood_names_its_line(server: Sshd, 
 def test_aliases_includes_and_the_home_configuration(server: Sshd) -> None:
     folder = Path.home() / ".ssh"
     (folder / "conf.d").mkdir(parents=True)
-    (folder / "config").write_text("Include conf.d/*.conf\nHost *\n  User nobody-at-all\n  Port 1\n")
+    (folder / "config").write_text("Include conf.d/*.conf\nHost *\n  User another-user\n  Port 1\n")
     (folder / "conf.d" / "cluster.conf").write_text(server.client_stanza())
     transport = SshTransport("gpu1", SshDestination(host="gpu1"))
     try:
@@ -296,7 +296,7 @@ class TestJumpHosts:
     def test_many_nodes_behind_one_jump_host_are_all_reached(
         self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure
     ) -> None:
-        # It drops whoever comes while ten others are not logged in yet.
+        # It drops new connections while ten others are not logged in yet.
         bastion = make_server("bastion", "127.0.1.8", options={"MaxStartups": "10:100:10"})
         config = configure(bastion.client_stanza(), server.client_stanza(ProxyJump="bastion"))
         transports = [reach(server, config_file=config) for _ in range(24)]

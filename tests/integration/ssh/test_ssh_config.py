@@ -160,9 +160,7 @@ def test_paramiko_reads_the_simple_ones_alone(case: str, resolve: Resolve, witho
     ["Host other\n  Include more\n", "Match exec true\n  Port 1\n", "Port 2 # odd\n", "Match final\n  Port 9\n",
      "Ciphers -aes*\n", "Ciphers=^aes256-ctr\n"],
 )  # fmt: skip
-def test_without_openssh_what_only_it_reads_is_refused_with_its_line(
-    text: str, resolve: Resolve, without_openssh: None
-) -> None:
+def test_options_that_need_openssh_are_refused_with_their_line(text: str, resolve: Resolve, without_openssh: None) -> None:
     with pytest.raises(SshConfigError, match=r"config line \d: only OpenSSH understands `.+`; install it"):
         resolve("# a comment\n\n" + text)
 

@@ -45,7 +45,7 @@ def files(top: Path, **contents: bytes) -> tuple[Source, ...]:
     return find_sources([top], contents=True)
 
 
-def test_versions_are_numbered_and_told_apart(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_versions_are_numbered_and_distinguished(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
     datasets = at(url)
     assert datasets.versions() == ()
@@ -94,7 +94,7 @@ def test_a_version_that_was_begun_is_not_there_and_is_gone_on_with(base: tuple[S
     with pytest.raises(TransferCanceled):
         at(url, retries).add("a", source, upload_id="m1", at=0.0, on_progress=stop)
     assert at(url).versions() == ()
-    # Somebody else gets the next one, and whoever began the first goes on.
+    # Another writer gets the next version, and the writer of the first one continues.
     assert at(url).add("a", source, upload_id="m2", at=0.0).number == 2
     first = at(url).add("a", source, upload_id="m1", at=1.0)
     assert first.number == 1
@@ -118,7 +118,7 @@ def test_writers_at_the_same_time_get_numbers_of_their_own(base: tuple[StorageUr
     assert sorted(numbers) == [one.number for one in at(url).versions("a")]
 
 
-def test_what_was_changed_in_the_store_is_noticed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_changes_in_the_store_are_noticed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
     manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), upload_id="m1", at=0.0)
@@ -190,7 +190,7 @@ def test_a_download_that_fails_leaves_the_files_of_the_user(
     with pytest.raises(StorageError, match="its SHA-256 differs"):
         datasets.fetch(manifest, tmp_path / "got", resume=resume)
     assert mine.read_bytes() == b"!"
-    # A file of the user's own in the place of one that the store has lost is no part of the version.
+    # A user's own file in the place of one that the store has lost is not part of the version.
     (folder / "data" / "a" / "1" / "x").unlink()
     with pytest.raises(StorageError, match="is missing from the store"):
         at(url).fetch(manifest, tmp_path / "got", resume=resume)
@@ -220,7 +220,7 @@ def held(datasets: Datasets, name: str, number: int | None, target: Path) -> dic
     return {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
 
 
-def test_an_update_is_what_was_there_and_what_is_new(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_an_update_holds_the_old_and_the_new_files(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
     with pytest.raises(NotFound, match="no dataset `a`"):
@@ -246,7 +246,7 @@ def test_an_update_is_what_was_there_and_what_is_new(base: tuple[StorageUrl, Pat
     assert not list((folder / "turns").rglob("m*"))
 
 
-def test_what_other_versions_hold_stays_when_one_is_removed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_files_of_other_versions_stay_when_one_is_removed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
     datasets.add("a", put(tmp_path / "one", x="1", y="1"), upload_id="m1", at=0.0)
@@ -266,14 +266,14 @@ def test_what_other_versions_hold_stays_when_one_is_removed(base: tuple[StorageU
     assert data() == []
 
 
-def test_nobodys_files_are_lost_when_several_add_at_the_same_time(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_no_files_are_lost_when_several_add_at_the_same_time(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
     at(url).add("a", put(tmp_path / "first", x="1"), upload_id="m", at=0.0)
     made = [put(tmp_path / f"of{number}", **{f"rank{number}": str(number)}) for number in range(4)]
     together = threading.Barrier(4)
 
     class Slow(Datasets):
-        """Lets a moment pass between looking at what is there and writing what shall be."""
+        """Lets a moment pass between the read of the present state and the write of the new one."""
 
         def _put(self, manifest: Manifest) -> None:
             threading.Event().wait(0.3)
@@ -303,7 +303,7 @@ def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], 
     new = put(tmp_path / "two", y="2")
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(at(url).update, "a", new, upload_id="m2", at=0.0)
-        # It asks, gives way, and asks again: each time a file comes and goes, faster than one can look.
+        # It requests the lock, yields and requests it again. Each time, a file appears for a moment.
         seen: set[int] = set()
 
         def has_come_and_gone() -> bool:

@@ -1,4 +1,4 @@
-"""The contract of stores, held against each kind, and transfers between them and files here."""
+"""The contract of stores, checked on each kind, and transfers between them and local files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(top: Path, **files: bytes) -> Path:
 # -- the contract of stores -------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_found_and_read(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_written_objects_are_found_and_read(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = place
     store = open_store(url)
     source = make(tmp_path / "src", a=b"0123456789") / "a"
@@ -88,7 +88,7 @@ def test_nothing_there_is_no_error_and_one_that_is_asked_for_is(place: tuple[Sto
         find(store, url)
 
 
-def test_what_sink_and_told_raise_comes_out(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_errors_of_the_callbacks_are_raised(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
     store = open_store(url)
     source = make(tmp_path / "src", a=b"1") / "a"
@@ -137,7 +137,7 @@ def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) ->
     assert sorted(tree(folder)) == ["a", "b"]
 
 
-def test_what_is_there_already_is_not_sent_or_fetched_again(s3: S3Server, tmp_path: Path) -> None:
+def test_existing_files_are_not_sent_or_fetched_again(s3: S3Server, tmp_path: Path) -> None:
     bucket = s3.bucket("again")
     source = make(tmp_path / "src", a=b"A", b=b"B")
     url = parse_url("s3://again/top")
@@ -156,7 +156,7 @@ def test_what_is_there_already_is_not_sent_or_fetched_again(s3: S3Server, tmp_pa
 @pytest.mark.parametrize(
     ("given", "names"), [("..", ["top/a", "top/in/b"]), ("../in/..", ["top/a", "top/in/b"]), (".", ["in/b"])]
 )
-def test_nothing_is_written_beside_the_url_for_the_directory_above(
+def test_nothing_is_written_next_to_the_url_for_the_parent_directory(
     given: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "top" / "in").mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_a_file_that_becomes_a_link_is_not_sent(place: tuple[StorageUrl, Path], 
     assert not folder.exists() or tree(folder) == {}
 
 
-def test_a_link_in_the_target_leads_nobody_out(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_a_link_in_the_target_does_not_lead_out_of_it(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
     make(folder, link__a=b"A", b=b"B")
     (tmp_path / "else").mkdir()
@@ -357,7 +357,7 @@ def once(act: Callable[[], None]) -> Callable[[int, int], None]:
     return told
 
 
-def test_a_download_that_was_cut_goes_on_where_it_stopped(own_s3: S3Server, tmp_path: Path) -> None:
+def test_a_download_that_was_cut_is_resumed(own_s3: S3Server, tmp_path: Path) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     make(own_s3.bucket("b"), big=content)
     url = parse_url("s3://b/big")
@@ -369,7 +369,7 @@ def test_a_download_that_was_cut_goes_on_where_it_stopped(own_s3: S3Server, tmp_
     assert tree(tmp_path / "got") == {"big": content}
 
 
-def test_a_download_goes_on_with_what_an_earlier_one_left(own_s3: S3Server, tmp_path: Path) -> None:
+def test_a_download_continues_an_earlier_one(own_s3: S3Server, tmp_path: Path) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     make(own_s3.bucket("b"), big=content)
     url = parse_url("s3://b/big")
@@ -412,7 +412,7 @@ class Damaging(Watched):
         super().read(entry, start, (lambda piece: sink(b"?" + piece[1:])) if first else sink)
 
 
-def test_what_came_damaged_is_fetched_again(s3: S3Server, tmp_path: Path) -> None:
+def test_a_damaged_download_is_fetched_again(s3: S3Server, tmp_path: Path) -> None:
     make(s3.bucket("damage"), a=b"0123")
     url = parse_url("s3://damage/a")
     store = Damaging(open_store(url))
@@ -430,7 +430,7 @@ def test_somebody_may_call_it_off(s3: S3Server, tmp_path: Path) -> None:
 
 def test_secrets_of_the_environment_are_masked_too(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-4711")
-    # A host that nobody has is told of with its name.
+    # The message for an unknown host names it.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://wrong-4711.invalid")
     url = parse_url("s3://b/x")
     with pytest.raises(StorageUnreachable) as caught:
@@ -564,7 +564,7 @@ def test_a_hostile_key_writes_nothing_anywhere(key: str, answering: Callable[...
 
 
 def web(content: bytes, *, ranges: bool = True, short: Sequence[int] = ()) -> Callable[..., tuple[int, dict[str, str], bytes]]:
-    """Serve one file; ``short``: of the first answers, only so many bytes."""
+    """Serve one file; ``short``: how many bytes of the first answers."""
     cuts = list(short)
 
     def answer(path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
@@ -579,7 +579,7 @@ def web(content: bytes, *, ranges: bool = True, short: Sequence[int] = ()) -> Ca
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_file_of_a_web_server_goes_on_after_a_break(
+def test_a_download_from_a_web_server_is_resumed_after_a_break(
     ranges: bool, answering: Callable[..., Answering], tmp_path: Path
 ) -> None:
     content = os.urandom(10_000)
@@ -593,9 +593,7 @@ def test_a_file_of_a_web_server_goes_on_after_a_break(
 
 
 @pytest.mark.parametrize("blank", [" ", "é", "\u2028"])
-def test_what_a_signed_url_should_not_hold_is_escaped_and_never_said(
-    blank: str, answering: Callable[..., Answering], tmp_path: Path
-) -> None:
+def test_a_signed_url_is_escaped_and_never_shown(blank: str, answering: Callable[..., Answering], tmp_path: Path) -> None:
     server = answering(lambda *_: (403, {}, b""))
     url = parse_url(f"{server.url}/a?sig=s3cret{blank}%20+/=&x")
     with pytest.raises(StorageRefused) as caught:
@@ -612,7 +610,7 @@ def test_a_web_server_that_tells_no_size_is_refused_in_words(answering: Callable
         open_store(url).find(url.key)
 
 
-def test_what_web_servers_refuse(answering: Callable[..., Answering], tmp_path: Path) -> None:
+def test_refusals_of_web_servers(answering: Callable[..., Answering], tmp_path: Path) -> None:
     codes = {"/a": 403, "/b": 404, "/c": 503, "/d": 400}
     server = answering(lambda path, _: (codes[path.partition("?")[0]], {}, b""))
     kinds = {"a": StorageRefused, "b": StorageMissing, "c": StorageUnreachable, "d": StorageError}
