@@ -451,7 +451,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("launcher_beside_a_framework", "A framework has its own launcher."),
             ("launcher_of_a_shell", "The command must be a Python script or a module."),
             ("launcher_of_a_text", "The script must be a file."),
-            ("launcher_of_an_option", "Options of the interpreter would not reach the ranks."),
+            ("launcher_of_an_option", "Options of the interpreter are not passed to the ranks."),
             ("launcher_restarts_of_spawn", "`spawn` cannot restart the ranks of several tasks."),
             (
                 "launcher_restarts_of_torchrun",

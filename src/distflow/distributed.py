@@ -1,6 +1,6 @@
 """``from distflow import distributed``: the calls of ``valohai.distributed``, such as ``distributed.me()`` and ``.rank``.
 
-The names are those of ``distflow.train.distributed.Distributed``, asked of the gang of this process's task.
+The names are those of ``distflow.train.distributed.Distributed``, for the gang of this process's task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole error tree, and the exit code of each family.
+"""All errors of distflow, and the exit code of each family.
 
 ::
 
@@ -67,13 +67,13 @@ class DistflowError(Exception):
     """The exit code of the process if the error reaches the command line."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        """Say what happened in ``message`` and what to do about it in ``hint``."""
+        """Take the ``message``, which describes the error, and the ``hint``, which describes the remedy."""
         super().__init__(message)
         self.message = message
         self.hint = hint
 
     def __str__(self) -> str:
-        """Return message and hint, as a person should read them."""
+        """Return the message and the hint."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
@@ -101,7 +101,7 @@ class NodeError(DistflowError):
 
 
 class TransportError(NodeError):
-    """A command or bytes could not be carried to a node."""
+    """A command or bytes could not be sent to a node."""
 
 
 class NodeUnreachable(TransportError):
@@ -130,26 +130,26 @@ class BootstrapFailed(TransportError):
 
 
 class AgentError(NodeError):
-    """The node's agent refused a request; ``kind`` is one of the words of the agent protocol."""
+    """The node's agent refused a request. ``kind`` is an error kind of the agent protocol."""
 
     def __init__(self, node: str, kind: str, message: str, *, hint: str = "") -> None:
-        """Keep ``kind`` apart from the message, because callers decide by it."""
+        """Keep ``kind`` separate from the message, because callers decide by it."""
         super().__init__(node, message, hint=hint)
         self.kind = kind
 
 
 class StorageError(DistflowError):
-    """Something between us and data at a URL failed, or it cannot be kept here."""
+    """Data at a URL, or local files, could not be read or written."""
 
     exit_code = 3
 
 
 class StorageUnreachable(StorageError):
-    """No connection to the store could be made, or it broke; trying again may help."""
+    """No connection to the store could be made, or it broke. A retry may help."""
 
 
 class StorageRefused(StorageError):
-    """The store does not know who asks, or does not allow it; trying again does not help."""
+    """The store refuses the credentials or the access. A retry does not help."""
 
 
 class StorageMissing(StorageError):
@@ -173,15 +173,15 @@ class StoreTooNew(StateError):
 
 
 class RecordUnreadable(StateError):
-    """A record in the store makes no sense to this version of distflow."""
+    """This version of distflow cannot read a record in the store."""
 
 
 class StoreBroken(StateError):
-    """The store is there and SQLite cannot make sense of what is in it."""
+    """SQLite cannot read the store, because it is damaged."""
 
 
 class WorkflowEnded(DistflowError):
-    """The workflow ended and did not complete; raised by commands that were asked to say so."""
+    """The workflow ended and did not complete. Commands that wait for a workflow raise this."""
 
     exit_code = 1
 

@@ -16,7 +16,7 @@ MASK = "********"
 
 
 class Secret:
-    """A text that must not be seen."""
+    """A text that must not be shown."""
 
     __slots__ = ("_value",)
 
@@ -25,7 +25,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
-        """Return the text itself; only for handing it to the process that it is meant for."""
+        """Return the text itself. Use it only to pass it to the process that needs it."""
         return self._value
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class Secret:
 
 
 def mask(text: str, secrets: Iterable[Secret]) -> str:
-    """Return ``text`` with every occurrence of a secret replaced by the mask, longer ones first; empty ones cannot be found."""
+    """Replace every occurrence of a secret in ``text`` by the mask, longer secrets first. Empty secrets are ignored."""
     for value in sorted({secret.reveal() for secret in secrets}, key=len, reverse=True):
         if value:
             text = text.replace(value, MASK)
@@ -54,7 +54,7 @@ def mask(text: str, secrets: Iterable[Secret]) -> str:
 
 
 def revealed(secrets: Mapping[str, Secret]) -> dict[str, str]:
-    """Return the texts themselves; only for handing them to the process that they are meant for."""
+    """Return the texts themselves. Use them only to pass them to the process that needs them."""
     return {name: secret.reveal() for name, secret in secrets.items()}
 
 

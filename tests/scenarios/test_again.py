@@ -59,7 +59,7 @@ def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
         (["again-1"], "again-1 had TOKEN from --set-env, which is not kept\ngive it again: --set-env TOKEN=…"),
         (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
         (["again-7"], "there is no workflow 'again-7'\nnear it: again-1"),
-        (["again-1", "--label", "team=a b"], "`a b` is no value of a label"),
+        (["again-1", "--label", "team=a b"], "`a b` is not a valid label value"),
         (["again-1", "--priority", "urgent"], "'urgent' is not a priority"),
         (["nothing.yaml"], "nothing.yaml"),
     ):

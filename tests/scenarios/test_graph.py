@@ -152,8 +152,8 @@ def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -
 def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) -> None:
     spec = cli.spec(PIPELINE.format(bytes=10))
     shown = cli.run("workflow", "submit", spec, "--dry-run").out
-    assert "inputs       what crop writes → <ATTEMPT_DIR>/input/0" in shown
-    assert "what crop writes (only raw/.*) → <ATTEMPT_DIR>/input/1" in shown
+    assert "inputs       output of crop → <ATTEMPT_DIR>/input/0" in shown
+    assert "output of crop (only raw/.*) → <ATTEMPT_DIR>/input/1" in shown
     assert cli.run("workflow", "submit", spec, "--dry-run", "--scripts", "by-hand").code == 0
     model = cli.folder / "model-dir"
     model.mkdir()

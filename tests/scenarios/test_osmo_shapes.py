@@ -149,8 +149,8 @@ def test_tokens_in_comments_only_warn_and_an_earlier_task_is_named_by_its_name(c
     assert cli.logs("later-1") == "[read] text\n[read] text\n"
     warnings = [line.partition("spec.yaml:")[2] for line in done.err.splitlines() if ": warning: " in line]
     assert warnings == [
-        "12: warning: {{input:3}} names no input of this task",
-        "12: warning: {{host:other}} names no task of this group",
+        "12: warning: `{{input:3}}` does not name an input of this task",
+        "12: warning: `{{host:other}}` does not name a task of this group",
     ]
 
 

@@ -132,7 +132,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     # An earlier workflow may have failed: the outputs of its tasks still exist.
     assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
     assert (
-        "what prepare of stages-1 wrote (only nothing) → <ATTEMPT_DIR>/input/0"
+        "output of prepare in stages-1 (only nothing) → <ATTEMPT_DIR>/input/0"
         in cli.run("workflow", "submit", later, "--dry-run").out
     )
     done = cli.run("workflow", "submit", later, "--wait")
@@ -143,7 +143,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     for name, words in (
         ("stages-1:missing", "stages-1 has no task `missing`"),
         ("stages-1:rate", "rate of stages-1 never ran, so it wrote nothing"),
-        ("stages:x", "`stages:x` names no task"),
+        ("stages:x", "`stages:x` is not a task"),
     ):
         refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))
         assert refused.code == 2

@@ -217,7 +217,7 @@ def test_given_values_remain_after_the_credential_is_deleted(cli: Cli) -> None:
     assert cli.logs(waiting) == "[talker] had it\n"
     # Again, it is looked up again.
     done = cli.run("workflow", "submit", waiting)
-    assert (done.code, "there is no credential `wandb` on this machine" in done.err) == (2, True), done.err
+    assert (done.code, "this machine has no credential `wandb`" in done.err) == (2, True), done.err
     keep(cli, "wandb", ENV, key="api_key")
     cli.await_status(cli.submit(waiting), "COMPLETED")
 
@@ -236,8 +236,8 @@ def test_validate_knows_this_machines_credentials(cli: Cli) -> None:
     assert done.code == 2
     problems = json.loads(done.out)["error"]["problems"]
     assert [(one["line"], one["message"]) for one in problems] == [
-        (7, "there is no credential `wandb` on this machine"),
-        (8, "the credential `deploy` cannot be given to a task"),
+        (7, "this machine has no credential `wandb`"),
+        (8, "tasks cannot use the credential `deploy`"),
     ]
     assert "did you mean `wandbb`?" in problems[0]["hint"]
 

@@ -55,7 +55,7 @@ def test_resource_info_shows_all_that_is_configured_of_a_node(pools: Cli) -> Non
         (["gpu2"], "there is no node 'gpu2'\ndid you mean `gpu1`?"),
         (["gpu1", "--pool", "here"], "there is no node 'gpu1' of pool 'here'\nnodes: `local`"),
         (["gpu1", "--platform", "a100"], "there is no node 'gpu1' of platform 'a100'"),
-        (["gpu1", "--pool", "nowhere"], "there is no pool 'nowhere'"),
+        (["gpu1", "--pool", "nowhere"], "there is no pool `nowhere`"),
     ],
 )
 def test_resource_info_of_what_there_is_not_fails(pools: Cli, words: list[str], said: str) -> None:
@@ -113,7 +113,7 @@ def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
 def test_validate_takes_the_labels_of_submit(cli: Cli) -> None:
     spec = cli.spec(TASK.replace("NAME", "n").replace("CODE", "true").replace("{name: n", "{labels: {a: b}, name: n"))
     assert cli.run("workflow", "validate", spec, "--label", "team=vision").code == 0
-    for labels, said in ((["team"], "not of the form NAME=VALUE"), (["team=a b"], "is no value of a label")):
+    for labels, said in ((["team"], "not of the form NAME=VALUE"), (["team=a b"], "is not a valid label value")):
         done = cli.run("workflow", "validate", spec, "--label", *labels)
         assert (done.code, said in done.err) == (2, True), done.err
     many = [word for number in range(16) for word in ("--label", f"l{number}=x")]

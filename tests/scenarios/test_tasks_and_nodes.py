@@ -92,7 +92,7 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     for arguments, words in (
         (["task", "list", "-s", "RUNING"], "did you mean `RUNNING`?"),
         (["task", "list", "-v", "-S"], "exclude each other"),
-        (["resource", "list", "-p", "nowhere"], "there is no pool 'nowhere'"),
+        (["resource", "list", "-p", "nowhere"], "there is no pool `nowhere`"),
         (["resource", "list", "-p", "local", "--all"], "exclude each other"),
     ):
         done = cli.run(*arguments)

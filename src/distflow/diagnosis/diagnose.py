@@ -66,8 +66,8 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     elif first is not None and shown and not any(one.is_of(first) for one in shown):
         return (*ended, _peer_died(case, shown))
     for level in Level:
-        said = [one for one in shown if one.rule.level is level]
-        chosen = [one for one in said if first is not None and one.is_of(first)] or said
+        found = [one for one in shown if one.rule.level is level]
+        chosen = [one for one in found if first is not None and one.is_of(first)] or found
         if level is Level.CAUSE and chosen:
             return (*(_diagnosis(case, one) for one in chosen), *(one for one in ended if one.key == HIDDEN.key))
         if level is Level.STALL and chosen:
@@ -243,12 +243,12 @@ def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[E
     """Return the last report about a silent gang, unless it printed again or the report is from another attempt."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
-    said = ""
+    silence = ""
     for event in events:
         if event.group != group.name or begun is None or event.at < begun or (ended is not None and event.at > ended):
             continue
         if isinstance(event.details, HangSuspected):
-            said = hang_text(event.details.limit_s)
+            silence = hang_text(event.details.limit_s)
         elif isinstance(event.details, HangOver):
-            said = ""
-    return said
+            silence = ""
+    return silence

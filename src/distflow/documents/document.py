@@ -1,10 +1,10 @@
-"""A parsed YAML document: its values, and the line and column of every part.
+"""A parsed YAML document: its values, and the line and column of each part.
 
-Values follow YAML 1.1 as OSMO reads it, without its traps: dates, times of day (``12:30:45``) and numbers with a leading zero
-stay text. ``Document.text_at`` returns a scalar as it was written (``on`` stays ``on``), whatever its YAML type is.
+Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``) and numbers with a leading zero remain text.
+``Document.text_at`` returns a scalar as written, regardless of its YAML type: ``on`` remains ``on``.
 
-``View`` reads a document after the check against its schema. All findings are reported at once, so later checks also see
-documents with wrong types: a ``View`` returns values of the right type and omits the others, which have been reported already.
+``View`` reads a document after the check against its schema. All findings are reported at once, so later checks also get
+documents with wrong types. A ``View`` returns values of the right type and omits the others, which were reported before.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Text:
 
     value: str
     mark: Mark
-    """Where it begins in the file (for a block scalar: its first line of content)."""
+    """The beginning of the string in the file; for a block scalar, its first line of content."""
     lines: tuple[Mark, ...] = ()
-    """One mark for each line of ``value``; empty when all stand at ``mark``."""
+    """One mark for each line of ``value``; empty if all lines are at ``mark``."""
 
     def mark_at(self, offset: int) -> Mark:
-        """Return the place of the character at ``offset`` of ``value``, to the line."""
+        """Return the line that contains the character at ``offset`` of ``value``."""
         line = self.value.count("\n", 0, offset)
         return self.lines[line] if line < len(self.lines) else self.mark
 
@@ -42,15 +42,15 @@ class Place:
     """The place of one part of a document."""
 
     mark: Mark
-    """Of the value (for a block scalar: its first line of content)."""
+    """The beginning of the value; for a block scalar, its first line of content."""
     key: Mark
-    """Of the key; for an item of a list the same as ``mark``."""
+    """The beginning of the key; for an item of a list, equal to ``mark``."""
     raw: str | None = None
-    """A scalar as written, without quotes; ``None`` for lists and mappings, and for nothing at all."""
+    """A scalar as written, without quotes; ``None`` for lists, mappings and missing values."""
     plain: bool = False
     """True for a scalar without quotes, whose type YAML guesses."""
     lines: tuple[Mark, ...] = ()
-    """One mark for each line of a scalar that has several; empty when all stand at ``mark``."""
+    """One mark for each line of a scalar of several lines; empty if all lines are at ``mark``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ class Document:
     value: Any
     """Mappings, lists and scalars; ``None`` for an empty document."""
     places: Mapping[Path, Place]
-    """By path; the empty path is the whole document."""
+    """The place of each path; the empty path is the whole document."""
     warnings: tuple[Problem, ...] = ()
-    """Keys that are given twice with the same value."""
+    """Warnings about keys that are given twice with the same value."""
 
     def value_at(self, path: Path) -> Any:
         """Return the value at ``path``, or ``None`` if there is none."""
@@ -102,7 +102,7 @@ class Document:
 
 
 def path_text(path: Path) -> str:
-    """Return a path as people write it, such as ``workflow.groups[0].tasks[1].args``."""
+    """Return a path for messages, such as ``workflow.groups[0].tasks[1].args``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
@@ -115,7 +115,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A mapping of a document, with a list that collects findings."""
+    """A mapping in a document, with a list that collects findings."""
 
     document: Document
     path: Path
@@ -124,7 +124,7 @@ class View:
 
     @property
     def mark(self) -> Mark:
-        """Where the mapping begins."""
+        """The beginning of the mapping."""
         return self.document.mark_at(self.path)
 
     @property
@@ -162,14 +162,14 @@ class View:
         return tuple(text for text in found if text is not None)
 
     def flag(self, key: str) -> bool | None:
-        """Return true or false, also when given as a text of that name."""
+        """Return a Boolean, also one that is given as a text."""
         value = self.document.value_at((*self.path, key))
         if isinstance(value, str):
             return {"true": True, "false": False}.get(value.lower())
         return value if isinstance(value, bool) else None
 
     def whole(self, key: str) -> int | None:
-        """Return a whole number, also when given as a text of digits."""
+        """Return a whole number, also one that is given as a text of digits."""
         value = self.document.value_at((*self.path, key))
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
             return int(value)
@@ -209,11 +209,11 @@ class View:
         where: Mark | None = None,
         severity: Severity = Severity.ERROR,
     ) -> None:
-        """Add a finding at ``where``, or at a key, or at the mapping."""
+        """Add a finding at ``where``, else at a key, else at the mapping."""
         place = where or (self.key_mark(key) if key is not None else self.mark)
         path = path_text(self.path if key is None else (*self.path, key))
         self.problems.append(Problem(where=place, message=message, hint=hint, path=path, severity=severity))
 
     def warn(self, message: str, hint: str = "", *, key: str | None = None) -> None:
-        """Add a finding that does not stop anything."""
+        """Add a warning, which does not prevent a submission."""
         self.add(message, hint, key=key, severity=Severity.WARNING)

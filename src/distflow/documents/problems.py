@@ -1,7 +1,7 @@
 """Findings about a document, collected and reported all at once.
 
-A check of user input does not raise. It returns ``Problem`` values with the place, the message and a hint. Callers that need a
-correct document raise all of them as one ``ProblemsFound``.
+A check of user input does not raise. It returns ``Problem`` values with the place, the message and a hint. A caller that needs
+a correct document raises all of them as one ``ProblemsFound``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Mark:
     """A place in a file."""
 
     file: str
-    """As the person named it; ``-`` for standard input."""
+    """The name that the user gave; ``-`` for standard input."""
     line: int = 0
     """Counted from 1; 0 means the file as a whole."""
     column: int = 0
@@ -38,7 +38,7 @@ class Severity(str, Enum):
     ERROR = "error"
     """The document cannot be used."""
     WARNING = "warning"
-    """It can be used, but does not do what a reader would expect."""
+    """The document can be used, but does not mean what a reader would expect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Problem:
     """One finding about a document."""
 
     where: Mark
-    """The place to look at, and to change."""
+    """The place to change."""
     message: str
-    """What is wrong, in one sentence."""
+    """The problem, in one sentence."""
     hint: str = ""
-    """What to do about it; may be empty where the message says it."""
+    """The remedy; empty if the message implies it."""
     path: str = ""
     """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty for the whole document."""
     drawing: str = ""
@@ -58,7 +58,7 @@ class Problem:
     severity: Severity = Severity.ERROR
 
     def as_text(self) -> str:
-        """Return the finding as lines for a terminal, without colours."""
+        """Return the finding as lines for a terminal, without colors."""
         lines = [f"{self.where}: {self.severity.value}: {self.message}"]
         if self.hint:
             lines += [f"    {line}" for line in self.hint.splitlines()]
@@ -80,7 +80,7 @@ class Problem:
 
 
 class ProblemsFound(InputError):
-    """A document has problems; ``problems`` holds every one of them, warnings too."""
+    """A document has problems: ``problems`` has all of them, including warnings."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         """Collect the findings in the order of the document."""
@@ -89,7 +89,7 @@ class ProblemsFound(InputError):
 
 
 def in_document_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Return the findings sorted by place, keeping the order of those at one place, without repetitions."""
+    """Return the findings sorted by place, without duplicates. Findings at one place keep their order."""
     return tuple(sorted(dict.fromkeys(problems), key=lambda problem: problem.where))
 
 

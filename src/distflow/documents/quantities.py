@@ -40,13 +40,13 @@ _EXAMPLES = "write a whole number and one unit, such as `90s`, `10m`, `2h` or `7
 
 
 def parse_duration(value: str | float) -> float:
-    """Return seconds; raises ``ValueError`` with what is wrong and what to write instead.
+    """Return a duration in seconds. Raises ``ValueError`` with the problem and the remedy.
 
-    A bare number is seconds, a text needs a unit: ``90``, ``"90s"``, ``"PT1H30M"``.
+    A number without a unit is seconds, a string needs a unit: ``90``, ``"90s"``, ``"PT1H30M"``.
     """
     if isinstance(value, bool):
         raise ValueError(f"`{str(value).lower()}` is not a duration; {_EXAMPLES}")  # noqa: TRY004  callers report ValueError
-    # Whole numbers of any size are compared as they are: they may be too large for a float.
+    # Whole numbers are not converted, because they may be too large for a float.
     seconds = _duration_of(value) if isinstance(value, str) else value
     if not 0 <= seconds <= _LONGEST_S:
         sign = "negative" if seconds < 0 else "longer than 100 years"
@@ -82,7 +82,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a number of bytes for people to read, such as ``340 MiB`` or ``1.5 GiB``."""
+    """Return a number of bytes for people, such as ``340 MiB`` or ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
@@ -91,7 +91,7 @@ def bytes_text(size: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a time as people say it, rounded.
+    """Return a duration for people, rounded.
 
     >>> seconds_text(0.25), seconds_text(19.7107), seconds_text(90), seconds_text(300), seconds_text(301.4)
     ('0.25 s', '20 s', '90 s', '5 min', '301 s')
@@ -101,7 +101,7 @@ def seconds_text(value: float) -> str:
 
 
 def parse_bytes(value: str | float) -> int:
-    """Return a number of bytes; raises ``ValueError`` with what is wrong. All units are powers of 1024, as in OSMO."""
+    """Return a number of bytes. Raises ``ValueError`` with the problem. All units are powers of 1024, as in OSMO."""
     text = str(value)
     example = "write a number and a unit, such as `512Mi` or `30Gi`"
     match = _BYTES.fullmatch(text)
@@ -117,15 +117,15 @@ def parse_bytes(value: str | float) -> int:
         raise ValueError(f"`{unit}` is not a unit of memory; use one of Ti, Gi, Mi, Ki, B")
     power = _POWERS[prefix.group(1) if prefix else unit]
     whole, _, fraction = number.partition(".")
-    # Integers all the way: a float has 53 bits, and 1.1Ti would come out one byte off.
+    # Compute with integers: with a float of 53 bits, 1.1Ti would be wrong by one byte.
     return (int(whole + fraction) << (10 * power)) // int(10 ** len(fraction))
 
 
 def parse_log_bytes(value: str | float) -> int:
-    """Return how much of a log is kept, as ``parse_bytes`` does; raises ``ValueError`` for less than 1 MiB."""
+    """Return the size of a log in bytes. Raises ``ValueError`` for less than 1 MiB."""
     size = parse_bytes(value)
     if size < 1 << 20:
-        raise ValueError(f"`{value}` is too small for a log; give 1Mi or more")
+        raise ValueError(f"`{value}` is too small for a log; write `1Mi` or more")
     return size
 
 
@@ -133,17 +133,17 @@ def parse_log_bytes(value: str | float) -> int:
 
 
 def local_minute(at: float | None) -> str:
-    """Return a time in the reader's zone, as OSMO shows it: ``Apr 11, 2025 14:31 PDT``; ``-`` for none."""
+    """Return a time in the user's time zone, as OSMO shows it: ``Apr 11, 2025 14:31 PDT``; ``-`` for none."""
     return "-" if at is None else time.strftime("%b %d, %Y %H:%M %Z", time.localtime(at))
 
 
 def local_second(at: float | None) -> str:
-    """Return a time in the reader's zone, as OSMO stamps log lines: ``2025/04/11 14:31:07``; dashes of its width for none."""
+    """Return a time in the user's time zone, as in OSMO's logs: ``2025/04/11 14:31:07``; dashes for none."""
     return "----/--/-- --:--:--" if at is None else time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(at))
 
 
 def local_milli(at: float) -> str:
-    """Return a time in the reader's zone, to the millisecond: ``2025/04/11 14:31:07.250``."""
+    """Return a time in the user's time zone, to the millisecond: ``2025/04/11 14:31:07.250``."""
     whole, thousandths = divmod(round(at * 1000), 1000)
     return f"{local_second(whole)}.{thousandths:03}"
 
@@ -160,12 +160,12 @@ def iso(at: float | None) -> str | None:
 
 
 def day_start(text: str) -> float:
-    """Return when a day (``2025-04-11``) begins in the reader's zone. Raises ``ValueError``."""
+    """Return the beginning of a day (``2025-04-11``) in the user's time zone. Raises ``ValueError``."""
     return time.mktime(time.strptime(text, "%Y-%m-%d"))
 
 
 def duration(seconds: float | None) -> str:
-    """Return how long something took or takes; ``-`` when it has not begun.
+    """Return a duration for people; ``-`` for something that has not begun.
 
     >>> duration(42.9), duration(3723), duration(273904)
     ('0:42', '1:02:03', '3d 4:05:04')

@@ -1,7 +1,7 @@
-"""Check a document against its JSON Schema, and report differences in plain language instead of the validator's messages.
+"""Check a document against its JSON Schema, and report differences in plain English instead of the validator's messages.
 
-The key ``x-expects`` of the schema describes a value ("a list of strings, such as …"). Values with ``x-checked-by-parser`` have
-a parser that reports better messages, so they are not reported here.
+The key ``x-expects`` of the schema describes a value ("a list of strings, such as …"). Values with ``x-checked-by-parser`` are
+not reported here, because their parser reports better messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Explain = Callable[[str, Path, Any, Mapping[str, Any]], "tuple[str, str] | None"
 _NAMES: Mapping[str, str] = {
     "object": "a mapping (`key: value` lines)",
     "array": "a list",
-    "string": "a text",
+    "string": "a string",
     "integer": "a whole number",
     "number": "a number",
     "boolean": "true or false",
@@ -33,18 +33,18 @@ _NAMES: Mapping[str, str] = {
 
 
 def schema_text(package: str, name: str) -> str:
-    """Return a schema that ships with a package of distflow, as it is published."""
+    """Return the text of a schema that ships with a package of distflow."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def load_schema(package: str, name: str) -> dict[str, Any]:
-    """Return a schema that ships with a package of distflow, as values."""
+    """Return a schema that ships with a package of distflow."""
     schema: dict[str, Any] = json.loads(schema_text(package, name))
     return schema
 
 
 def schema_problems(document: Document, schema: Mapping[str, Any], explain: Explain | None = None) -> tuple[Problem, ...]:
-    """Return everything in which the document differs from the schema."""
+    """Return a problem for each difference between the document and the schema."""
     import jsonschema  # noqa: PLC0415  takes 0.1 s, and only commands that read a spec need it
 
     kind: Any = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": _pattern_errors})  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explai
     elif keyword == "additionalProperties":
         yield from _unknown_keys(document, root, path, value, rule)
     elif keyword == "required":
-        # jsonschema reports each missing key by itself; its name is only in the message.
+        # jsonschema reports each missing key separately, and names it only in its message.
         missing = [key for key in rule["required"] if key not in value and f"'{key}'" in error.message]
         for key in missing:
             expects = _expects(rule.get("properties", {}).get(key, {}), root)
@@ -96,7 +96,7 @@ def _bad_names(document: Document, path: Path, value: Any, error: Any) -> Iterat
     name = value if isinstance(value, str) else str(error.instance)
     expects = error.schema.get("x-expects", "another name")
     at = (*path, name)
-    yield _problem(document.key_mark_at(at), at, f"{_first_line(name)} cannot be a name here", f"it must be {expects}")
+    yield _problem(document.key_mark_at(at), at, f"{_first_line(name)} is not a valid name here", f"write {expects}")
 
 
 def _unknown_keys(

@@ -1,4 +1,4 @@
-"""Read a file that a user named: with a size limit, never from a device, and with one clear finding for each failure."""
+"""Read a file that a user named, with a size limit. Each failure is a finding about that file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distflow.documents.problems import Mark, Problem, ProblemsFound
 __all__ = ["LIMIT", "decode", "read_bytes", "read_text"]
 
 LIMIT = 4 << 20
-"""Bytes that a document may have."""
+"""The maximum size of a document in bytes."""
 _YAML = "YAML file"
 
 _WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
@@ -33,25 +33,25 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
     """
     shown = path if shown is None else shown
     try:
-        # O_NONBLOCK: opening a named pipe must not wait for its writer.
+        # O_NONBLOCK, because opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise _found(shown, "there is no such file", "check the path; it is relative to the current directory") from None
+        raise _found(shown, "the file does not exist", "check the path; it is relative to the current directory") from None
     except (OSError, ValueError) as error:
-        raise _found(shown, f"cannot be read: {_reason(error)}") from None
+        raise _found(shown, f"the file cannot be read: {_reason(error)}") from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             what = _WORDS_OF_KIND.get(stat.S_IFMT(status.st_mode), "not a regular file")
             otherwise = ", or use `-` for standard input" if kind == _YAML else ""
-            raise _found(shown, f"this is {what}, not a file", f"name the {kind} itself{otherwise}")
+            raise _found(shown, f"this is {what}, not a file", f"name a {kind}{otherwise}")
         if status.st_size > limit:
             raise _too_large(shown, status.st_size, limit, kind)
-        # One byte more than allowed: files of /proc say size 0, and a file may grow while it is read.
+        # Read one byte more than allowed: files in /proc report size 0, and a file may grow while it is read.
         with os.fdopen(handle, "rb", closefd=False) as source:
             data = source.read(limit + 1)
     except OSError as error:
-        raise _found(shown, f"cannot be read: {_reason(error)}") from None
+        raise _found(shown, f"the file cannot be read: {_reason(error)}") from None
     finally:
         os.close(handle)
     if len(data) > limit:
@@ -60,23 +60,23 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
 
 
 def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of a UTF-8 file with line feeds as its only line ends; raises as ``read_bytes`` does."""
+    """Return the text of a UTF-8 file with line feeds as its only line ends. Raises like ``read_bytes``."""
     data = read_bytes(path, shown=shown, limit=limit, kind=kind)
     return decode(data, shown=path if shown is None else shown, kind=kind)
 
 
 def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of ``data``, without byte order mark and with line feeds as its only line ends; refuses binary data."""
+    """Return the text of ``data``, without byte order mark and with line feeds as its only line ends. Refuse binary data."""
     if len(data) > limit:
         raise _too_large(shown, len(data), limit, kind)
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise _found(shown, "this is binary data (it holds a NUL byte), not a text", f"name a {kind} in UTF-8", line=line)
+        raise _found(shown, "this is binary data (it contains a NUL byte), not text", f"name a {kind} in UTF-8", line=line)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        message = f"this is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        message = f"the file is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
         raise _found(shown, message, "save the file as UTF-8", line=line) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -86,9 +86,9 @@ def _found(shown: str, message: str, hint: str = "", *, line: int = 0) -> Proble
 
 
 def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:
-    message = f"this file is too large: {_megabytes(size)}, and at most {_megabytes(limit)} are read"
-    before = "send big files with `localpath`, and " if kind == _YAML else ""
-    return _found(shown, message, f"{before}name the {kind} itself here")
+    message = f"the file is too large: {_megabytes(size)}, and the maximum is {_megabytes(limit)}"
+    hint = "name a spec, and send large files with `localpath`" if kind == _YAML else f"name a {kind}"
+    return _found(shown, message, hint)
 
 
 def _megabytes(size: int) -> str:

@@ -13,7 +13,7 @@ def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str
     """Return a hint with the most similar known name, if there is one, and all known names."""
     names = sorted(set(known))
     if not names:
-        return f"there are no {what} names here"
+        return f"there are no {what} here"
     plain: dict[str, str] = {}
     for candidate in names:
         plain.setdefault(_plain(candidate), candidate)
@@ -29,7 +29,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int = 1) -> str:
-    """Join the first ``most`` words for one line and count the rest: a pool may have a thousand nodes.
+    """Join the first ``most`` words for one line and count the others, because a pool may have a thousand nodes.
 
     Up to ``spare`` further words are shown instead of counted.
     """
@@ -56,10 +56,10 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-# Patterns, and not compiled: most text is printable and needs neither.
+# Not compiled, because most text is printable and needs neither pattern.
 ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
 """Matches one escape sequence of a terminal."""
-# Also characters that change the order in which a terminal shows the others: a text must read as what it is.
+# Control characters, and characters that change the order in which a terminal shows text.
 _CONTROLS = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+"
 
 

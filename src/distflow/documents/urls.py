@@ -29,7 +29,7 @@ _SHAPES = {
 _WITHOUT_DRIVER = ("swift", "tos")
 """Schemes of OSMO."""
 _NO_DRIVER = (
-    "a service that also speaks S3 is reached with s3://bucket/path and a DATA credential whose `override_url` is its address"
+    "for a service with an S3 interface, write s3://bucket/path, and set `override_url` of a DATA credential to its address"
 )
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
@@ -39,20 +39,20 @@ class StorageUrl:
     """A location of data: a container, such as a bucket, and a key in it."""
 
     scheme: str
-    """One of ``SCHEMES``; a plain absolute path is ``file``."""
+    """The scheme, such as ``s3``; ``file`` for a plain absolute path."""
     container: str
-    """The bucket; ``account/container`` of ``azure``; ``[user@]host[:port]`` of ``http``, ``https`` and ``sftp``; of ``file``
-    nothing."""
+    """The bucket; for ``azure``, ``account/container``; for ``http``, ``https`` and ``sftp``, ``[user@]host[:port]``; empty for
+    ``file``."""
     key: str
     """The path in the container, without a slash at either end; empty: the whole container."""
     is_folder: bool = False
-    """Whether it ends with a slash, and so means all objects below it."""
+    """Whether it ends with a slash, which selects all objects below it."""
     query: str = ""
-    """Of ``http`` and ``https``: what follows the ``?``. It may be a signature, so it is never shown."""
+    """The part after ``?`` of ``http`` and ``https``. It may be a signature, so it is never shown."""
 
     @property
     def profile(self) -> str:
-        """What credentials are kept for: ``s3://bucket``, ``azure://account``, ``https://host``; of ``file`` ``file://``."""
+        """The name of its credentials: ``s3://bucket``, ``azure://account``, ``https://host`` or ``file://``."""
         return f"{self.scheme}://{self.container.split('/')[0]}"
 
     @property
@@ -61,7 +61,7 @@ class StorageUrl:
         return self.key.rpartition("/")[2]
 
     def __str__(self) -> str:
-        """Return it as people write it, without its query."""
+        """Return the URL for messages, without its query."""
         return self.shown(self.key) + ("/" if self.is_folder and self.key else "") + ("?…" if self.query else "")
 
     def shown(self, key: str) -> str:
@@ -92,9 +92,9 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         if scheme in _WITHOUT_DRIVER:
             raise InputError(f"distflow has no driver for `{scheme}://`", hint=_NO_DRIVER)
         near = did_you_mean(scheme, _SCHEMES, what="schemes")
-        raise InputError(f"`{scheme}://` is not a scheme that distflow supports", hint=near)
+        raise InputError(f"distflow does not support the scheme `{scheme}://`", hint=near)
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
-        raise InputError(f"`{_short(text)}` holds a control character", hint="remove it")
+        raise InputError(f"`{_short(text)}` contains a control character", hint="remove it")
     if writes and scheme in READ_ONLY:
         raise InputError(f"`{scheme}://` can only be read", hint="write to s3://, gs://, az://, azure://, sftp:// or file://")
     if scheme == "file":
@@ -103,15 +103,15 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
     if scheme in READ_ONLY:
         rest, _, query = rest.partition("#")[0].partition("?")
     elif "*" in rest:
-        raise InputError(f"`{_short(text)}` holds a `*`", hint="name what is above it, and choose with a regex")
+        raise InputError(f"`{_short(text)}` contains a `*`", hint="name the directory above it, and select files with `regex`")
     container, key = _divided(scheme, rest)
     if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
         raise InputError(
-            f"a URL of {scheme}:// names a user or a password: distflow keeps no secrets in URLs",
-            hint="remove what stands before the `@`",
+            f"this {scheme}:// URL contains a user or a password, and distflow does not store secrets in URLs",
+            hint="remove the part before the `@`, and set a credential: `distflow credential set`",
         )
     if not container or (scheme == "azure" and "/" not in container):
-        raise InputError(f"`{_short(text)}` names no {_what(scheme)}", hint=f"write {_SHAPES[scheme]}")
+        raise InputError(f"`{_short(text)}` has no {_what(scheme)}", hint=f"write {_SHAPES[scheme]}")
     _check_parts(key, text)
     return StorageUrl(
         scheme=scheme, container=container, key=key.strip("/"), is_folder=key.endswith("/"), query=query,
@@ -143,11 +143,11 @@ def _check_parts(key: str, text: str) -> None:
     parts = key.strip("/").split("/")
     if "" in parts[1:] or {".", ".."} & set(parts):
         hint = "write the path without `.`, `..` and empty parts"
-        raise InputError(f"`{_short(text)}` names a path with `.`, `..` or an empty part", hint=hint)
+        raise InputError(f"the path of `{_short(text)}` contains `.`, `..` or an empty part", hint=hint)
 
 
 def _short(text: str) -> str:
-    """Return a text for a message: without what may be a signature or a password."""
+    """Return a URL for a message, without parts that may be a signature or a password."""
     return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
 
 
@@ -155,7 +155,7 @@ _DATASET = re.compile(r"([A-Za-z0-9_-]+)(?::([A-Za-z0-9_-]+))?")
 
 
 def parse_dataset(text: str) -> tuple[str, int | None]:
-    """Return the name of a dataset and the version; ``None``: the latest. Raises ``InputError``.
+    """Return the name of a dataset and its version, which is ``None`` for the latest. Raises ``InputError``.
 
     >>> parse_dataset("mnist:3")
     ('mnist', 3)
@@ -164,7 +164,7 @@ def parse_dataset(text: str) -> tuple[str, int | None]:
     """
     match = _DATASET.fullmatch(text)
     if match is None:
-        hint = "use letters, digits, `-` and `_`; a version stands behind a colon: `mnist:3`"
+        hint = "use letters, digits, `-` and `_`; write a version after a colon: `mnist:3`"
         raise InputError(f"`{text}` is not a valid dataset name", hint=hint)
     name, version = match.group(1), match.group(2)
     if version in (None, "latest"):

@@ -31,19 +31,19 @@ __all__ = [
 
 
 MAX_DEPTH = 100
-"""Levels of nesting, aliases expanded."""
+"""The maximum number of levels, with aliases expanded."""
 MAX_NODES = 100_000
-"""Scalars, lists and mappings of a document, aliases expanded."""
+"""The maximum number of scalars, lists and mappings, with aliases expanded."""
 
 _READABLE: tuple[tuple[str, str], ...] = (
-    ("mapping values are not allowed", "a `:` is not allowed here; check the indentation, or put the text into quotes"),
+    ("mapping values are not allowed", "a `:` is not allowed here; check the indentation, or put the value into quotes"),
     ("could not find expected ':'", "a `:` is missing after this key, or the line is indented wrongly"),
-    ("did not find expected key", "this line does not fit the mapping it stands in; check its indentation"),
-    ("did not find expected '-' indicator", "this line does not fit the list it stands in; check its indentation"),
+    ("did not find expected key", "this line does not fit into its mapping; check its indentation"),
+    ("did not find expected '-' indicator", "this line does not fit into its list; check its indentation"),
     ("did not find expected ',' or ']'", "a `,` or a closing `]` is missing"),
     ("did not find expected ',' or '}'", "a `,` or a closing `}` is missing"),
     ("unexpected end of stream", "the file ends inside a quoted text; a closing quote is missing"),
-    ("cannot start any token", "this character cannot begin a value; put the text into quotes"),
+    ("cannot start any token", "this character cannot begin a value; put the value into quotes"),
     ("undefined alias", "there is no anchor (`&name`) of this name above"),
     ("special characters are not allowed", "control characters are not allowed in YAML"),
     ("control characters are not allowed", "control characters are not allowed in YAML"),
@@ -52,7 +52,7 @@ _READABLE: tuple[tuple[str, str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A part of the document while it is built; an alias is the anchor's own node."""
+    """A part of the document while it is built. An alias is the node of its anchor."""
 
     index: int
     """Offset of its first character in the text."""
@@ -62,20 +62,20 @@ class _Node:
     raw: str | None = None
     plain: bool = False
     lines: tuple[int, ...] = ()
-    """Line of the text of each line of a scalar that has several."""
+    """The line in the text of each line of a scalar of several lines."""
     items: list[_Node] = field(default_factory=list)
     keys: list[_Node] = field(default_factory=list)
     """Keys of a mapping; its values are in ``items``."""
     open: bool = True
-    """Still being read: an alias to it would contain itself."""
+    """Whether it is still being read, so that an alias to it would contain itself."""
     size: int = 1
-    """Parts that it expands to, itself included; known when it is closed."""
+    """The number of parts that it expands to, including itself; known when it is closed."""
     depth: int = 0
-    """Levels below it."""
+    """The number of levels below it."""
 
 
 class _Refused(Exception):
-    """The document cannot be used; carries the place and the words."""
+    """The document cannot be used. Contains the position and the message."""
 
     def __init__(self, index: int, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -85,9 +85,9 @@ class _Refused(Exception):
 
 
 def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
-    """Return what ``text`` says; raises ``ProblemsFound``.
+    """Return the document in ``text``. Raises ``ProblemsFound``.
 
-    ``line_map`` gives for each line of ``text`` its line in the file, where a template was rendered in between.
+    ``line_map`` has the line in the file for each line of ``text``, if a template was rendered.
     """
     import yaml  # noqa: PLC0415  commands that read no document start without it
 
@@ -98,7 +98,7 @@ def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
         except yaml.MarkedYAMLError as error:
             unclosed = error.context_mark is not None and "unexpected end of stream" in (error.problem or "")
             mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
-            # What is missing at the end of the file is missing after its last word, not below it.
+            # Report a missing end after the last word of the file, not below it.
             index = min(mark.index if mark is not None else 0, max(len(text.rstrip()) - 1, 0))
             raise _Refused(
                 index, _in_words(f"{error.context or ''} {error.problem or ''}".strip(), text[index : index + 1])
@@ -120,7 +120,7 @@ def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
 
 
 class _Marker:
-    """From an offset in the text to a place in the file."""
+    """Converts an offset in the text to a place in the file."""
 
     def __init__(self, file: str, starts: Sequence[int], line_map: Sequence[int]) -> None:
         self._file, self._starts, self._map = file, starts, line_map
@@ -138,7 +138,7 @@ class _Marker:
 
 
 def _line_starts(text: str) -> list[int]:
-    # Editors count lines by "\n" alone; YAML would count U+0085 and U+2028 too.
+    # Count lines like editors, by "\n" only. YAML also counts U+0085 and U+2028.
     return [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
 
 
@@ -188,12 +188,12 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     if target is None:
         raise _Refused(index, f"there is no anchor `&{name}` above")
     if target.open:
-        raise _Refused(index, f"the alias `*{name}` stands inside its own anchor", "an alias cannot contain itself")
+        raise _Refused(index, f"the alias `*{name}` is inside its own anchor", "an alias cannot contain itself")
     return target
 
 
 def _close(node: _Node, above: int) -> None:
-    """Know how large a list or mapping is: the text is bounded already, but aliases nest deeper and wider than it."""
+    """Compute the expanded size of a list or mapping. Aliases may be deeper and larger than the text, whose size is limited."""
     node.open = False
     node.size += sum(item.size for item in node.items)
     node.depth = 1 + max((item.depth for item in node.items), default=0)
@@ -203,13 +203,13 @@ def _close(node: _Node, above: int) -> None:
 
 
 def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
-    """Put ``node`` into the list or mapping being read; return it when there is none, because it is the whole document then."""
+    """Add ``node`` to the list or mapping being read. Without one, return it: it is the whole document."""
     if not stack:
         return node
     parent = stack[-1]
     if parent.kind == "map" and len(parent.keys) == len(parent.items):
         if node.kind != "scalar" or node.raw is None:
-            raise _Refused(index, "a key must be a text", "lists, mappings and null cannot be keys")
+            raise _Refused(index, "a key must be a string", "lists, mappings and null cannot be keys")
         parent.keys.append(node)
     else:
         parent.items.append(node)
@@ -223,7 +223,7 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
     tag: str | None = None if event.tag in (None, "!") else event.tag
     if tag is not None and tag not in _CORE:
         short = tag.replace("tag:yaml.org,2002:", "!!")
-        raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a text into quotes to keep it a text")
+        raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a string into quotes")
     if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
         kind = "list" if isinstance(event, yaml.SequenceStartEvent) else "map"
         if tag is not None and _CORE[tag] != kind:
@@ -247,7 +247,7 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
 
 
 class _Flattener:
-    """Turns the tree into values and places, expanding aliases and merge keys; how deep and how far is bounded (``_close``)."""
+    """Converts the tree to values and places, and expands aliases and merge keys, within the limits of ``_close``."""
 
     def __init__(self, marker: _Marker, places: dict[Path, Place]) -> None:
         self._marker, self._places = marker, places
@@ -273,7 +273,7 @@ class _Flattener:
     def _entries(self, node: _Node, path: Path) -> dict[str, tuple[_Node, _Node]]:
         """Return key and value of each entry by name.
 
-        An own key wins over a merged one (``<<``), an earlier merge over a later one.
+        A key of the mapping overrides a merged one (``<<``), and an earlier merge overrides a later one.
         """
         own: dict[str, tuple[_Node, _Node]] = {}
         merged: dict[str, tuple[_Node, _Node]] = {}
@@ -282,19 +282,19 @@ class _Flattener:
             if name == "<<" and key.plain:
                 for source in item.items if item.kind == "list" else [item]:
                     if source.kind != "map":
-                        raise _Refused(key.index, "`<<` merges a mapping or a list of mappings, not this", "write `<<: *name`")
+                        raise _Refused(key.index, "`<<` needs a mapping or a list of mappings", "write `<<: *name`")
                     merged = {**self._entries(source, path), **merged}
             elif name in own:
                 first = self._marker(own[name][0].index).line
                 if not _are_equal(own[name][1], item):
-                    hint = f"line {first} already gives it another value; keep one of them"
+                    hint = f"line {first} gives it another value; keep one of them"
                     raise _Refused(key.index, f"the key `{name}` is given twice, with different values", hint)
                 message = f"the key `{name}` is given twice, with the same value"
                 self.warnings.append(
                     Problem(
                         where=self._marker(key.index),
                         message=message,
-                        hint=f"line {first} already gives it; remove one of them",
+                        hint=f"line {first} has the same key; remove one of them",
                         path=path_text((*path, name)),
                         severity=Severity.WARNING,
                     )
@@ -305,7 +305,7 @@ class _Flattener:
 
 
 def _are_equal(one: _Node, other: _Node) -> bool:
-    """Return whether two values are written alike: the same scalars in the same order, below the same keys."""
+    """Return whether two values are written the same way: equal scalars in the same order, under the same keys."""
     return one is other or (
         (one.kind, one.raw, one.plain, len(one.items)) == (other.kind, other.raw, other.plain, len(other.items))
         and all(map(_are_equal, one.keys, other.keys))
@@ -313,11 +313,11 @@ def _are_equal(one: _Node, other: _Node) -> bool:
     )
 
 
-def _in_words(said: str, character: str) -> str:
-    """Return a message for people. ``said`` is the parser's message, ``character`` is where it stopped."""
+def _in_words(message: str, character: str) -> str:
+    """Return a message for people. ``message`` is the parser's message, ``character`` is where it stopped."""
     if character == "\t":
         return "this is not valid YAML: a tab cannot indent a line; use spaces"
-    words = next((words for pattern, words in _READABLE if pattern in said), said)
+    words = next((words for pattern, words in _READABLE if pattern in message), message)
     return f"this is not valid YAML: {words}"
 
 
@@ -329,7 +329,7 @@ def _first_forbidden(text: str) -> int:
 
 
 def _drawn(text: str, starts: Sequence[int], index: int) -> str:
-    """Return the line of the text with a caret below the place; nothing for lines too long to look at."""
+    """Return the line of the text with a caret below the position; empty for lines of more than 200 characters."""
     line = bisect.bisect_right(starts, index)
     content = text[starts[line - 1] :].split("\n", 1)[0].replace("\t", " ")
     column = index - starts[line - 1]
@@ -337,7 +337,7 @@ def _drawn(text: str, starts: Sequence[int], index: int) -> str:
 
 
 def _content_lines(text: str, start: int, end: int, style: str, value: str, first: int) -> tuple[int, ...]:
-    """Return the line of the text for each line of ``value``; empty when it cannot be said.
+    """Return the line of the text for each line of ``value``; empty if it is not known.
 
     ``start`` and ``end`` are the offsets of the scalar, ``style`` is ``|``, ``>``, a quote or empty, ``first`` the line of
     ``start``.
@@ -351,7 +351,7 @@ def _content_lines(text: str, start: int, end: int, style: str, value: str, firs
 
 
 def _folded(source: list[str], first: int) -> list[int]:
-    """Lines of a ``>`` scalar: neighbours of equal indentation are joined, empty and deeper lines keep their breaks."""
+    """Return the lines of a ``>`` scalar: lines of equal indentation are joined, empty and deeper lines are not."""
     filled = [len(line) - len(line.lstrip(" ")) for line in source if line.strip()]
     if not filled:
         return [first + position for position in range(len(source))]

@@ -17,7 +17,7 @@ from itertools import islice, product
 from types import MappingProxyType
 
 from distflow.pools.model import Node
-from distflow.spec.model import Near
+from distflow.spec.model import TopologyRequest
 
 __all__ = ["Demand", "Free", "Placement", "Unplaced", "place", "place_near"]
 
@@ -44,7 +44,7 @@ class Demand:
     nodes_excluded: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Labels that the node must have."""
-    near: tuple[Near, ...] = ()
+    near: tuple[TopologyRequest, ...] = ()
     """The topology requests of the task. ``place_near`` satisfies them, and ``place`` ignores them."""
     spread: str | None = None
     """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any other."""
@@ -66,9 +66,9 @@ class Free:
     all_cpus: int | None = None
     all_memory: int | None = None
     closed: str = ""
-    """Why nothing may be placed there for now."""
+    """The reason why no task may be placed there now."""
     note: str = ""
-    """Why it has less than expected."""
+    """The reason why less than expected is free."""
 
     @classmethod
     def whole(cls, node: Node) -> Free:
@@ -92,7 +92,7 @@ class Unplaced:
 
     task: str
     reasons: tuple[str, ...]
-    """The reason for each node: ``gpu1: 4 of 8 GPUs free, 8 asked``."""
+    """The reason for each node: ``gpu1: 4 of 8 GPUs free, 8 requested``."""
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
@@ -110,12 +110,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     if len(chosen) == len(demands):
         names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
         return Placement(nodes=MappingProxyType(names))
-    beside: dict[int, list[int]] = {}
+    placed: dict[int, list[int]] = {}
     for task, at in chosen.items():
-        beside.setdefault(at, []).append(task)
+        placed.setdefault(at, []).append(task)
     unplaced = [task for task in range(len(demands)) if task not in chosen]
     one_of_each = {asks[task]: demands[task] for task in unplaced}
-    reasons = {ask: _reasons(demand, demands, nodes, beside) for ask, demand in one_of_each.items()}
+    reasons = {ask: _reasons(demand, demands, nodes, placed) for ask, demand in one_of_each.items()}
     return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
 
 
@@ -232,19 +232,21 @@ def _lacks(demand: Demand, node: Free) -> str:
     if node.node in demand.nodes_excluded:
         return "excluded by nodesExcluded"
     if demand.platform is not None and node.platform is not None and demand.platform != node.platform:
-        return f"platform {node.platform}, {demand.platform} asked"
+        return f"platform {node.platform}, {demand.platform} requested"
     for key, value in demand.labels.items():
         if node.labels.get(key) != value:
-            return f"{key} {node.labels[key]}, {value} asked" if key in node.labels else f"no label {key}, {value} asked"
+            return (
+                f"{key} {node.labels[key]}, {value} requested" if key in node.labels else f"no label {key}, {value} requested"
+            )
     note = f" ({node.note})" if node.note else ""
     if node.gpus is not None and demand.gpus > node.gpus:
-        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} asked{note}"
+        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} requested{note}"
     if node.cpus is not None and demand.cpus > node.cpus:
-        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} asked{note}"
+        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} requested{note}"
     if node.memory is not None and demand.memory > node.memory:
         free = _bytes(node.memory)
         free += f" of {_bytes(node.all_memory)}" if node.all_memory is not None else ""
-        return f"{free} memory free, {_bytes(demand.memory)} asked{note}"
+        return f"{free} memory free, {_bytes(demand.memory)} requested{note}"
     return ""
 
 
@@ -260,23 +262,23 @@ def _bytes(count: int) -> str:
 
 
 def _reasons(
-    demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]
+    demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], placed: Mapping[int, Sequence[int]]
 ) -> tuple[str, ...]:
-    """Return for each node the reason why it does not take the task. ``beside`` are the tasks placed on each node."""
+    """Return for each node the reason why it does not take the task. ``placed`` are the tasks placed on each node."""
     reasons = []
     for at, node in enumerate(nodes):
-        others = beside.get(at, ())
+        others = placed.get(at, ())
         left = node
         for other in others:
             left = _less(left, demands[other])
         lacks = _lacks(demand, node)
         world = [demands[other].task for other in others if demand.spread and demands[other].spread == demand.spread]
         if not lacks and world:
-            lacks = f"taken by {world[0]} of the same world"
+            lacks = f"used by {world[0]} of the same world"
         elif not lacks and (less := _lacks(demand, left)):
             names = ", ".join(demands[other].task for other in others)
-            lacks = f"{less} beside {names}"
-        reasons.append(f"{node.node}: {lacks or 'fits alone, but not with the rest of its gang'}")
+            lacks = f"{less}, together with {names}"
+        reasons.append(f"{node.node}: {lacks or 'has room for this task, but not for the rest of its gang'}")
     return tuple(reasons) or ("the pool has no nodes",)
 
 
@@ -321,7 +323,7 @@ def _place_in_units(
     missing = [key for key, _ in wishes if not any(key in node.labels for node in nodes)]
     if missing:
         first = next(demand for demand in demands if any(near.key == missing[0] for near in demand.near))
-        return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its topology asks for",)),)
+        return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its `topology` requests",)),)
     best: tuple[Unplaced, ...] | None = None
     for units in islice(_choices(nodes, wishes), _TRIES):
         asked = [replace(demand, labels={**demand.labels, **_labels(demand, units)}) for demand in demands]

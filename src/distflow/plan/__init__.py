@@ -1,1 +1,1 @@
-"""What will run where, with which command and environment: decided from values alone, printed or executed unchanged."""
+"""The plan of a workflow: nodes, commands, environments and files. Computed from values, then printed or executed unchanged."""

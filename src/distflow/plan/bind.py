@@ -1,4 +1,4 @@
-"""``bind(plan, binding)``: the symbolic plan and what was leased make what really runs."""
+"""Fill in the placeholders of a plan with the values of a binding: the leased nodes, addresses, ports and GPUs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def bind(
     workflow_id: str,
     nodes: Mapping[str, Node],
 ) -> dict[str, BoundLaunch]:
-    """Return every task of a group with its placeholders filled in, all but ``@@ATTEMPT_DIR@@``.
+    """Return every task of a group with all placeholders filled in, except ``@@ATTEMPT_DIR@@``.
 
-    ``nodes`` are the pool's nodes by name; the plan's variables override their ``environment``.
+    ``nodes`` are the pool's nodes by name. The plan's variables override their ``environment``.
     """
     return {launch.task: bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
 
@@ -33,7 +33,7 @@ def bind(
 def bind_task(
     group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node], attempt: int = 0
 ) -> BoundLaunch:
-    """Return one task of a group as ``bind`` does; ``attempt`` is the number of its attempt."""
+    """Return one task of a group, like ``bind``. ``attempt`` is the number of its attempt."""
     launch, own = group.launch(task), binding.tasks[task]
     values = {
         "WORKFLOW_ID": workflow_id,
@@ -59,7 +59,7 @@ def bind_task(
     node, files = nodes[own.node], (*launch.files, *distributed_files(group, task))
     environment = {**node.environment, **{name: fill(text) for name, text in launch.environment.items()}}
     if not own.interface:
-        # An address without an interface of its own: let torch and NCCL look for one.
+        # No interface has the address itself, so torch and NCCL must choose one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
     container = container_of(launch, node, fill)
     return BoundLaunch(
@@ -69,7 +69,7 @@ def bind_task(
         environment=environment,
         files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in files),
         setup=node.setup,
-        # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
+        # The parent of a checkpoint's directory must exist, as on a machine where the task uses the path directly.
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
         container=container,
         mounts=() if container else tuple(fill(mount).partition(":")[0] for mount in launch.mounts),

@@ -34,7 +34,7 @@ _RESERVED = "VH_"
 
 
 def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]:
-    """Return the number of each task of a gang, by its name; nothing for a task that is alone and shares no world."""
+    """Return the number of each task of a gang, by name; empty for a group of one task without ranks."""
     if len(tasks) < 2 and world is None:
         return {}
     ranked = {item.task: item.node_rank for item in world.tasks} if world is not None else {}
@@ -43,7 +43,7 @@ def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]
 
 
 def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a member; none when the spec gives variables of that kind, which then mean something else."""
+    """Return the variables of a member; empty if the spec sets variables that begin with ``VH_``."""
     if any(name.startswith(_RESERVED) for name in given):
         return {}
     return {
@@ -56,9 +56,9 @@ def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, st
 
 
 def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
-    """Return the two files of a task, still symbolic; none for a task that is not a member.
+    """Return the two files of a task, with placeholders; empty for a task that is not a member.
 
-    They are made for one task at a time and never stored: all files of a gang together grow with the square of its size.
+    They are created when a task is bound, and not stored, because their total size grows with the square of the gang's size.
     """
     own = group.launch(task).member
     if own is None:
@@ -111,7 +111,7 @@ _MENTION = re.compile(r"(?<![\w./{-])(nslookup|getent|dig|host)(?![\w./:=-])")
 
 # Formats: bind9-dnsutils 9.18 (nslookup, dig, host) and glibc 2.36 (getent).
 _SCRIPT = r"""#!/bin/sh
-# From distflow: in this workflow the tasks of the group are known by these addresses, not by names.
+# From distflow: in this workflow, tasks of the group have these addresses and no names.
 addresses='ADDRESSES'
 tool=${0##*/}
 name='' is_short='' is_reverse=''
@@ -149,13 +149,13 @@ for directory in $PATH; do
         exec "$directory/$tool" "$@"
     fi
 done
-echo "$tool: not found on this node; distflow itself only answers for: $addresses" >&2
+echo "$tool: not found on this node; the script of distflow only knows: $addresses" >&2
 exit 127
 """
 
 
 def name_tools(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
-    """Return the scripts that a task needs: none unless its texts hold a placeholder for an address and mention a program."""
+    """Return the scripts of a task; empty unless its texts contain a placeholder for an address and the name of a program."""
     known = list(texts)
     found = (one for text in known for one in PLACEHOLDER.finditer(text) if one.group(1) in ("ADDRESS", "MASTER_ADDR"))
     addresses = sorted({one.group(0) for one in found})

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from posixpath import normpath
 
-from distflow.layout.checks.elastic import staying
+from distflow.layout.checks.elastic import remaining_tasks
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
 from distflow.layout.strategy.model import Strategy, group_strategy
@@ -34,9 +34,8 @@ def compile_plan(
 ) -> Plan:
     """Return the plan of a spec.
 
-    ``worlds`` comes from ``layout.checks``, ``bundles`` from ``spec.bundles`` (each file that the spec sends, by its path
-    on this machine), ``secret_names`` are the variables of ``--set-env``,
-    ``datasets`` is the URL below which datasets lie.
+    ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: each file of the spec, by its path on this
+    machine. ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
     return Plan(name=spec.name, pool=pool, groups=tuple(_with_datasets(group, datasets) for group in groups))
@@ -69,7 +68,7 @@ def with_previous_outputs(plan: Plan, fetched: Mapping[tuple[str, str], FetchedO
 
 
 def demands(group: GroupPlan) -> tuple[Demand, ...]:
-    """Return what each task of a group asks of its node, in rank order; tasks of one world spread over distinct nodes."""
+    """Return the demands of a group's tasks, in rank order. Tasks of one world need different nodes."""
     order = [item.task for item in group.world.tasks] if group.world else []
     ranked = sorted(group.launches, key=lambda launch: order.index(launch.task) if launch.task in order else len(order))
     return tuple(
@@ -110,7 +109,7 @@ def _group(
         launches=tuple(_as_member(launch, numbers) for launch in launches),
         world=world,
         barrier=group.barrier,
-        # Collectives of a world cannot continue without a member.
+        # Collectives of a world cannot continue without one of its tasks.
         ignore_nonlead_status=ignore if ignore is not None else world is None,
         timeouts=group.timeouts,
         retry=group.retry,
@@ -126,7 +125,7 @@ def _smaller(
     spec: WorkflowSpec, group: GroupSpec, world: World, bundles: Mapping[str, Bundle], secret_names: tuple[str, ...]
 ) -> tuple[GroupPlan, ...]:
     return tuple(
-        _group(spec, replace(group, tasks=staying(group, world, len(one.tasks))), one, bundles, secret_names)
+        _group(spec, replace(group, tasks=remaining_tasks(group, world, len(one.tasks))), one, bundles, secret_names)
         for one in world.smaller
     )
 
@@ -203,7 +202,7 @@ def _launch(
 
 
 def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
-    """Return the launch with what makes it a member of its gang, unless it is alone or the spec says otherwise."""
+    """Return the launch as a member of its gang, unless it is the only task or the spec sets such variables."""
     given = distributed_environment(launch.task, launch.environment) if launch.task in numbers else {}
     if not given:
         return launch
@@ -211,7 +210,7 @@ def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
 
 
 def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, str]]:
-    """Yield what may mention paths, and in which file: the command, the environment, and the texts of files."""
+    """Yield the texts that may contain paths: the command and the environment with ``""``, and files with their paths."""
     for text in (*task.command, *task.args, *task.environment.values()):
         yield "", text.value
     for file in task.files:
@@ -227,7 +226,7 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_wo
     else:
         bundle = bundles[file.local_path or shown]
         text = bundle.text
-    # A text that mentions no token and no injected path travels as it is: by its digest.
+    # A text without tokens and injected paths is sent unchanged, by its digest.
     if text is not None and (bundle is None or rewrite(text) != text):
         text = rewrite(text)
         mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600

@@ -19,11 +19,11 @@ from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 __all__ = ["container_notices", "container_of", "sharing_notices"]
 
 
-_SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  of the node's own, in every container
+_SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every container has these directories of the node
 
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
-    """Return the container of a task on a node, its strings filled in; ``None`` where it runs without one."""
+    """Return the container of a task on a node, with its strings filled in; ``None`` if it runs without one."""
     if launch.image is None or node.container == "none":
         return None
     mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in map(fill, launch.mounts))
@@ -38,12 +38,12 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
 
 
 def _has_own_tmp(runtime: str) -> bool:
-    """Return whether a container of this runtime has a ``/tmp`` of its own; Apptainer's is the node's."""
+    """Return whether a container of this runtime has its own ``/tmp``. Apptainer uses that of the node."""
     return runtime not in ("none", "apptainer")
 
 
 def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return warnings for what has no meaning without containers; each kind once, at the first task that asks for it."""
+    """Return a warning for each key without effect when there are no containers, at the first task with that key."""
     if all(node.container != "none" for node in nodes):
         return ()
     found: dict[str, Problem] = {}
@@ -56,14 +56,14 @@ def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Proble
 
 def _of_task(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.image is not None:
-        message = "`image` is ignored: tasks run on the node's own python"
-        hint = "install there what the image holds, or give the pool a `container` runtime (docker, podman, apptainer)"
+        message = "`image` is ignored: tasks run on the node's own Python"
+        hint = "install the software of the image there, or set `container` of the pool to docker, podman or apptainer"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     moved = next((text for text in task.mounts if _moves(text.value)), None)
     if moved is not None:
         source, _, target = moved.value.partition(":")
-        message = f"`volumeMounts` is ignored: nothing is mounted at {target}"
-        hint = f"without containers a task sees the node's own directories under their own paths: this one as {source}"
+        message = f"`volumeMounts` is ignored: nothing is mounted at `{target}`"
+        hint = f"use the path `{source}`: without containers, a task sees the directories of the node"
         yield "mounts", Problem(where=moved.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     if task.privileged:
         message = "`privileged` is ignored: tasks run with the rights of the user on the node"
@@ -77,7 +77,7 @@ def _moves(mount: str) -> bool:
 
 # -- paths that tasks share -------------------------------------------------------------------------------------------
 
-# Not a path with a variable or a pattern in it, which each task may fill differently: /tmp/$NAME, /tmp/x-{i}, /tmp/*.txt
+# Exclude paths with a variable or a pattern, which may differ between tasks: /tmp/$NAME, /tmp/x-{i}, /tmp/*.txt
 _PATH = re.compile(r"(?<![\w./})~*\]-])/(?:tmp|var/tmp|dev/shm)/[\w./+@-]*[\w+@-](?![\w./+@-]*[$%{*?[<])")
 _SHOWN = 3
 
@@ -85,7 +85,7 @@ _SHOWN = 3
 def sharing_notices(
     spec: WorkflowSpec, bundles: Mapping[str, Bundle], placement: Mapping[str, str], nodes: Sequence[Node]
 ) -> tuple[Problem, ...]:
-    """Return a warning for each set of tasks that name the same paths, when ``placement`` puts them on one node."""
+    """Return a warning for each set of tasks that use the same paths, if ``placement`` has them on one node."""
     runtimes = {node.name: node.container for node in nodes}
     users: dict[tuple[str, str], dict[str, Mark]] = {}
     for task in (task for group in spec.groups for task in group.tasks):
@@ -108,16 +108,16 @@ def _notice(tasks: tuple[str, ...], mark: Mark, paths: list[str]) -> Problem:
     return Problem(
         where=mark,
         severity=Severity.WARNING,
-        message=f"{who} share {what} when they run on one node; in OSMO each task has its own",
-        hint="use a relative path such as `tmp/x`, which is the task's own; hand files on with {{output}} and `inputs`",
+        message=f"{who} share {what} if they run on one node; in OSMO each task has its own `/tmp`",
+        hint="use a relative path such as `tmp/x`, which only this task sees; to share files, use {{output}} and `inputs`",
     )
 
 
 def _paths(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, Mark]]:
-    """Yield the paths that a task names and that are not its own, and where it does so."""
+    """Yield the paths that a task uses outside of its own directories, with their positions."""
     own = [file.path.value for file in task.files] + [one.path.value for one in task.checkpoints]
     own += [one.directory.value for one in task.credentials if one.directory is not None]
-    # What is mounted is shared on purpose.
+    # Mounted directories are shared on purpose.
     own += [part for mount in task.mounts for part in mount.value.split(":")]
     places = [posixpath.normpath(path) for path in own]
     texts = [*task.command, *task.args, *task.environment.values()]

@@ -17,31 +17,31 @@ __all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenSecrets:
-    """Everything secret that one task is given."""
+    """All secrets of one task."""
 
     variables: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))
     directories: Mapping[str, Mapping[str, Secret]] = field(default_factory=lambda: MappingProxyType({}))
-    """Directory relative to the attempt's → file name → content."""
+    """The content of each file, by directory (relative to that of the attempt) and file name."""
     login: tuple[str, Secret] | None = None
-    """The registry of its image, and who we are to it, as docker's and podman's own files put that (base64)."""
+    """The registry of its image, and the login in the format of docker's and podman's files (base64)."""
     token: Secret | None = None
-    """By which the tasks of its gang know one another."""
+    """The token by which the tasks of its gang authenticate each other."""
     stores: Mapping[int, Identity] = field(default_factory=lambda: MappingProxyType({}))
-    """Who we are to the stores of what its node fetches, by ``Bring.number``; one that is not here must be relayed."""
+    """The credentials for the stores of inputs that its node fetches, by ``Bring.number``. Others must be relayed."""
 
 
 def stored_name(credential: str, key: str) -> str:
-    """Return the name under which a value of a credential is stored for a workflow; no variable can have it."""
+    """Return the name for storing a value of a credential for a workflow. No variable can have this name."""
     return f"{credential}:{key}"
 
 
 def login_name(registry: str) -> str:
-    """Return the name under which a registry's login is stored for a workflow; no credential can have it."""
+    """Return the name for storing the login of a registry for a workflow. No credential can have this name."""
     return f"@registry:{registry}"
 
 
 def registry_of(image: str) -> str:
-    """Return the registry that an image names; empty when it names none.
+    """Return the registry in the name of an image; empty if there is none.
 
     >>> registry_of("registry.example:5000/team/train:3"), registry_of("team/train:3")
     ('registry.example:5000', '')
@@ -64,9 +64,9 @@ def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredentia
 
 
 def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
-    """Return what a task is given of the values ``stored`` for its workflow; ``--set-env`` wins over credentials.
+    """Return the secrets of a task from the values ``stored`` for its workflow. ``--set-env`` overrides credentials.
 
-    Raises ``LookupError``, which names what is missing.
+    Raises ``LookupError`` with a description of a missing value.
     """
     variables = {
         name: _value(stored, stored_name(one.name, key), f"the key {key} of the credential {one.name}")
@@ -89,12 +89,12 @@ def _of(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
 
 
 def _as_file(value: Secret) -> Secret:
-    """Return what the file holds: several lines are ended like lines, for programs that insist on it (keys of SSH)."""
+    """Return the content of a file. A text of several lines ends with a line feed, which SSH requires for keys."""
     text = value.reveal()
     return Secret(f"{text}\n") if "\n" in text and not text.endswith("\n") else value
 
 
-def _value(stored: Mapping[str, Secret], name: str, words: str) -> Secret:
+def _value(stored: Mapping[str, Secret], name: str, description: str) -> Secret:
     if name not in stored:
-        raise LookupError(words)
+        raise LookupError(description)
     return stored[name]

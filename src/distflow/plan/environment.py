@@ -1,8 +1,8 @@
-"""The environment of a task: what torch, NCCL, gloo and torchrun need to form exactly the world that the spec says.
+"""The environment of a task: the variables with which torch, NCCL, gloo and torchrun form exactly the world of the spec.
 
 Names and meaning are torch's (``torch.distributed.run``, environment variables of the launcher; ``env://``
-initialization) and NCCL's (``NCCL_SOCKET_IFNAME``). ``PET_*`` are the defaults of torchrun's own options, so that a
-bare ``torchrun train.py`` joins the right world with the right rank.
+initialization) and NCCL's (``NCCL_SOCKET_IFNAME``). ``PET_*`` are the defaults of torchrun's options, so
+``torchrun train.py`` without options joins the right world with the right rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __all__ = ["task_environment"]
 _DEBUG: Mapping[str, str] = MappingProxyType(
     {
         "DISTFLOW_DEBUG": "1",
-        # Shapes and kinds of collectives are compared before they run: a mismatch names both ranks instead of hanging.
+        # Shapes and kinds of collectives are compared before they run, so a mismatch is an error with both ranks instead of a
+        # hang.
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         # The flight recorder: the last collectives of each rank, written when one of them times out.
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -26,7 +27,7 @@ _DEBUG: Mapping[str, str] = MappingProxyType(
         "TORCH_FR_DUMP_TEMP_FILE": "@@ATTEMPT_DIR@@/output/nccl_trace_rank_",
     }
 )
-"""What ``debug: true`` adds. Source: torch 2.13, ``docs/source/distributed.md`` and ``torch/csrc/distributed/c10d``."""
+"""The variables of ``debug: true``. Source: torch 2.13, ``docs/source/distributed.md`` and ``torch/csrc/distributed/c10d``."""
 
 
 def task_environment(
@@ -40,11 +41,11 @@ def task_environment(
     debug: bool = False,
     checkpoint: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables of one task, with what the spec gives on top.
+    """Return the variables of one task. Those of the spec (``given``) override the others.
 
-    RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank: a bare ``python train.py`` in a task of eight
-    would otherwise join the world as one process, and everyone would wait for the other seven. ``checkpoint`` is the place
-    of the task's first checkpoint, below the attempt's directory.
+    RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank. Otherwise ``python train.py`` in a task of eight ranks
+    would join the world as one process, and all processes would wait for the other seven. ``checkpoint`` is the path of the
+    task's first checkpoint, relative to the attempt's directory.
     """
     environment = {
         "DISTFLOW_WORKFLOW_ID": "@@WORKFLOW_ID@@",
@@ -62,7 +63,7 @@ def task_environment(
     if ranks is not None and world is not None:
         environment |= _world_environment(ranks, world)
     if resource.cpu is not None or ranks is not None:
-        # As torchrun does it for several processes, but with the CPUs that were asked for.
+        # Like torchrun for several processes, but with the requested CPUs.
         environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
     return environment | (dict(_DEBUG) if debug else {}) | dict(given)
 

@@ -1,9 +1,9 @@
 """The plan: a frozen, symbolic description of one workflow's processes, and the binding that completes it.
 
-Where only the nodes know a value, a string of the plan holds a placeholder of the form ``@@NAME@@``:
+Values that only the nodes know are placeholders of the form ``@@NAME@@``:
 
 =====================  ====================================================
-``@@WORKFLOW_ID@@``    what people call the run, such as ``pytorch-dist-3``
+``@@WORKFLOW_ID@@``    id of the workflow, such as ``pytorch-dist-3``
 ``@@ADDRESS:<task>@@`` address of that task's node on the training network
 ``@@MASTER_ADDR@@``    the same for the task that holds rank 0
 ``@@MASTER_PORT@@``    the rendezvous port, free on the master's node
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 PLACEHOLDER = re.compile(r"@@([A-Z_]+)(?::([A-Za-z0-9_-]+))?@@")
-"""A value that only the nodes know."""
+"""Matches a placeholder."""
 
 ATTEMPT_DIR = "@@ATTEMPT_DIR@@"
 
@@ -59,25 +59,25 @@ def address_of(task: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """A file or directory placed in the attempt's directory before the command starts."""
+    """A file or directory that is created in the attempt's directory before the command starts."""
 
     path: str
     """Relative to the attempt's directory, such as ``files/tmp/entry.sh``."""
     shown: str
-    """As the spec names it, such as ``/tmp/entry.sh``."""
+    """The path in the spec, such as ``/tmp/entry.sh``."""
     text: str | None = None
-    """Its content, when small text (placeholders in it are filled in)."""
+    """The content, if it is a short text. Its placeholders are filled in."""
     blob: str | None = None
-    """SHA-256 of its content in the blob store, otherwise."""
+    """Otherwise the SHA-256 of its content in the blob store."""
     size: int = 0
-    """Bytes of the content or of the archive."""
+    """The size of the content or of the archive in bytes."""
     mode: int = 0o600
     is_tar: bool = False
-    """The blob is a tar of a directory."""
+    """Whether the blob is a tar of a directory."""
     only: str = ""
-    """Which files of the archive: those whose path this regular expression matches from its start; empty: all."""
+    """A regular expression for the paths in the archive to unpack, matched from their start; empty: all."""
     within: str = ""
-    """The one directory of the archive that is unpacked; everything else in it is left out. Empty: all of it."""
+    """The only directory of the archive to unpack; empty: the whole archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +86,30 @@ class PlannedCredential:
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variable → key of the payload."""
+    """The key of the payload for each variable."""
     path: str = ""
     """The directory relative to the attempt's, such as ``files/run/secrets/deploy``; empty for none."""
     shown: str = ""
-    """The directory as the spec names it."""
+    """The directory in the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCheckpoint:
-    """A directory of a task that is taken while it runs, and given to its next attempt."""
+    """A directory of a task that is copied while it runs, and given to its next attempt."""
 
     place: str
     """Relative to the attempt's directory, such as ``files/tmp/models``."""
     shown: str
-    """As the spec names it, such as ``/tmp/models``."""
+    """The path in the spec, such as ``/tmp/models``."""
     url: str
-    """The directory is written there under its own name; it may contain ``{{workflow_id}}``. Empty: it is written nowhere,
-    and every task of the group is given it."""
+    """The directory is uploaded there under its own name. It may contain ``{{workflow_id}}``. Empty for ``shared``, which
+    every task of the group gets."""
     every_s: float
     regex: str = ""
 
     @property
     def is_shared(self) -> bool:
-        """Whether every task of the group is given it."""
+        """Whether every task of the group gets its files."""
         return not self.url
 
 
@@ -123,39 +123,39 @@ class Launch:
     environment: Mapping[str, str]
     """Complete except for the values of ``--set-env``. It overrides the node's own ``environment``."""
     secret_names: tuple[str, ...] = ()
-    """Variables given by ``--set-env``: their values are stored apart."""
+    """The variables of ``--set-env``. Their values are stored separately."""
     credentials: tuple[PlannedCredential, ...] = ()
-    """What it gets of this user's credentials, without the values."""
+    """The credentials that it uses, without their values."""
     files: tuple[PlannedFile, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
-    """What it takes from tasks of the groups upstream."""
+    """Its inputs from tasks of upstream groups."""
     url_inputs: tuple[DataSpec, ...] = ()
-    """What it takes from stores; fetched before its group is queued."""
+    """Its inputs from URLs and datasets."""
     ranks: TaskRanks | None = None
-    """``None`` for a task that shares no world."""
+    """``None`` for a task without ranks."""
     resource: ResourceSpec = ResourceSpec()
     rewritten: tuple[tuple[str, str], ...] = ()
-    """Injected absolute paths, and where they stand on the node: ``("/train.py", "files/train.py")``."""
+    """Injected absolute paths, and their paths on the node: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
     url_outputs: tuple[DataSpec, ...] = ()
-    """Where its output is written when it has completed, before its group is COMPLETED."""
+    """The destinations of its output. It is written when the task has completed, before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
     earlier_inputs: tuple[EarlierInput, ...] = ()
-    """What it takes from tasks of earlier workflows; once those were fetched, they are ``files``, too."""
+    """Its inputs from tasks of earlier workflows. Fetched ones are in ``files``, too."""
     checkpoints: tuple[PlannedCheckpoint, ...] = ()
     image: str | None = None
     mounts: tuple[str, ...] = ()
     privileged: bool = False
     member: int | None = None
-    """Which member of its gang it is in ``distributed.json``; ``None``: it is given none (``plan.distributed``)."""
+    """Its number in ``distributed.json``; ``None`` if it does not get that file (``plan.compatibility``)."""
     python_path: tuple[str, ...] = ()
     """Directories at the end of its PYTHONPATH, after all other entries."""
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
     folders: tuple[str, ...] = ()
-    """Directories of the attempt's that are made before it starts."""
+    """Directories in that of the attempt that are created before it starts."""
     max_log: int | None = None
-    """Bytes of its output that are kept; ``None``: as many as the pool says."""
+    """The maximum size of its log in bytes; ``None``: that of the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,9 @@ class Container:
     mounts: tuple[str, ...] = ()
     privileged: bool = False
     cpus: int | None = None
-    """That it may use; ``None``: all."""
+    """The number of CPUs that it may use; ``None``: all."""
     memory: int | None = None
-    """Bytes that it may use; ``None``: all."""
+    """The memory that it may use, in bytes; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +187,13 @@ class GroupPlan:
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
     stop_on_missing_ranks: bool | None = None
-    """Whether it is stopped when ranks failed unnoticed and others wait for them; ``None``: unless they may have met."""
+    """Whether to stop it if other tasks wait for ranks whose task hid their failure; ``None``: unless they may have met."""
     ends_with_lead: bool = False
-    """Whether its other tasks serve the lead, which are stopped when it has completed, though their failures count."""
+    """Whether its other tasks only serve the lead, and are stopped when it has completed. Their failures count."""
     smaller: tuple[GroupPlan, ...] = ()
-    """What it may run as instead when there is no room for all of its tasks, the largest first."""
+    """Plans with fewer tasks, which it may run as if there is no room for all, the largest first."""
     smaller_after_s: float = 0.0
-    """How long it waits for that room."""
+    """The seconds to wait for room for all tasks."""
 
     @property
     def lead(self) -> Launch:
@@ -202,25 +202,25 @@ class GroupPlan:
 
     @property
     def starts_as_one(self) -> bool:
-        """Whether all tasks start or none; the ranks of a world would wait for each other anyway."""
+        """Whether no task starts before all are prepared. The ranks of a world would wait for each other anyway."""
         return self.barrier or self.world is not None
 
     @property
     def master(self) -> str:
-        """Name of the task whose node hosts the rendezvous: the master of the world, else the lead."""
+        """The name of the task whose node has the rendezvous: the master of the world, else the lead."""
         return self.world.master if self.world else self.lead.task
 
     def counts(self, task: str) -> bool:
-        """Return whether the failure of a task is one of the group."""
+        """Return whether the failure of this task makes the group fail."""
         return not self.ignore_nonlead_status or self.launch(task).lead
 
     @property
     def sizes(self) -> tuple[GroupPlan, ...]:
-        """Everything that it may run as, the whole of it first."""
+        """All plans that it may run as, the whole one first."""
         return (self, *self.smaller)
 
     def sized(self, tasks: int) -> GroupPlan:
-        """Return the plan of an attempt with that many tasks."""
+        """Return the plan for an attempt with this number of tasks."""
         return next((one for one in self.smaller if len(one.launches) == tasks), self)
 
     def with_launches(self, change: Callable[[Launch], Launch]) -> GroupPlan:
@@ -256,40 +256,40 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLink:
-    """How a task learns of a failure in its gang, and reports its own, without a supervisor."""
+    """The connection by which tasks of a gang report failures to each other, without a supervisor."""
 
     task: str
     others: tuple[str, ...]
-    """Whom it talks to: for the hub all other tasks, for the others the hub."""
+    """The tasks that it is connected to: for the hub all others, for other tasks the hub."""
     address: str | None = None
-    """Of the hub, on the training network; ``None`` for the hub itself."""
+    """The address of the hub on the training network; ``None`` for the hub itself."""
     port: int | None = None
     counts: bool
-    """Whether its failure is one of the group."""
+    """Whether its failure makes the group fail."""
     success: Codes
     """Exit codes other than 0 that count as a success."""
     failure: Codes
-    """Exit codes that count as a failure, should 0 be among them."""
+    """Exit codes that count as a failure, which may include 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bring:
-    """An input that a task's node fetches from its URL by itself."""
+    """An input that a task's node fetches from a URL."""
 
     number: int
-    """Which of the group's inputs from URLs, counted from 0."""
+    """Its number among the group's inputs from URLs, counted from 0."""
     path: str
-    """The directory of the attempt's that it comes into."""
+    """Its directory, relative to that of the attempt."""
     url: str
-    """With everything filled in."""
+    """The URL, with all placeholders filled in."""
     regex: str = ""
     dataset: str = ""
-    """With its version; empty: the URL itself is meant."""
+    """The dataset with its version; empty if there is only a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLaunch:
-    """One task, complete but for the attempt's directory, which its node fills in."""
+    """One task, complete except for the attempt's directory, which its node fills in."""
 
     task: str
     node: str
@@ -299,20 +299,20 @@ class BoundLaunch:
     brings: tuple[Bring, ...] = ()
     setup: str | None = None
     container: Container | None = None
-    """``None``: it runs on the node's own python."""
+    """``None`` if it runs on the node's own Python."""
     folders: tuple[str, ...] = ()
-    """Directories of the attempt's that are made before it starts."""
+    """Directories in that of the attempt that are created before it starts."""
     mounts: tuple[str, ...] = ()
-    """Directories of the node that must be there; those of a container are in ``container``."""
+    """Directories of the node that must exist. Those of a container are in ``container``."""
     memory: int | None = None
-    """Bytes that its processes may use; ``None``: all that there are."""
+    """The memory that its processes may use, in bytes; ``None``: all."""
     python_path: tuple[str, ...] = ()
     """Directories at the end of its PYTHONPATH."""
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
     gang: GangLink | None = None
-    """``None`` for a task that is alone."""
+    """``None`` for the only task of a group."""
     ranks: tuple[int, int] | None = None
-    """The first of its ranks and how many it has, where there are several: each gets an output of its own."""
+    """The first rank and the number of ranks of a task with several ranks, each of which has a separate log."""
     max_log: int | None = None
-    """Bytes of its output that are kept; ``None``: as many as the pool says."""
+    """The maximum size of its log in bytes; ``None``: that of the pool."""

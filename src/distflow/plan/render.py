@@ -1,6 +1,6 @@
-"""The plan as text, as JSON, and as one shell script per task that a person could run by hand.
+"""Show a plan as text, as JSON, and as one shell script for each task, which a user could run by hand.
 
-All three show the plan itself, symbolic where only the nodes know; the dry run adds the placement that would be tried first.
+All three show placeholders for values that only the nodes know. The dry run adds the placement that would be tried first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["plan_json", "plan_text", "script"]
 
 
 def plan_text(plan: Plan, placement: Mapping[str, str], pictures: Mapping[str, str]) -> str:
-    """Return the plan for a person: the layout of each group, then each task with node, command, environment and files.
+    """Return the plan as text: the layout of each group, then each task with its node, command, environment and files.
 
-    ``placement`` maps task → node as proposed, ``pictures`` holds the drawn layout of each group that has one.
+    ``placement`` has the proposed node of each task, ``pictures`` the drawn layout of each group with ranks.
     """
     lines = [f"workflow {plan.name} in pool {plan.pool}"]
     for group in plan.groups:
@@ -39,7 +39,7 @@ def plan_text(plan: Plan, placement: Mapping[str, str], pictures: Mapping[str, s
 
 
 def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
-    """Return the plan as a JSON object; placeholders stand as ``@@NAME@@``, secrets as their names."""
+    """Return the plan as a JSON object, with placeholders as ``@@NAME@@``, and secrets as their names."""
     return {
         "name": plan.name,
         "pool": plan.pool,
@@ -63,10 +63,10 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
 
 
 def script(group: GroupPlan, launch: Launch) -> str:
-    """Return a POSIX shell script that runs one task by hand, on its node, in a directory of its own.
+    """Return a POSIX shell script that runs one task by hand, on its node, in a separate directory.
 
-    The values that distflow would find out are variables with a default at its top. Files that are sent as they are
-    (not as text) must lie in the directory that ``BLOBS`` names.
+    Values that distflow would determine are variables with defaults at its top. Files that are not sent as text must be in the
+    directory in the variable ``BLOBS``.
     """
     files = (*launch.files, *distributed_files(group, launch.task))
     used = _placeholders(launch, files)
@@ -80,14 +80,14 @@ def script(group: GroupPlan, launch: Launch) -> str:
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'
-        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with what {one.task} wrote}}"/. {place}']
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with the output of {one.task}}}"/. {place}']
     for old in launch.earlier_inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(old.position)}'
-        words = f"directory with what {old.task} of {old.workflow} wrote"
-        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{old.position}:?{words}}}"/. {place}']
+        description = f"directory with the output of {old.task} in {old.workflow}"
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{old.position}:?{description}}}"/. {place}']
     for data in launch.url_inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(data.position)}'
-        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with what is at its URL}}"/. {place}']
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with the data of its URL}}"/. {place}']
     lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
     for credential in launch.credentials:
         lines += _place_credential(credential)
@@ -139,8 +139,8 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
     if launch.member is not None:
         words = f"distributed.json, distributed.yaml (member {launch.member}) → <ATTEMPT_DIR>/config"
         lines.append(f"    {'' if launch.files else 'files':12} {words}")
-    sources = [(one.position, f"what {one.task} writes", one.regex) for one in launch.inputs]
-    sources += [(old.position, f"what {old.task} of {old.workflow} wrote", old.regex) for old in launch.earlier_inputs]
+    sources = [(one.position, f"output of {one.task}", one.regex) for one in launch.inputs]
+    sources += [(old.position, f"output of {old.task} in {old.workflow}", old.regex) for old in launch.earlier_inputs]
     sources += [(data.position, _url(data), data.regex) for data in launch.url_inputs]
     for number, (position, what, regex) in enumerate(sorted(sources)):
         place = f"<ATTEMPT_DIR>/{input_place(position)}"

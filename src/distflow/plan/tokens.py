@@ -1,11 +1,12 @@
-"""The spec's tokens and injected paths, turned into numbers and placeholders.
+"""Replace the spec's tokens and injected paths by numbers and placeholders.
 
-``{{host:master}}`` becomes a placeholder for that node's address, ``{{rank_offset}}`` a number. Without a container a
-file cannot appear at ``/train.py``: it is placed below the attempt's own directory, and every mention of exactly that
-path in the command, the arguments, the environment and the other injected files follows it there.
+``{{host:master}}`` becomes a placeholder for that node's address, ``{{rank_offset}}`` a number. Without a container, a file
+cannot be created at ``/train.py``. It is created below the attempt's directory, and exactly this path is replaced in the
+command, the arguments, the environment and the other injected files.
 
-In OSMO's containers a task starts in ``/``, so that ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are one. A
-task starts in ``work`` here: a path that is injected or named in its relative form lies there, under both forms.
+In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
+file. Here a task starts in ``work``. A path that is injected or used in its relative form is therefore in ``work``, in both
+forms.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
 ]
 
 TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
-"""A token as the spec floor leaves it in strings."""
+"""A token in a string of a checked spec."""
 
 _CONTINUES = re.compile(r"(?:(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])|\+ ?[bfruBFRU]?)[\"']\Z")
-"""What may follow a path: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix of one in Python; or
-a sum of texts, as in ``folder + "/train.py"``."""
+"""Matches before a path that continues another one: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix
+of a string in Python; or a sum of texts, as in ``folder + "/train.py"``."""
 
 Rewrite = Callable[[str], str]
 
@@ -50,11 +51,11 @@ KNOWN_PLACES: Mapping[str, str] = MappingProxyType(
         "/valohai/config": "config",
     }
 )
-"""Directories that the containers of OSMO and Valohai have, and which of the attempt's they are here."""
+"""Directories in containers of OSMO and Valohai, and the corresponding directories of an attempt."""
 
 
 def _token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
-    """Return what each token without an argument becomes in one task."""
+    """Return the values of tokens without arguments for one task."""
     values = {
         "workflow_id": "@@WORKFLOW_ID@@",
         "output": f"{ATTEMPT_DIR}/output",
@@ -73,10 +74,10 @@ def _token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, 
 
 
 def place_of(path: str, in_work: Container[str] = ()) -> str:
-    """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``.
+    """Return the place of an injected path in the attempt's directory: absolute ones in ``files``, others in ``work``.
 
-    What the containers of OSMO and Valohai have of their own is what the attempt has. ``in_work`` are absolute paths that lie
-    in ``work`` too.
+    Directories of OSMO's and Valohai's containers become those of the attempt. ``in_work`` are absolute paths that are in
+    ``work``, too.
     """
     for theirs, ours in KNOWN_PLACES.items():
         if path == theirs or path.startswith(f"{theirs}/"):
@@ -86,27 +87,27 @@ def place_of(path: str, in_work: Container[str] = ()) -> str:
 
 
 def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
-    """Return the absolute paths that lie in ``work``, and whether each is a directory.
+    """Return the absolute paths that are in ``work``, and whether each is a directory.
 
-    These are relative paths of ``injected`` as seen from ``/``, and absolute ones whose relative form is mentioned.
-    ``injected`` holds each path and whether it is a directory, ``texts`` each text of the task and the file that holds it
-    (empty: none does). A file's mentions of itself do not count.
+    These are the relative paths of ``injected``, with ``/`` before them, and absolute paths whose relative form is used in a
+    text. ``injected`` has each path and whether it is a directory. ``texts`` has the path of a file and its text, or ``""`` and
+    another text of the task. The path of a file in its own text does not count.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}
     relative = {f"/{path}": tree for path, tree in paths if not path.startswith("/") and path != "."}
-    told = [(posixpath.normpath(owner), text) for owner, text in texts]
+    contents = [(posixpath.normpath(owner), text) for owner, text in texts]
     mentioned = {
         path: tree
         for path, tree in absolute.items()
         if path not in relative
-        and any(owner != path and path[1:] in text and _relative(path, tree).search(text) for owner, text in told)
+        and any(owner != path and path[1:] in text and _relative(path, tree).search(text) for owner, text in contents)
     }
     return {path: tree for path, tree in relative.items() if path not in absolute} | mentioned
 
 
 def uses_tmp(texts: Iterable[tuple[str, str]]) -> bool:
-    """Return whether the texts of a task name something below ``tmp/``, which every image has in its ``/``."""
+    """Return whether a text of a task uses ``tmp/``, which every image has in its ``/``."""
     return any(_TMP.search(text) for _, text in texts)
 
 
@@ -114,7 +115,7 @@ _TMP = re.compile(r"(?<![\w./-])(?:\./)?tmp/")
 
 
 def _relative(path: str, tree: bool) -> re.Pattern[str]:
-    """Return what matches the relative form of an absolute path; of ``/data`` only ``data/``: the word alone means little."""
+    """Return a pattern for the relative form of an absolute path; for ``/data`` it is ``data/``, not the word alone."""
     plain = tree and path.count("/") == 1
     return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if plain else _end(tree)))
 
@@ -124,7 +125,7 @@ def _end(tree: bool) -> str:
 
 
 def input_place(position: int) -> str:
-    """Return where an entry of ``inputs`` lies in the attempt's directory."""
+    """Return the place of an entry of ``inputs`` in the attempt's directory."""
     return f"input/{position}"
 
 
@@ -137,15 +138,15 @@ def rewriter(
     hosts: Container[str] | None = None,
     in_work: Container[str] = (),
 ) -> Rewrite:
-    """Return the function that turns a string of the spec into one of the plan.
+    """Return the function that converts a string of the spec to one of the plan.
 
-    ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
-    ``others`` are the inputs that do not come from tasks of this workflow, ``hosts`` the tasks of the group; ``None``: any;
-    ``in_work`` as for ``place_of``.
+    ``injected`` has each absolute path and whether it is a directory; paths in such a directory are replaced, too. ``others``
+    are the inputs that do not come from tasks of this workflow. ``hosts`` are the tasks of the group, or ``None`` for any.
+    ``in_work`` is as for ``place_of``.
     """
     values = _token_values(ranks, world)
     everything = sorted((*inputs, *others), key=lambda one: one.position, reverse=True)
-    # Of several entries for one task its name means the first.
+    # If several entries name one task, its name means the first entry.
     places = {one.task: input_place(one.position) for one in everything if not isinstance(one, DataSpec)}
     places |= {str(one.position): input_place(one.position) for one in everything}
 
@@ -157,7 +158,7 @@ def rewriter(
             return f"{ATTEMPT_DIR}/{places[argument]}"
         return values.get(name, match.group(0)) if argument is None else match.group(0)
 
-    # Longest first, so that /data/train.py wins over /data.
+    # Longest first, so that /data/train.py is preferred to /data.
     paths = sorted({*injected, *((path, True) for path in KNOWN_PLACES)}, key=lambda item: len(item[0]), reverse=True)
     pattern = "|".join(re.escape(path.rstrip("/")) + _end(tree) for path, tree in paths)
     # Not in `{{output}}/train.py`, `$(pwd)/train.py`, `~/train.py`.

@@ -33,9 +33,9 @@ class Host:
     host: str
     """A name, an address, or an alias of the OpenSSH configuration; IPv6 without its brackets."""
     user: str | None = None
-    """``None``: what the pool or the OpenSSH configuration says."""
+    """``None``: the user of the pool or of the OpenSSH configuration."""
     slots: int | None = None
-    """GPUs; ``None``: as many as are found there."""
+    """The number of GPUs; ``None``: as many as the machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Line:
 
 
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
-    """Return the hosts in their order, and every finding; with findings, the hosts are those that could be read."""
+    """Return the hosts in order, and all findings. If there are findings, only valid hosts are returned."""
     problems: list[Problem] = []
     lines: list[_Line] = []
     named = 0
@@ -61,8 +61,8 @@ def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Proble
         if host is not None:
             lines.append(_Line(number, host))
     if not named:
-        hint = "one host on each line, for example `gpu1 slots=8`"
-        problems.append(Problem(where=Mark(file), message="the hostfile names no host", hint=hint))
+        hint = "write one host on each line, for example `gpu1 slots=8`"
+        problems.append(Problem(where=Mark(file), message="the hostfile has no hosts", hint=hint))
     hosts, doubles = _joined(lines, file)
     problems = sorted([*problems, *doubles], key=lambda problem: problem.where)
     return hosts, tuple(_bounded(problems, file))
@@ -96,9 +96,9 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
 
     def count(key: str, value: str, written: str) -> None:
         if key in given:
-            add(f"`{key}` is given twice in this line", "keep one")
+            add(f"`{key}` is given twice in this line", "keep one of them")
         elif not (value.isascii() and value.isdigit()) or len(value) > 18 or int(value) > _MOST_SLOTS:
-            add(f"`{written}`: the slots must be a whole number from 0 to {_MOST_SLOTS}", "it is the number of GPUs: `slots=8`")
+            add(f"`{written}`: slots must be a whole number from 0 to {_MOST_SLOTS}", "write the number of GPUs: `slots=8`")
         else:
             given[key] = int(value)
 
@@ -115,7 +115,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         else:
             add(f"unknown word `{word}`", _instead_of(word))
     if given.get("max_slots", _MOST_SLOTS) < given.get("slots", 0):
-        add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "slots is the number of GPUs")
+        add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "set slots to the number of GPUs")
     if host is None or problems:
         return None, problems
     user = place.group("user") if place else None
@@ -127,33 +127,33 @@ def _plain(key: str) -> str:
 
 
 def _instead_of(word: str) -> str:
-    """Return what to write where a word means nothing."""
+    """Return a hint for an unknown word."""
     if word.isdigit():
         return f"write `slots={word}`"
     key, equals, _ = word.partition("=")
     if not equals and _plain(key) not in _KEYS:
-        return "one host on each line; words after it are `slots=N`"
+        return "write one host on each line, and only `slots=N` after it"
     return did_you_mean(key, _KEYS, what="words")
 
 
 def _host_name(text: str, word: str) -> tuple[str | None, str]:
-    """Return the host, or ``None`` and what to do."""
+    """Return the host, or ``None`` and a hint."""
     if text.startswith("["):
         try:
             return str(ipaddress.IPv6Address(text[1:-1])), ""
         except ValueError:
-            return None, "brackets hold an IPv6 address, such as `[fd00::1]`; name every host on a line of its own"
+            return None, "write an IPv6 address in the brackets, such as `[fd00::1]`, and each host on a separate line"
     if word.count(":") > 1:
         return None, "write an IPv6 address in brackets: `[fd00::1] slots=8`"
     if "," in word or "[" in word:
-        return None, "name every host on a line of its own"
+        return None, "write each host on a separate line"
     if not _NAME.fullmatch(text):
-        return None, "a line is a name or an address, then `slots=N`: `user@gpu1 slots=8`"
+        return None, "write a name or an address, then `slots=N`: `user@gpu1 slots=8`"
     return text, ""
 
 
 def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[Problem]]:
-    """Return each host once, and a finding for each that stands there again with another meaning."""
+    """Return each host once, and a finding for each that is given again with other values."""
     seen: dict[str, list[_Line]] = {}
     for line in lines:
         seen.setdefault(line.host.host, []).append(line)
@@ -169,7 +169,7 @@ def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[P
             Problem(
                 where=Mark(file, line.number),
                 message=f"the host `{first.host}` is already in line {same[0].number}",
-                hint="give it one line, with all its slots and one user",
+                hint="write one line for the host, with all its slots and one user",
             )
             for line in same[1:]
         ]
@@ -181,7 +181,9 @@ def _bounded(problems: Sequence[Problem], file: str) -> Sequence[Problem]:
     if more <= 0:
         return problems
     last = problems[_MOST_PROBLEMS].where.line
-    rest = Problem(where=Mark(file, last), message=f"{more} more findings from here on", hint="is this a hostfile?")
+    rest = Problem(
+        where=Mark(file, last), message=f"{more} more findings from here on", hint="check that this file is a hostfile"
+    )
     return [*problems[:_MOST_PROBLEMS], rest]
 
 
@@ -194,10 +196,10 @@ _HOSTFILE_POOL = "hostfile"
 def choose_pool(
     configuration: Configuration, *, given: str | None = None, wanted: str | None = None, hosts: Sequence[Host] | None = None
 ) -> Pool:
-    """Return the pool of the flag (``given``), or that of the spec (``wanted``), or the default one.
+    """Return the pool of the flag (``given``), else that of the spec (``wanted``), else the default one.
 
-    With ``hosts``, these are its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it,
-    and is otherwise replaced by a pool with default settings.
+    ``hosts`` replace its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it, and is
+    otherwise replaced by a pool with default settings.
     """
     name = given or wanted or configuration.default_pool
     if hosts is not None and name == _HOSTFILE_POOL and name not in configuration.pools:
@@ -206,16 +208,16 @@ def choose_pool(
     if pool is None:
         there = ", ".join(sorted(configuration.pools))
         where = configuration.file or "the built-in configuration"
-        alone = f"; `--pool {_HOSTFILE_POOL}` takes nothing but the hostfile" if hosts is not None else ""
-        raise NotFound(f"there is no pool {name!r} in {where}", hint=f"there is: {there}{alone}")
+        alone = f"; `--pool {_HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
+        raise NotFound(f"there is no pool `{name}` in {where}", hint=f"known pools: {there}{alone}")
     if hosts is None:
         return pool
     base = configuration.bases.get(name)
     if base is not None:
         return replace(pool, nodes=nodes_of(hosts, base, pool.nodes))
     if given:
-        hint = f"name a pool with `backend: ssh`, or leave --pool out: `{_HOSTFILE_POOL}` is the pool then"
-        raise InputError(f"a hostfile names machines to reach over SSH, and the pool {name!r} is not", hint=hint)
+        hint = f"name a pool with `backend: ssh`, or omit --pool to use the pool `{_HOSTFILE_POOL}`"
+        raise InputError(f"the pool `{name}` cannot use a hostfile, because its machines are not reached over SSH", hint=hint)
     return _bare(hosts)
 
 

@@ -1,9 +1,9 @@
-"""The configuration: where it lies, what it says, and what holds without any.
+"""Find and load the configuration, and measure this machine for the built-in one.
 
-``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the home directory), else
-in the user's configuration directory; ``DISTFLOW_CONFIG`` names another. Without any there is one pool, ``local``: this
-machine. What a node says wins over its pool's ``defaults``, and those over the pool itself; the variables of ``environment``
-are merged in that order.
+The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
+home directory), else in the user's configuration directory. ``DISTFLOW_CONFIG`` names another file. Without a file there is one
+pool, ``local``: this machine. Keys of a node override its pool's ``defaults``, and those override keys of the pool. The
+variables of ``environment`` are merged in that order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Found = TypeVar("Found")
 
 
 def load_configuration(cwd: Path, environ: Mapping[str, str], machine: Machine | None = None) -> Configuration:
-    """Return the configuration that holds in ``cwd``; raises ``ProblemsFound`` with every finding when it is wrong."""
+    """Return the configuration for ``cwd``. Raises ``ProblemsFound`` with all findings."""
     machine = machine or this_machine()
     root = _default_root(environ)
     path = find_configuration(cwd, environ)
@@ -77,9 +77,9 @@ def load_configuration(cwd: Path, environ: Mapping[str, str], machine: Machine |
 
 
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the path of the file that holds in ``cwd``, or ``None``; the one that ``DISTFLOW_CONFIG`` names need not exist.
+    """Return the path of the configuration for ``cwd``, or ``None``. The file in ``DISTFLOW_CONFIG`` need not exist.
 
-    Raises ``InputError`` for a file that another user may have written.
+    Raises ``InputError`` for a file that another user could have written.
     """
     named = environ.get("DISTFLOW_CONFIG")
     if named:
@@ -97,22 +97,22 @@ def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
     if why:
         remedy = f"`chmod go-w {path}`" if "write" in why else f"`sudo chown $(id -un) {path}`"
         raise InputError(
-            f"{path} is not read: {why}, and a configuration decides what runs",
-            hint=f"read the file; if it is good, {remedy}, or name it with DISTFLOW_CONFIG={path}",
+            f"the configuration {path} is not used: {why}, and it can define commands that run as you",
+            hint=f"check the file; if you trust it, run {remedy}, or set DISTFLOW_CONFIG={path}",
         )
 
 
 def load_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile; raises ``ProblemsFound`` with every finding when it is wrong."""
+    """Return the hosts of a hostfile. Raises ``ProblemsFound`` with all findings."""
     hosts, problems = parse_hostfile(read_text(path, limit=_HOSTFILE_LIMIT, kind="hostfile"), path)
     raise_errors(problems)
     return hosts
 
 
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine) -> Configuration:
-    """Return what ``text`` says; ``root`` is the directory of distflow on this machine when none is configured.
+    """Return the configuration in ``text``. ``root`` is the default directory of distflow on this machine.
 
-    The hostfiles that it names are read: paths are relative to the directory of ``file``.
+    Its hostfiles are read. Their paths are relative to the directory of ``file``.
     """
     document = parse_yaml(text, file)
     problems = [*document.warnings, *schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain)]
@@ -129,12 +129,12 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine) ->
 
 
 def configuration_schema_text() -> str:
-    """Return the schema of the configuration as it is published."""
+    """Return the text of the published schema of the configuration."""
     return schema_text(_PACKAGE, _SCHEMA)
 
 
 def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
-    """Return the directories to look in: up to the repository's root or the home; only ``cwd`` where there is neither."""
+    """Return the directories to search: up to the repository's root or the home directory; without both, only ``cwd``."""
     home = environ.get("HOME")
     seen: list[Path] = []
     for folder in (cwd, *cwd.parents):
@@ -142,7 +142,7 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
         boundary = folder / ".git"
         if str(folder) == home or (boundary.exists() and owned_by_stranger(boundary, environ) is None):
             return seen
-    # Nobody's directories lie above: a file that another user left in /tmp must not decide what runs.
+    # The directories above may belong to other users: a file that one of them wrote to /tmp must not be used.
     return [cwd]
 
 
@@ -195,7 +195,7 @@ def _default_pool(top: View, names: Sequence[str]) -> str:
     default = top.string("default_pool")
     if default is None:
         if len(names) > 1:
-            top.add("there are several pools, and no `default_pool`", f"add `default_pool: {names[0]}`", key="pools")
+            top.add("there are several pools, but no `default_pool`", f"add `default_pool: {names[0]}`", key="pools")
         return names[0] if names else ""
     if names and default not in names:
         top.add(f"there is no pool `{default}`", did_you_mean(default, names, what="pools"), key="default_pool")
@@ -206,8 +206,8 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     backend = pool.string("backend") or ""
     if backend in ("slurm", "ray", "kubernetes"):
         pool.add(
-            f"not supported yet in this version: `backend: {backend}`",
-            "use `backend: local` or `backend: ssh`, or leave this pool out",
+            f"this version does not support `backend: {backend}`",
+            "use `backend: local` or `backend: ssh`, or remove this pool",
             key="backend",
         )
     if pool.has("hostfile"):
@@ -215,7 +215,11 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     else:
         nodes = _parse_nodes(pool, root, machine, is_remote=backend == "ssh")
     if backend == "local" and len(nodes) > 1:
-        pool.add(f"a pool with `backend: local` has one node, this machine; {len(nodes)} are given", "keep one", key="nodes")
+        pool.add(
+            f"a pool with `backend: local` has {len(nodes)} nodes, but only this machine can be its node",
+            "keep one node",
+            key="nodes",
+        )
     times = {field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None}
     for key in _NEVER_ZERO:
         if times.get(_DURATIONS[key]) == 0:
@@ -235,7 +239,7 @@ def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) ->
     entries = pool.document.value_at((*pool.path, "nodes"))
     if not isinstance(entries, list) or not entries:
         if is_remote:
-            hint = "for example `nodes: [gpu1, {host: gpu2, gpus: 8}]`; aliases of ~/.ssh/config are enough"
+            hint = "add for example `nodes: [gpu1, {host: gpu2, gpus: 8}]`; names may be aliases of ~/.ssh/config"
             pool.add("a pool with `backend: ssh` needs `nodes` or a `hostfile`", hint, key="backend")
             return ()
         return (_parse_node(pool, None, _local_node(root, machine)),)
@@ -247,19 +251,19 @@ def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) ->
         at = (*pool.path, "nodes", position)
         if node.name in found:
             pool.add(
-                f"the node `{node.name}` is given twice", "give one of them another `name`", where=pool.document.mark_at(at)
+                f"the node `{node.name}` is given twice", "change the `name` of one of them", where=pool.document.mark_at(at)
             )
         found[node.name] = node
     return tuple(found.values())
 
 
 def _nodes_of_hostfile(pool: View, backend: str) -> tuple[Node, ...]:
-    """Return the nodes that the pool's hostfile names; its findings are those of the configuration, too."""
+    """Return the nodes of the pool's hostfile, and add its findings to those of the configuration."""
     if backend != "ssh":
-        pool.add("`hostfile` names machines to reach over SSH", "use `backend: ssh`, or remove it", key="hostfile")
+        pool.add("`hostfile` needs `backend: ssh`", "write `backend: ssh`, or remove `hostfile`", key="hostfile")
         return ()
     if pool.has("nodes"):
-        pool.add("`nodes` and `hostfile` both name the machines of this pool", "keep one of them", key="hostfile")
+        pool.add("the pool has both `nodes` and `hostfile`", "keep one of them", key="hostfile")
     named = pool.string("hostfile")
     if named is None:
         return ()
@@ -273,12 +277,12 @@ def _nodes_of_hostfile(pool: View, backend: str) -> tuple[Node, ...]:
 
 
 def _base_node(pool: View) -> Node:
-    """Return what holds for every node of a pool over SSH that says nothing itself."""
+    """Return the settings of a node without keys of its own, in a pool over SSH."""
     return _parse_node(pool, None, ssh_node())
 
 
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
-    """Return one node: what it says, over the defaults, over the pool, over ``base``. ``None``: it says nothing."""
+    """Return one node: its keys override the defaults, those the pool, and those ``base``. For ``None`` it has no keys."""
     item = pool.view("nodes", position) if position is not None else pool.view("no node")
     alone = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
@@ -298,7 +302,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
     memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
     name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
     gpus, cpus = whole("gpus"), whole("cpus")
-    # The directories of another machine are for that machine to expand.
+    # Only the other machine can expand its directories.
     directory = _remote_directory if is_remote else _absolute
     return Node(
         name=name,
@@ -330,18 +334,18 @@ _CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
     {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman", "apptainer": "apptainer"}
 )
 _OF_POOLS = ("root", "python", "setup", "lease_dir", "container")
-"""Keys of a node that may stand on its pool, too."""
+"""Keys of a node that a pool may also have."""
 
 
 def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> str | None:
-    """Return a directory of another machine as it was written; finds relative ones."""
+    """Return a directory of another machine as written. Report a relative one."""
     if value is not None and not value.startswith(("/", "~")):
         _absolute(layers, key, value)
     return value
 
 
 def _absolute(layers: Sequence[View], key: str, value: str | None) -> str | None:
-    """Return a directory of this machine with ``~`` expanded; finds relative ones, which would mean another one elsewhere."""
+    """Return a directory of this machine with ``~`` expanded. Report a relative one."""
     if value is None:
         return None
     path = os.path.expanduser(value)
@@ -365,11 +369,11 @@ def _merged(document: Document, layers: Sequence[View], key: str) -> Mapping[str
 
 
 def _explain(keyword: str, path: KeyPath, value: Any, _rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return better words where the usual ones would leave a person alone."""
+    """Return a better message and hint for findings whose default message would not help."""
     if keyword == "minProperties":
-        return "`pools` is empty", "add a pool, or remove the file: without any there is one pool, `local`"
+        return "`pools` is empty", "add a pool, or remove the file: without a file there is one pool, `local`"
     if keyword == "required" and not path and isinstance(value, Mapping) and "backend" in value:
-        return "the configuration has no `pools`", "indent the pool below `pools:` and its name"
+        return "the configuration has no `pools`", "indent the keys of the pool below `pools:` and its name"
     return None
 
 

@@ -24,21 +24,21 @@ class Node:
     name: str
     """Its name in specs and messages."""
     host: str
-    """Where its transport connects; for SSH an alias of ``~/.ssh/config``, a name or an address."""
+    """The name or address for connections; for SSH, also an alias of ``~/.ssh/config``."""
     port: int | None = None
-    """Of SSH; ``None``: what the OpenSSH configuration says."""
+    """The SSH port; ``None``: that of the OpenSSH configuration."""
     user: str | None = None
-    """Of SSH, likewise."""
+    """The SSH user; ``None``: that of the OpenSSH configuration."""
     identity_file: str | None = None
     """A private key of this machine that SSH tries first."""
     address: str | None = None
-    """On the training network; ``None``: the address that the transport reached."""
+    """The address on the training network; ``None``: the address of the SSH connection."""
     root: str
-    """Directory of distflow on the node; ``~`` is the node's."""
+    """The directory of distflow on the node; ``~`` is expanded there."""
     python: str
-    """The node's interpreter; its directory leads the tasks' PATH."""
+    """The Python interpreter on the node. Its directory is the first in PATH of tasks."""
     gpus: int | None = None
-    """``None``: as many as are found there."""
+    """``None``: as many as the node has."""
     cpus: int | None = None
     """``None``: not known, so not counted."""
     memory: int | None = None
@@ -46,19 +46,19 @@ class Node:
     platform: str | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Set for every task there, below what the spec sets."""
+    """Variables for every task on the node. Variables of the spec override them."""
     container: ContainerRuntime = "none"
-    """What runs the image of a task; ``none``: tasks run on the node's own python, whatever their image."""
+    """The runtime for the image of a task. With ``none``, tasks run on the node's own Python, and their image is ignored."""
     enforce_limits: bool = True
-    """Whether a task that uses more memory than it asked for is ended, and one in a container gets the CPUs it asked for."""
+    """Whether to stop a task that uses more memory than it requested, and to limit the CPUs of a task in a container."""
     setup: str | None = None
     """A shell prelude that runs before each command (modules, conda, ulimits)."""
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret
-    """Where leases are locked; one directory for all users of the machine."""
+    """The directory of the lock files, for all users of the machine."""
     share_gpus: bool = False
-    """Whether a GPU is leased also while a program that distflow did not start computes on it."""
+    """Whether to lease a GPU on which another program computes that distflow did not start."""
     check_capacity: bool = True
-    """Whether the node must report what ``gpus``, ``cpus`` and ``memory`` say; ``False`` for what distflow cannot count."""
+    """Whether to lease no more than the node reports; ``False`` for resources that distflow cannot count."""
 
     def usable_gpus(self, reported: int | None) -> int | None:
         """Return how many GPUs may be leased there, of ``reported`` ones (``None``: not known)."""
@@ -71,7 +71,7 @@ class Node:
     def usable_memory(self, reported: int | None) -> int | None:
         """Return how much memory may be leased there, of ``reported`` bytes (``None``: not known).
 
-        A machine with 64 GiB reports a little less: what its kernel and firmware keep for themselves is not missing.
+        A machine with 64 GiB reports a little less, because its kernel and firmware reserve memory. That memory is not missing.
         """
         if self.memory is not None and reported is not None and self.memory * (1 - _RESERVED_MEMORY) <= reported:
             return self.memory
@@ -85,51 +85,51 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Nodes, and the backend that runs things on them."""
+    """Nodes, and the backend that runs tasks on them."""
 
     name: str
     backend: str
     nodes: tuple[Node, ...]
     host_key_policy: Literal["strict", "accept-new"] | None = None
-    """``strict`` or ``accept-new`` (never a changed key); ``None``: what the OpenSSH configuration says, else ``strict``."""
+    """``strict``, or ``accept-new`` (but never a changed key); ``None``: that of the OpenSSH configuration, else ``strict``."""
     ssh_config: str | None = None
-    """Read instead of ``~/.ssh/config`` and the system's."""
+    """The SSH configuration to read instead of ``~/.ssh/config`` and the system's file."""
     connect_timeout_s: float = 10.0
     ping_s: float = 5.0
     node_lost_after_s: float = 120.0
     start_barrier_s: float = 120.0
-    """How long a gang may take from its lease to its start."""
+    """The maximum time of a gang from its lease to its start."""
     self_stop_after_s: float | None = None
-    """After how long without any contact a node stops what runs there by itself; ``None``: never."""
+    """The time without contact after which a node stops its tasks; ``None``: never."""
     stop_grace_s: float = 30.0
-    """Between TERM and KILL when a person cancels or a timeout ends it."""
+    """The time between TERM and KILL after a user's cancel or a timeout."""
     peer_failed_grace_s: float = 5.0
-    """Between TERM and KILL for the rest of a gang whose member failed."""
+    """The time between TERM and KILL for the remaining tasks of a gang after one of them failed."""
     max_log: int = DEFAULT_MAX_LOG
-    """Bytes of each attempt's output that are kept: its beginning and its end."""
+    """The maximum size of each attempt's log in bytes, half for the beginning and half for the end."""
     retention_s: float = 14 * 86400.0
-    """How long ``node clean`` leaves ended workflows on the nodes."""
+    """How long ``node clean`` keeps the files of ended workflows on the nodes."""
 
     @property
     def shares_nodes(self) -> bool:
-        """True when tasks of one world may stand on one node: this machine is all there is."""
+        """Whether tasks of one world may share a node, because this machine is the only one."""
         return self.backend == "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What the configuration file says, or the built-in default: one pool, this machine."""
+    """The configuration of the file, or the built-in one with one pool, this machine."""
 
     pools: Mapping[str, Pool]
     default_pool: str
     file: str | None = None
-    """Where it was read; ``None`` for the built-in one."""
+    """The path of the file; ``None`` for the built-in one."""
     datasets: str | None = None
-    """URL below which datasets lie; ``None``: in the state directory."""
+    """The URL of the directory of all datasets; ``None``: in the state directory."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     """For each pool over SSH, the settings of a node without settings of its own, such as a host of a hostfile."""
 
 
 def ssh_node() -> Node:
-    """Return what is assumed of a machine behind SSH: the rest it says itself when it is reached."""
+    """Return the default settings of a machine behind SSH. The node reports all other values when it is connected."""
     return Node(name="", host="", root="~/.distflow", python="python3")

@@ -1,4 +1,4 @@
-"""Check who owns a configuration file or state directory: its owner decides what runs with this user's rights."""
+"""Check the owner of a configuration file or state directory, because its owner can run commands as this user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
-    """Return why other users can change a file; empty if only this user and root can. Raises ``OSError``.
+    """Return why other users could change a file; empty if only this user and root can. Raises ``OSError``.
 
     A group whose only member is its user counts as that user.
     """
@@ -56,7 +56,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Whether a group is its user's own, as Debian and Fedora make one for every user (and a umask of 002 to go with it)."""
+    """Return whether a group belongs to one user, as Debian and Fedora create it for every user, with a umask of 002."""
     import grp  # noqa: PLC0415  only where files are writable for their group
     import pwd  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ class KnownCredential:
 
     keys: tuple[str, ...]
     unfit: str = ""
-    """Why no task can name it; empty for one that can be named."""
+    """Why tasks cannot use it; empty if they can."""
 
 
 def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
@@ -46,7 +46,7 @@ def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
             uses.append(CredentialUse(name=name, variables=_variables(entries.view(name), name, variables), mark=mark))
         elif entries.document.value_at((*entries.path, name)) == {}:
             entries.add(
-                f"the credential `{name}` is given to no variable",
+                f"the credential `{name}` has no variable and no directory",
                 f"write `{name}: {{VARIABLE: key}}`, or `{name}: /directory` for files",
                 key=name,
             )
@@ -56,7 +56,7 @@ def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
 def check_credentials(
     spec: WorkflowSpec, known: Mapping[str, KnownCredential], *, severity: Severity = Severity.ERROR
 ) -> tuple[Problem, ...]:
-    """Return a finding for each credential, and each key of one, that there is not; unknown ones have this ``severity``."""
+    """Return a finding for each missing credential, with this ``severity``, and for each missing key of a credential."""
     uses = [use for group in spec.groups for task in group.tasks for use in task.credentials]
     return tuple(problem for use in uses for problem in _findings(use, known, severity))
 
@@ -66,11 +66,11 @@ def _findings(use: CredentialUse, known: Mapping[str, KnownCredential], severity
     if found is None:
         fit = [name for name, one in known.items() if not one.unfit]
         set_it = f"distflow credential set {use.name} --payload-file KEY=FILE"
-        hint = f"{did_you_mean(use.name, fit, what='credentials')}; or set it: {set_it}" if fit else f"set it: {set_it}"
-        message = f"there is no credential `{use.name}` on this machine"
+        hint = f"{did_you_mean(use.name, fit, what='credentials')}; or set it: `{set_it}`" if fit else f"set it: `{set_it}`"
+        message = f"this machine has no credential `{use.name}`"
         yield Problem(where=use.mark, message=message, hint=hint, severity=severity)
     elif found.unfit:
-        yield Problem(where=use.mark, message=f"the credential `{use.name}` cannot be given to a task", hint=found.unfit)
+        yield Problem(where=use.mark, message=f"tasks cannot use the credential `{use.name}`", hint=found.unfit)
     else:
         for key in use.variables.values():
             if key.value not in found.keys:
@@ -84,11 +84,13 @@ def _variables(entry: View, credential: str, taken: dict[str, str]) -> Mapping[s
         key = entry.text(name)
         if not _VARIABLE.fullmatch(name):
             hint = "use letters, digits and `_`, not beginning with a digit"
-            entry.add(f"`{name}` cannot be the name of an environment variable", hint, key=name)
+            entry.add(f"`{name}` is not a valid name of an environment variable", hint, key=name)
         elif name.startswith("DISTFLOW_"):
-            entry.add(f"`{name}` is a variable of distflow's own", "take another name", key=name)
+            entry.add(
+                f"`{name}` is reserved: distflow sets variables that begin with `DISTFLOW_`", "choose another name", key=name
+            )
         elif name in taken:
-            entry.add(f"`{name}` is given twice: {taken[name]} has it already", "keep one of them", key=name)
+            entry.add(f"the variable `{name}` is set twice: also in {taken[name]}", "keep one of them", key=name)
         elif key is not None:
             found[name] = key
             taken[name] = f"the credential `{credential}`"
@@ -102,15 +104,15 @@ def _directory_is_good(entries: View, name: str, directory: Text, places: dict[s
     near = next((other for other in places if f"{other}/".startswith(f"{place}/") or f"{place}/".startswith(f"{other}/")), None)
     if not parts or value.startswith("~") or "\0" in value or "\n" in value or ".." in parts:
         entries.add(
-            f"`{value}` cannot be the directory of the credential `{name}`",
-            "write a path such as /run/secrets/NAME, without `..` and `~`; or `{VARIABLE: key}` for variables",
+            f"`{value}` is not a valid directory for the credential `{name}`",
+            "write a path such as `/run/secrets/NAME`, without `..` and `~`; or `{VARIABLE: key}` for variables",
             key=name,
         )
     elif parts[0] == "osmo":
-        entries.add(f"`{value}` lies below `/osmo`, which is reserved", "choose another directory", key=name)
+        entries.add(f"`{value}` is below `/osmo`, which is reserved", "choose another directory", key=name)
     elif near is not None:
-        hint = "give each credential a directory of its own, apart from the task's files"
-        entries.add(f"the directory `{value}` of the credential `{name}` meets `{near}` of {places[near]}", hint, key=name)
+        hint = "use a separate directory for each credential, without other files of the task"
+        entries.add(f"the directory `{value}` of the credential `{name}` overlaps `{near}` of {places[near]}", hint, key=name)
     else:
         places[place] = f"the credential `{name}`"
         return True

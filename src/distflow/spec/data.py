@@ -44,7 +44,7 @@ def url_inputs(task: View) -> tuple[DataSpec, ...]:
             dataset = entry.view("dataset")
             if dataset.has("localpath"):
                 hint = "upload it first, with `distflow dataset upload`"
-                dataset.add("not supported: `localpath` of a dataset", hint, key="localpath")
+                dataset.add("`localpath` of a dataset is not supported", hint, key="localpath")
             _regex_finding(dataset)
             found.append(DataSpec(position=position, url="", dataset=_name(dataset), regex=_regex(entry, dataset)))
     return tuple(found)
@@ -63,7 +63,7 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
         elif kind == "update_dataset":
             found.append(_update(entry, position))
         else:
-            hint = "say where to write what the task leaves in {{output}}"
+            hint = "write the destination of the files in {{output}}, such as `url: s3://bucket/path`"
             entry.add("an entry of `outputs` needs `url`, `dataset` or `update_dataset`", hint)
     return tuple(found)
 
@@ -82,7 +82,7 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
     names = [normpath(one.path.value) for one in found]
     for position, name in enumerate(names):
         if name in names[:position]:
-            task.add(f"two checkpoints have the path `{name}`", "write one of them", key="checkpoint")
+            task.add(f"two checkpoints have the path `{name}`", "keep one of them", key="checkpoint")
     return tuple(found)
 
 
@@ -103,21 +103,21 @@ def shared_directory(group: View) -> CheckpointSpec | None:
 
 def _check_directory(entry: View, key: str, path: Text | None) -> None:
     if path is not None and (".." in path.value.split("/") or normpath(path.value).strip("/") == ""):
-        hint = "name a directory of the task, such as `/tmp/models`, or `.` for its working directory"
-        entry.add(f"`{path.value}` cannot be a checkpoint", hint, key=key)
+        hint = "write a directory of the task, such as `/tmp/models`, or `.` for its working directory"
+        entry.add(f"`{path.value}` is not a valid directory for checkpoints", hint, key=key)
 
 
 def _check_frequency(entry: View, every_s: float | None) -> None:
     if every_s is not None and every_s < 1:
-        entry.add("`frequency` is shorter than a second", "write how often, such as `5m`", key="frequency")
+        entry.add("`frequency` is shorter than 1 s", "write the time between two copies, such as `5m`", key="frequency")
 
 
 def _output(entry: View, position: int) -> DataSpec:
     dataset = entry.view("dataset")
     name, path = _name(dataset), dataset.string("path") or ""
     if ":" in name:
-        words = f"`{name}` names a version: what is written becomes a new one, with the next number"
-        dataset.add(words, "leave the colon and what follows out", key="name")
+        message = f"`{name}` has a version, but an output always becomes a new version, with the next number"
+        dataset.add(message, "remove the colon and the version", key="name")
     _check_path(dataset, "path", path)
     _warn_of_notes(dataset)
     _regex_finding(entry)
@@ -140,7 +140,7 @@ def _update(entry: View, position: int) -> DataSpec:
 
 def _check_path(dataset: View, key: str, path: str) -> None:
     if path.startswith("/") or ".." in path.split("/"):
-        dataset.add(f"`{path}` does not lie in the output", "write a path relative to {{output}}", key=key)
+        dataset.add(f"`{path}` is not inside the output directory", "write a path relative to {{output}}", key=key)
 
 
 def _warn_of_notes(dataset: View) -> None:
@@ -167,7 +167,9 @@ def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
     strange = next((token for token in find_tokens(text) if token.name != "workflow_id" or token.argument is not None), None)
     if strange is not None:
         shown = strange.name if strange.argument is None else f"{strange.name}:{strange.argument}"
-        entry.add(f"{{{{{shown}}}}} is not filled in in a URL", "only {{workflow_id}} is", key="url")
+        entry.add(
+            f"`{{{{{shown}}}}}` is not replaced in a URL", "remove it; only `{{workflow_id}}` is replaced there", key="url"
+        )
     else:
         try:
             parse_url(text, writes=writes)
@@ -180,33 +182,35 @@ def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Home:
+class _Location:
     """The group of an entry of ``tasks``."""
 
     group: int
-    """Position of its group in the file."""
+    """The position of its group in the file."""
     replicas: tuple[str, ...] = ()
-    """Names of its replicas; an entry with replicas is not a task itself."""
+    """The names of its replicas. An entry with replicas is not a task itself."""
 
 
 class Graph:
     """All groups of a spec with their tasks, and the dependencies between groups."""
 
     def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
-        """Take the groups: their names (or the lone task's), their entries of ``tasks``, and the tasks of each entry."""
+        """Take each group: its name (or that of its only task), its entries of ``tasks``, and the tasks of each entry."""
         self._names = [name for name, _ in groups]
-        self._homes: dict[str, _Home] = {}
+        self._locations: dict[str, _Location] = {}
         for position, (_, tasks) in enumerate(groups):
             for task, names in tasks:
                 written = task.string("name") or ""
-                self._homes[written] = _Home(group=position, replicas=tuple(names) if task.has("replicas") else ())
-                self._homes |= {name: _Home(group=position) for name in names if name != written}
-        self._wants = [{self._homes[name].group for task, _ in tasks for name in self._named(task)} for _, tasks in groups]
+                self._locations[written] = _Location(group=position, replicas=tuple(names) if task.has("replicas") else ())
+                self._locations |= {name: _Location(group=position) for name in names if name != written}
+        self._dependencies = [
+            {self._locations[name].group for task, _ in tasks for name in self._named(task)} for _, tasks in groups
+        ]
 
     def _named(self, task: View) -> Iterator[str]:
         for entry in task.views("inputs"):
             name = entry.string("task")
-            if name is not None and name in self._homes:
+            if name is not None and name in self._locations:
                 yield name
 
     def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
@@ -216,7 +220,7 @@ class Graph:
             what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
             regex = entry.string("regex") or ""
             if what is None:
-                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
+                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "add one of these keys")
             elif what == "task" and not _is_earlier(entry.string("task") or ""):
                 self._check(entry, task, group)
                 found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
@@ -225,74 +229,74 @@ class Graph:
 
     def _check(self, entry: View, task: View, group: int) -> None:
         name = entry.string("task") or ""
-        home, own = self._homes.get(name), task.string("name") or ""
+        location, own = self._locations.get(name), task.string("name") or ""
         message, hint = "", ""
         if ":" in name:
-            message, hint = f"`{name}` names no task", "write <workflow id>:<task>, such as `train-7:prepare`"
-        elif home is None and name in self._names:
-            tasks = (other for other, place in self._homes.items() if place.group == self._names.index(name))
-            message, hint = f"`{name}` is a group", f"name a task of it, such as `{next(tasks, '')}`"
-        elif home is None:
-            message, hint = f"there is no task `{name}`", did_you_mean(name, self._homes, what="tasks")
-        elif home.group == group and name == own:
+            message, hint = f"`{name}` is not a task", "write `<workflow id>:<task>`, such as `train-7:prepare`"
+        elif location is None and name in self._names:
+            tasks = (other for other, place in self._locations.items() if place.group == self._names.index(name))
+            message, hint = f"`{name}` is a group, not a task", f"write a task of it, such as `{next(tasks, '')}`"
+        elif location is None:
+            message, hint = f"there is no task `{name}`", did_you_mean(name, self._locations, what="tasks")
+        elif location.group == group and name == own:
             message, hint = f"the task `{name}` cannot be its own input", "remove this entry"
-        elif home.group == group:
-            message = f"`{name}` is in the same group as `{own}`: tasks of a group run at the same time"
-            hint = f"put `{name}` into a group of its own, written before `{self._names[group]}`"
-        elif home.replicas:
+        elif location.group == group:
+            message = f"`{name}` is in the same group as `{own}`, and tasks of a group run at the same time"
+            hint = f"put `{name}` into a separate group, before `{self._names[group]}`"
+        elif location.replicas:
             message, hint = (
                 f"`{name}` has replicas",
-                f"name one of them, such as `{home.replicas[0]}`; each is an entry of its own",
+                f"write one of them, such as `{location.replicas[0]}`, and an entry for each that is needed",
             )
-        elif home.group > group:
-            message, hint = self._later(home.group, group)
+        elif location.group > group:
+            message, hint = self._later(location.group, group)
         if message:
             entry.add(message, hint, key="task")
 
     def _later(self, later: int, group: int) -> tuple[str, str]:
-        way = self._way(later, group)
-        if way:
-            steps = [f"`{self._names[step]}`" for step in (group, *way)]
+        path = self._path(later, group)
+        if path:
+            steps = [f"`{self._names[step]}`" for step in (group, *path)]
             return (
-                f"a cycle: {steps[0]} waits for {', which waits for '.join(steps[1:])}",
-                "remove one of the `inputs` that lead around it",
+                f"the groups wait in a cycle: {steps[0]} waits for {', which waits for '.join(steps[1:])}",
+                "remove one of the `inputs` that cause the cycle",
             )
         name, own = self._names[later], self._names[group]
-        return f"`{name}` is written after `{own}`, which is to wait for it", f"write `{name}` before `{own}`"
+        return f"`{own}` must wait for `{name}`, which comes later in the file", f"move `{name}` before `{own}`"
 
-    def _way(self, start: int, goal: int) -> list[int]:
-        """Return the groups on a way along what waits for what, with both ends; empty when there is none."""
+    def _path(self, start: int, goal: int) -> list[int]:
+        """Return the groups on a path of dependencies, with both ends; empty if there is no path."""
         came_from: dict[int, int | None] = {start: None}
         queue = [start]
         while queue and goal not in came_from:
             here = queue.pop(0)
-            for following in sorted(self._wants[here] - set(came_from)):
+            for following in sorted(self._dependencies[here] - set(came_from)):
                 came_from[following] = here
                 queue.append(following)
-        way: list[int] = []
+        path: list[int] = []
         step: int | None = goal if goal in came_from else None
         while step is not None:
-            way.insert(0, step)
+            path.insert(0, step)
             step = came_from[step]
-        return way
+        return path
 
 
-def upstream_of(tasks: Sequence[TaskSpec], homes: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the groups that the tasks of a group take inputs from, in the order of the file; ``homes``: task → group."""
-    wanted = {homes.get(one.task) for task in tasks for one in task.inputs}
-    return tuple(group for group in dict.fromkeys(homes.values()) if group in wanted)
+def upstream_of(tasks: Sequence[TaskSpec], group_of: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the groups whose outputs a group uses, in the order of the file. ``group_of`` has the group of each task."""
+    wanted = {group_of.get(one.task) for task in tasks for one in task.inputs}
+    return tuple(group for group in dict.fromkeys(group_of.values()) if group in wanted)
 
 
 def _regex_finding(entry: View) -> None:
     """Add a finding for an invalid ``regex``."""
     regex = entry.string("regex") or ""
-    if _is_no_regex(regex):
-        hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
-        entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
+    if _regex_error(regex):
+        hint = r"write one in Python's syntax, such as `.*\.pt`; it is matched from the start of the relative path"
+        entry.add(f"`{regex}` is not a regular expression: {_regex_error(regex)}", hint, key="regex")
 
 
-def _is_no_regex(text: str) -> str:
-    """Return why ``re`` refuses a text; empty when it does not."""
+def _regex_error(text: str) -> str:
+    """Return why a text is not a regular expression; empty if it is one."""
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:

@@ -53,7 +53,7 @@ _OUTPUT = "/osmo/data/output/"
 
 
 def parse_files(task: View, base_dir: Path) -> tuple[FileSpec, ...]:
-    """Return the files of a task; ``base_dir`` is the directory that their ``localpath`` is relative to."""
+    """Return the files of a task; their ``localpath`` is relative to ``base_dir``."""
     return tuple(_without_clashes(task, base_dir))
 
 
@@ -67,7 +67,9 @@ def _without_clashes(task: View, base_dir: Path) -> Iterator[FileSpec]:
         line = entry.key_mark("path").line
         if place in taken:
             entry.add(
-                f"the path `{place}` is given twice: line {taken[place][0]} has it already", "keep one of them", key="path"
+                f"the path `{place}` is given twice: it is also in line {taken[place][0]}",
+                "remove one of the entries",
+                key="path",
             )
             continue
         for other, (other_line, other_is_directory) in taken.items():
@@ -76,8 +78,8 @@ def _without_clashes(task: View, base_dir: Path) -> Iterator[FileSpec]:
             )
             if inner.startswith(f"{outer}/") and not outer_is_directory:
                 entry.add(
-                    f"`{inner}` lies inside `{outer}`, which is a file (line {other_line if outer == other else line})",
-                    "give one of them another path",
+                    f"`{inner}` is inside `{outer}`, which is a file (line {other_line if outer == other else line})",
+                    "change one of the paths",
                     key="path",
                 )
         taken[place] = (line, file.is_directory)
@@ -107,8 +109,8 @@ def _parse_file(entry: View, base_dir: Path) -> FileSpec | None:
         return FileSpec(path=path, data=_decoded(entry, data, "localpath"))
     if not is_directory and (path.value.endswith("/") or posixpath.normpath(path.value) in (".", "/")):
         entry.add(
-            f"`path: {path.value}` names a directory, but `localpath` is a file",
-            "write the file's own name at the end",
+            f"`path: {path.value}` is a directory, but `localpath` is a file",
+            "add the name of the file at the end",
             key="path",
         )
         return None
@@ -119,25 +121,27 @@ def _path_is_good(entry: View, path: Text) -> bool:
     value = path.value
     parts = [part for part in value.split("/") if part not in ("", ".")]
     if not value.strip():
-        entry.add("`path` is empty", "say where the file appears, such as `/tmp/entry.sh` or `train.py`", key="path")
+        entry.add("`path` is empty", "write where the task finds the file, such as `/tmp/entry.sh` or `train.py`", key="path")
     elif "\0" in value or "\n" in value:
-        entry.add("`path` holds a line break or a NUL", "write it as one line", key="path")
+        entry.add("`path` contains a line break or a NUL byte", "write it on one line", key="path")
     elif ".." in parts:
-        entry.add(f"`path: {value}` leaves its directory with `..`", "write the path without `..`", key="path")
+        entry.add(
+            f"`path: {value}` contains `..`, which leaves the task's directory", "write the path without `..`", key="path"
+        )
     elif value.startswith("~"):
         entry.add(
-            f"`path: {value}` begins with `~`, which means nothing here",
-            "write a path relative to the task's directory, or an absolute one",
+            f"`path: {value}` begins with `~`, which is not supported here",
+            "write an absolute path, or one relative to the task's directory",
             key="path",
         )
     elif parts[:1] == ["osmo"] and not value.startswith(_OUTPUT):
         entry.add(
-            f"`path: {value}` lies below `/osmo`, which is reserved",
-            f"choose another directory; only `{_OUTPUT}` is open",
+            f"`path: {value}` is below `/osmo`, which is reserved",
+            f"choose another directory, or `{_OUTPUT}`",
             key="path",
         )
     elif (value.endswith("/") or not parts) and not entry.has("localpath"):
-        entry.add(f"`path: {value}` names a directory", "write the file's own name at the end", key="path")
+        entry.add(f"`path: {value}` is a directory", "add the name of the file at the end", key="path")
     else:
         return True
     return False
@@ -153,32 +157,34 @@ def _decoded(entry: View, value: str | bytes, key: str) -> bytes:
 
 
 def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
-    """Return the absolute path of what ``localpath`` names, if it can be sent."""
+    """Return the absolute path of a ``localpath``, if it can be sent."""
     try:
         path = Path(written.value).expanduser()
     except RuntimeError:
-        entry.add(f"`localpath: {written.value}`: no such user", "write the path itself", key="localpath")
+        entry.add(f"`localpath: {written.value}`: the user does not exist", "write the path without `~user`", key="localpath")
         return None
     path = Path(os.path.abspath(base_dir / path))
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        said = error.strerror or "" if isinstance(error, OSError) else "it holds a NUL"
+        reason = error.strerror or "" if isinstance(error, OSError) else "it contains a NUL byte"
         missing = isinstance(error, FileNotFoundError)
         message = f"`localpath: {written.value}`: " + (
-            "there is no such file or directory" if missing else f"it cannot be read: {said}"
+            "the file or directory does not exist" if missing else f"it cannot be read: {reason}"
         )
-        entry.add(message, f"it was looked for at {path}; paths are relative to the spec's directory", key="localpath")
+        entry.add(
+            message, f"the path is relative to the directory of the spec, so distflow looked for `{path}`", key="localpath"
+        )
         return None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         entry.add(
             f"`localpath: {written.value}` is neither a file nor a directory",
-            "pipes, sockets and devices cannot be sent",
+            "name a file or directory; pipes, sockets and devices cannot be sent",
             key="localpath",
         )
         return None
     if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
-        entry.add(f"`localpath: {written.value}` cannot be read: permission denied", f"make {path} readable", key="localpath")
+        entry.add(f"`localpath: {written.value}` cannot be read: permission denied", f"make `{path}` readable", key="localpath")
         return None
     return str(path)
 
@@ -186,30 +192,30 @@ def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
 # -- storing files ----------------------------------------------------------------------------------------------------
 
 _TEXT_LIMIT = 1 << 20
-"""Bytes up to which a single file may be text whose tokens are filled in, as OSMO does it."""
+"""The maximum size of a text whose tokens are replaced, in bytes, as in OSMO."""
 
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """One file or directory, as it is sent."""
+    """One file or directory in the form in which it is sent."""
 
     digest: str
-    """SHA-256 of the content; for a directory of its archive."""
+    """The SHA-256 of the content; for a directory, of its archive."""
     size: int
     """Bytes of the content or of the archive."""
     mode: int
     is_tar: bool = False
     text: str | None = None
-    """The content, when it is small UTF-8 text."""
+    """The content, if it is short UTF-8 text."""
 
 
 def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
-    """Store all files that the spec sends in ``blobs`` (one file per digest) and return them by their path on this machine.
+    """Store all files of the spec in ``blobs``, one for each digest. Return them by their path on this machine.
 
-    Inline base64 files are returned by their path in the spec, and ``distflow.train`` by its name. A file that cannot be read
-    is a problem at its place in the spec. Raises ``StateError`` if ``blobs`` cannot be written.
+    Inline base64 files have their path in the spec as the key, and ``distflow.train`` its name. A file that cannot be read is a
+    problem at its line in the spec. Raises ``StateError`` if ``blobs`` cannot be written.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = _sizes(blobs)
@@ -230,9 +236,10 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
                 bundles[key] = _store_file(Path(file.local_path), blobs, kept)
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
-                raise StateError(f"cannot copy {key} to {blobs}: {error.strerror or error}") from error
-            message = f"cannot read {error.filename}: {error.strerror}"
-            problems.append(Problem(where=file.path.mark, message=message, hint="make it readable, or do not send it"))
+                raise StateError(f"cannot copy `{key}` to `{blobs}`: {error.strerror or error}") from error
+            message = f"cannot read `{error.filename}`: {error.strerror}"
+            hint = "make the file readable, or remove it from `files`"
+            problems.append(Problem(where=file.path.mark, message=message, hint=hint))
     return bundles, tuple(problems)
 
 
@@ -244,7 +251,7 @@ def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
 
 @contextlib.contextmanager
 def _part(blobs: Path) -> Iterator[IO[bytes]]:
-    """Open a new file in ``blobs``, which the caller renames when it is complete; after an error it is deleted."""
+    """Open a new file in ``blobs``, which the caller renames when it is complete. After an error it is deleted."""
     with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as part:
         try:
             yield part
@@ -254,7 +261,7 @@ def _part(blobs: Path) -> Iterator[IO[bytes]]:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Return whether a blob is complete. An earlier version left shorter ones after a power failure."""
+    """Return whether a blob is complete. Earlier versions could leave incomplete ones after a power failure."""
     try:
         return path.stat().st_size == size
     except FileNotFoundError:
@@ -270,7 +277,7 @@ def _store_bytes(data: bytes, blobs: Path) -> Bundle:
 
 
 def _sizes(blobs: Path) -> frozenset[int]:
-    """Return the sizes of what is kept. Others add and remove files of the folder meanwhile."""
+    """Return the sizes of all blobs. Other processes may add and remove blobs at the same time."""
     sizes = set()
     with os.scandir(blobs) as entries:
         for entry in entries:
@@ -283,7 +290,7 @@ def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
         if status.st_size in kept:
-            # It may lie there already: reading is all that this takes then.
+            # A blob of this size exists. If it has the same digest, only reading is needed.
             digest, size, head = _read(source, None)
             if _is_whole(blobs / digest, size):
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
@@ -295,7 +302,7 @@ def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
 
 
 def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
-    """Read to the end, into ``sink`` too when there is one; return digest, size and as much as may be text."""
+    """Read to the end, and copy to ``sink`` if given. Return the digest, the size, and the beginning, which may be text."""
     head = source.read(_TEXT_LIMIT + 1)
     hasher, size, chunk = hashlib.sha256(), 0, head
     while chunk:
@@ -327,12 +334,12 @@ def _store_tree(root: Path, blobs: Path) -> Bundle:
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
     if stat.S_ISSOCK(path.lstat().st_mode):
-        return  # as pipes and devices are left out; tar itself has no word for it
+        return  # tar cannot store sockets; pipes and devices are skipped below
     info = archive.gettarinfo(str(path), arcname=name)
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     if info.islnk():
-        # The second name of a file; it is a file of its own where it goes.
+        # Another name of a file becomes a separate file.
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
         with path.open("rb") as source:
@@ -358,7 +365,7 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
 
 
 def _is_pattern(line: str) -> bool:
-    """Return whether a line of a ``.gitignore`` can match at all; git passes over those that cannot (`!`, `[z-a]`)."""
+    """Return whether a line of a ``.gitignore`` is a valid pattern. Like git, ignore invalid ones (`!`, `[z-a]`)."""
     import pathspec  # noqa: PLC0415  as above
 
     try:
@@ -388,10 +395,10 @@ def _mode(head: bytes, status_mode: int) -> int:
 # -- distflow.train as an archive -------------------------------------------------------------------------------------
 
 LIBRARY = "distflow.train"
-"""Name of the archive among those of a spec, which are named by their paths."""
+"""The name of the archive among the bundles of a spec, whose names are paths."""
 
 _PACKAGE = """\
-\"\"\"distflow.train, as distflow brings it; the rest is the distflow that is installed here, if any.\"\"\"
+\"\"\"distflow.train of the submitting machine; all else belongs to the distflow that is installed here, if any.\"\"\"
 
 from pkgutil import extend_path
 
@@ -406,12 +413,12 @@ def _sends_library(spec: WorkflowSpec) -> bool:
 
 
 def needs_library(group: GroupSpec, task: TaskSpec) -> bool:
-    """Return whether a task gets ``distflow.train``: its launcher is ``spawn``, or its group has a framework or strategy."""
+    """Return whether a task needs ``distflow.train``: with the launcher ``spawn``, a framework or a strategy."""
     return task.launcher.kind == "spawn" or group.framework is not None or group.strategy is not None
 
 
 def library_archive() -> bytes:
-    """Return a gzipped tar: the same bytes for the same sources, wherever and whenever it is made."""
+    """Return a gzipped tar, with the same bytes for the same sources on every machine."""
     top = Path(distflow.__file__).parent
     modules = [top / "distributed.py", *(top / "protocol").rglob("*.py"), *(top / "train").rglob("*.py")]
     sources = {f"distflow/{path.relative_to(top).as_posix()}": path.read_bytes() for path in modules}

@@ -1,7 +1,7 @@
 """Render templates with Jinja in a sandbox with limits on time and on the size of values, and report errors with their lines.
 
-Every loop, operator, call and filter passes a check, so neither ``{{ 'a' * 10**10 }}`` nor nested loops over ranges block a
-command. Import this module only for templates: importing Jinja takes 60 ms.
+Every loop, operator, call and filter is checked, so neither ``{{ 'a' * 10**10 }}`` nor nested loops over ranges can block a
+command. Import this module only for templates, because importing Jinja takes 60 ms.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from distflow.spec.tokens import TOKEN_NAMES
 __all__ = ["BoundedEnvironment", "Names", "read_names", "render_template"]
 
 _MAX_SIZE = 4 << 20
-"""Characters or items of any value, and characters of the output."""
+"""The maximum number of characters or items of a value, and of characters of the output."""
 _MAX_ARGUMENT = 100_000
-"""Largest number that may be given to a function, where it may be a width or a count."""
+"""The largest number as an argument of a function, if it may be a width or a count."""
 _MAX_BITS = 4096
 _WIDE = re.compile(r"[0-9]{6,}")
 _FOR = "_bounded_items"
@@ -37,7 +37,7 @@ _JOIN = "_bounded_join"
 
 
 class _LineMarks(Extension):
-    """Marks the line of the template before every piece of text and every line break, where the environment asks for it."""
+    """Inserts marks with the line of the template before each piece of text and each line break, if there is a ``fence``."""
 
     def filter_stream(self, stream: TokenStream) -> Iterable[Token]:
         fence: tuple[str, str] | None = self.environment.fence  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ class _LineMarks(Extension):
 
 
 class BoundedEnvironment(SandboxedEnvironment):
-    """A sandbox with a deadline and bounds; one for each rendering."""
+    """A sandbox with a deadline and limits, for one rendering."""
 
     intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table)
 
@@ -75,7 +75,7 @@ class BoundedEnvironment(SandboxedEnvironment):
         self.filters[_JOIN] = self._joined
 
     def bounded(self, tree: nodes.Template) -> nodes.Template:
-        """Return the tree with every loop and every ``~`` passing through a check."""
+        """Add a check to every loop and every ``~`` of the tree."""
         for loop in tree.find_all(nodes.For):
             loop.iter = _filtered(loop.iter, _FOR)
         for join in list(tree.find_all(nodes.Concat)):
@@ -89,7 +89,7 @@ class BoundedEnvironment(SandboxedEnvironment):
             raise SecurityError("the template takes too long to render")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a binary operation whose result is known to be small enough."""
+        """Compute a binary operation, if its result is small enough."""
         self.check_time()
         if operator == "**":
             _require(not (isinstance(left, int) and isinstance(right, int)) or left.bit_length() * max(right, 1) <= _MAX_BITS)
@@ -102,9 +102,9 @@ class BoundedEnvironment(SandboxedEnvironment):
         return _small(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063  as Jinja declares it
-        """Call what a template may call, with arguments that cannot make a value too large."""
+        """Call a function that templates may call, if its result cannot be too large."""
         __self.check_time()
-        # The sandbox wraps str.format; the wrapped function knows its object.
+        # The sandbox wraps str.format. The wrapped function has the object.
         function = getattr(__obj, "__wrapped__", __obj)
         _check_call(getattr(function, "__self__", None), getattr(function, "__name__", ""), (*args, *kwargs.values()))
         return _small(super().call(__context, __obj, *args, **kwargs))
@@ -137,7 +137,7 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 def _require(fits: bool) -> None:
     if not fits:
-        raise SecurityError("the template makes a value that is too large")
+        raise SecurityError("the template creates a value that is too large")
 
 
 def _small(value: Any) -> Any:
@@ -149,7 +149,7 @@ def _small(value: Any) -> Any:
 
 
 def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse arguments with which a function would make a value too large; widths and counts are the only numbers that can."""
+    """Refuse arguments for which the result of a function would be too large. The only such numbers are widths and counts."""
     if name not in ("range", "bool", "abs", "round", "min", "max", "sum", "default", "append", "d"):
         _require(all(abs(value) <= _MAX_ARGUMENT for value in arguments if isinstance(value, int)))
     texts = [value for value in arguments if isinstance(value, str)]
@@ -178,11 +178,11 @@ def _check_format(pattern: str, values: Iterable[Any]) -> None:
 
 
 _MAX_TAGS = 20_000
-"""Tags of a template; each is compiled to Python."""
+"""The maximum number of tags in a template. Each is compiled to Python."""
 _SYNTAX_HINT = (
-    "text that only looks like a template goes between {% raw %} and {% endraw %}, or into a file sent with `localpath`"
+    "put text that only looks like a template between {% raw %} and {% endraw %}, or into a file that `localpath` sends"
 )
-_COMMENT_HINT = f"`{{#` begins a comment of the template, also in shell's ${{#name}}; {_SYNTAX_HINT}"
+_COMMENT_HINT = f"`{{#` begins a comment of the template, also in `${{#name}}` of a shell; {_SYNTAX_HINT}"
 _UNDEFINED = re.compile(r"'(\w+)' is undefined")
 
 
@@ -195,11 +195,11 @@ class Names:
 
     used: frozenset[str]
     assigned: frozenset[str]
-    """By ``set``, ``for``, macros and the like."""
+    """The variables that ``set``, ``for``, macros and similar statements assign."""
 
 
 def read_names(template: str, file: str) -> Names:
-    """Return which variables a template uses and assigns; raises ``ProblemsFound`` when it is not a template."""
+    """Return the variables that a template uses and assigns. Raises ``ProblemsFound`` if it is not a template."""
     tree = _guarded(file, lambda: _parsed(template))
     names = list(tree.find_all(nodes.Name))
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -212,10 +212,10 @@ def read_names(template: str, file: str) -> Names:
 def render_template(
     template: str, variables: Mapping[str, Any], *, file: str, fence: tuple[str, str], limit_s: float
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the rendered text, and for each of its lines the line of the template; raises ``ProblemsFound``.
+    """Return the rendered text, and the line of the template for each of its lines. Raises ``ProblemsFound``.
 
-    It renders twice, plainly and with marks of the lines: marks inside captured text (``{% set x %}…``) may change what a
-    template computes with it, so what counts is the plain one, and the marked one is believed only where it says the same.
+    The template is rendered twice: without and with marks of lines. Marks in captured text (``{% set x %}…``) may change later
+    computations. The text without marks is therefore the result, and the marks count only if both have the same lines.
     """
     text = _guarded(file, lambda: _rendered(template, variables, None, limit_s), template, variables)
     try:
@@ -232,7 +232,7 @@ def render_template(
 def _parsed(template: str) -> nodes.Template:
     tags = template.count("{{") + template.count("{%")
     if tags > _MAX_TAGS:
-        raise SecurityError(f"the template has {tags} tags, and at most {_MAX_TAGS} are read")
+        raise SecurityError(f"the template has {tags} tags, and the maximum is {_MAX_TAGS}")
     return BoundedEnvironment(limit_s=60, fence=None).parse(template)
 
 
@@ -245,13 +245,13 @@ def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str
         environment.check_time()
         size += len(piece)
         if size > _MAX_SIZE * (1 if fence is None else 4):
-            raise SecurityError(f"the template prints more than {_MAX_SIZE >> 20} MiB")
+            raise SecurityError(f"the rendered text is larger than {_MAX_SIZE >> 20} MiB")
         pieces.append(piece)
     return "".join(pieces)
 
 
 def _lines_of(marked: str, fence: tuple[str, str], last: int) -> tuple[int, ...]:
-    """Read the marks: the first text of a line says where it stands, else its line break, else the next line that knows."""
+    """Read the marks. The line is that of the first text in it, else that of its line break, else that of the next line."""
     strong = re.compile(f"{fence[0]}s([0-9]+){fence[1]}")
     weak = re.compile(f"{fence[0]}w([0-9]+){fence[1]}")
     found: list[int] = []
@@ -264,7 +264,7 @@ def _lines_of(marked: str, fence: tuple[str, str], last: int) -> tuple[int, ...]
 
 
 def _guarded(file: str, work: Callable[[], Result], template: str = "", variables: Mapping[str, Any] | None = None) -> Result:
-    """Do ``work`` and turn whatever a template can raise into a finding with its line."""
+    """Call ``work``. An exception that a template can raise becomes a finding with its line."""
     try:
         return work()
     except ProblemsFound:
@@ -275,10 +275,10 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
         hint = _COMMENT_HINT if "comment" in (error.message or "") else _SYNTAX_HINT
         _refuse(file, error.lineno, f"the template is not valid: {_sentence(error.message)}", hint)
     except SecurityError as error:
-        said = _sentence(str(error))
-        if not said.startswith("the template"):
-            said = f"the template does what is not allowed: {said}"
-        _refuse(file, _line_of(error.__traceback__), said)
+        message = _sentence(str(error))
+        if not message.startswith("the "):
+            message = f"the template does something that is not allowed: {message}"
+        _refuse(file, _line_of(error.__traceback__), message)
     except (RecursionError, MemoryError, SyntaxError):
         _refuse(file, 0, "the template is nested too deeply")
     except Exception as error:  # noqa: BLE001  an expression of a template may raise anything: 1/0, "a" + 1, [].pop()
@@ -319,10 +319,10 @@ def _undefined(file: str, error: UndefinedError, template: str, variables: Mappi
 def _remedy(name: str, variables: Mapping[str, Any]) -> str:
     if name in TOKEN_NAMES:
         form = f"{name}:…" if name in ("host", "input") else name
-        return f"{{{{{form}}}}} is a token that distflow fills when the task starts: write it alone, not inside an expression"
-    define = f"define it in `default-values:`, or with --set {name}=…"
+        return f"`{{{{{form}}}}}` is a token that distflow replaces when the task starts: write it outside of expressions"
+    define = f"define it in `default-values:`, or with `--set {name}=…`"
     near_token = did_you_mean(name, TOKEN_NAMES, what="tokens")
-    # The nearest token alone; a list of all of them would bury it.
+    # Only the nearest token, without the list of all tokens.
     token = near_token.split("?")[0].replace("`", "{{", 1).replace("`", "}}", 1) + "? " if "?" in near_token else ""
     if not variables:
         return f"{token}{define}"
@@ -331,7 +331,7 @@ def _remedy(name: str, variables: Mapping[str, Any]) -> str:
 
 
 def _line_of(trace: TracebackType | None) -> int:
-    """Return the line of the template in a traceback, which Jinja rewrites to it; 0 when there is none."""
+    """Return the line of the template in a traceback, or 0 if it is not known. Jinja rewrites tracebacks to templates."""
     line = 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -340,6 +340,6 @@ def _line_of(trace: TracebackType | None) -> int:
     return line
 
 
-def _sentence(said: str | None) -> str:
-    text = (said or "").strip().rstrip(".")
+def _sentence(message: str | None) -> str:
+    text = (message or "").strip().rstrip(".")
     return text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""The typed workflow spec: what a person wrote, checked and with defaults filled in, and where each part stands in the file."""
+"""The typed workflow spec: checked, with defaults, and with the position of each part in the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ __all__ = [
     "GroupSpec",
     "InputSpec",
     "Launcher",
-    "Near",
     "Ranks",
     "ResourceSpec",
     "Retry",
@@ -29,64 +28,65 @@ __all__ = [
     "TaskSpec",
     "Text",
     "Timeouts",
+    "TopologyRequest",
     "WorkflowSpec",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Bounds on a group's time, in seconds; ``None`` means none."""
+    """Limits on a group's time, in seconds; ``None`` means no limit."""
 
     exec_s: float | None = None
     """From RUNNING to the end (``exec_timeout``)."""
     queue_s: float | None = None
     """From SCHEDULING to INITIALIZING (``queue_timeout``)."""
     hang_s: float | None = None
-    """How long a running group may print nothing before that is said (``hang_timeout``); nothing is ended."""
+    """The silence after which a running group is reported as possibly hung (``hang_timeout``). Nothing is stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How often and how soon a group is tried again when ``exitActions`` say RESCHEDULE."""
+    """How often and how soon a group is retried after RESCHEDULE in ``exitActions``."""
 
     limit: int = 10
     """Attempts after the first."""
     backoff_s: float = 5.0
-    """Seconds before the second attempt; before each later one twice as long as before."""
+    """Seconds before the second attempt. Each later wait is twice as long."""
     max_backoff_s: float = 300.0
     avoid_after: int = 3
-    """Failures on one node after which others are waited for rather than taking it again; 0: never."""
+    """After this number of failures on one node, the group waits for other nodes; 0: never."""
 
     def wait_s(self, attempt: int) -> float:
-        """Return how long to wait before an attempt, counted from 0."""
+        """Return the seconds to wait before an attempt, which is counted from 0."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
-    """An entry of ``topology``: tasks of a gang with equal key and group share a unit, such as a rack."""
+class TopologyRequest:
+    """An entry of ``topology``: tasks of a gang with the same key and group share a unit, such as a rack."""
 
     key: str
     """A label of nodes."""
     group: str = "default"
     required: bool = True
-    """``False``: preferred, and given up where there is no room."""
+    """``False``: a preference, which is dropped if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSpec:
-    """What a task asks of its node."""
+    """The resources that a task requests of its node."""
 
     cpu: int | None = None
     gpu: int | None = None
-    """Number of GPUs; ``None`` says nothing (rank sizes are then not checked against it), 0 means that none is visible."""
+    """Number of GPUs. ``None``: not stated, so rank sizes are not checked against it; 0: no GPU is visible."""
     memory: int | None = None
     """Bytes."""
     storage: int | None = None
     """Bytes."""
     platform: str | None = None
     nodes_excluded: tuple[str, ...] = ()
-    topology: tuple[Near, ...] = ()
+    topology: tuple[TopologyRequest, ...] = ()
     mark: Mark = Mark("")
 
 
@@ -95,47 +95,47 @@ class Ranks:
     """The ``ranks`` field of a task."""
 
     offset: int | None = None
-    """First global rank; ``None``: computed from the tasks before it."""
+    """First global rank; ``None``: it follows the tasks before it."""
     size: int | None = None
-    """Number of ranks; ``None``: one for each GPU that the task asks for, else 1."""
+    """Number of ranks; ``None``: one for each requested GPU, else 1."""
     world_size: int | None = None
     """Number of ranks of the group; ``None``: the sum of the sizes."""
     mark: Mark = Mark("")
-    """Of the ``ranks`` key."""
+    """The position of the ``ranks`` key."""
     marks: Mapping[str, Mark] = field(default_factory=lambda: MappingProxyType({}))
-    """Of each key that was given."""
+    """The position of each given key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What starts the ranks of a task."""
+    """The launcher that starts the ranks of a task."""
 
     kind: str = "command"
-    """``torchrun``, ``spawn`` (distflow's own), or ``command``: the command itself."""
+    """``torchrun``, ``spawn`` (distflow's launcher), or ``command``: the command starts its ranks itself."""
     max_restarts: int = 0
-    """How often it starts all ranks of the task anew before the task fails."""
+    """How often it restarts all ranks of the task before the task fails."""
     numa: bool = False
     """Whether it binds each rank to the CPUs of its GPU's NUMA node."""
     mark: Mark = Mark("")
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether the task's command becomes that of each rank."""
+        """Whether the launcher runs the task's command once for each rank."""
         return self.kind != "command"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyBlock:
-    """How the ranks of a group train together, as written; ``layout.strategy.model`` knows what it means."""
+    """The ``strategy`` of a group as written; ``layout.strategy.model`` interprets it."""
 
     value: Mapping[str, Any]
     path: Path
-    """Of the block in the document."""
+    """The path of the block in the document."""
     marks: Mapping[Path, Mark]
-    """Of each of its keys, and of the block."""
+    """The position of the block and of each of its keys."""
 
     def mark_at(self, path: Path) -> Mark:
-        """Return where a path stands, or the nearest part above it."""
+        """Return the position of a path, or of the nearest part above it."""
         while path not in self.marks and len(path) > len(self.path):
             path = path[:-1]
         return self.marks.get(path, Mark(""))
@@ -143,56 +143,56 @@ class StrategyBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSpec:
-    """A file (or directory) that is placed before a task starts."""
+    """A file or directory that is created before a task starts."""
 
     path: Text
-    """Where it appears; absolute paths are placed below the attempt's own directory."""
+    """The path for the task; absolute paths are placed below the attempt's directory."""
     contents: Text | None = None
-    """Its text, when given inline (decoded, when it was given as ``base64``: then ``data`` holds the bytes)."""
+    """Its text, if given inline and not as ``base64``."""
     data: bytes | None = None
-    """Its bytes, when given as ``base64``."""
+    """Its decoded bytes, if given as ``base64``."""
     local_path: str | None = None
-    """Absolute path on this machine of the file or directory to send."""
+    """The absolute path of the file or directory on this machine."""
     is_directory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """What a task takes from another one, of an earlier group."""
+    """An input from a task of an earlier group."""
 
     position: int
-    """Which entry of ``inputs`` it is, counted from 0."""
+    """Its position in ``inputs``, counted from 0."""
     task: str
     regex: str = ""
-    """Which files of it, by their relative path and ``re.match``; empty: all."""
+    """A pattern for the relative paths of the files (``re.match``); empty: all files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Data at a URL or of a dataset, which a task takes before it starts or writes when it has completed."""
+    """An input or output at a URL or in a dataset."""
 
     position: int
-    """Which entry of ``inputs`` or ``outputs`` it is, counted from 0."""
+    """Its position in ``inputs`` or ``outputs``, counted from 0."""
     url: str
-    """As written; ``{{workflow_id}}`` may stand in it. Of a dataset: below which datasets lie, as the plan has it."""
+    """The URL as written; it may contain ``{{workflow_id}}``. For a dataset, the plan sets it to the URL of all datasets."""
     dataset: str = ""
-    """``name``, or ``name:version`` of an input or an update; empty: the URL itself is meant."""
+    """``name``, or ``name:version`` for an input or an update; empty if there is only a URL."""
     path: str = ""
-    """Of an output that makes a dataset: what of the output, relative to it; empty: all."""
+    """For an output that makes a dataset: the part of the output, as a relative path; empty: all."""
     is_update: bool = False
-    """Of an output: it is put over what a version of the dataset holds, the named one or the latest."""
+    """For an output: whether it is added to the files of a version of the dataset, the named one or the latest."""
     paths: tuple[str, ...] = ()
-    """Of an update: what of the output, relative to it; none: all."""
+    """For an update: the parts of the output, as relative paths; empty: all."""
     regex: str = ""
-    """Which files of it, by their relative path and ``re.match``; empty: all."""
+    """A pattern for the relative paths of the files (``re.match``); empty: all files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierInput:
-    """What a task takes from one of an earlier workflow."""
+    """An input from a task of an earlier workflow."""
 
     position: int
-    """Which entry of ``inputs`` it is, counted from 0."""
+    """Its position in ``inputs``, counted from 0."""
     workflow: str
     """Its id or uuid."""
     task: str
@@ -202,43 +202,43 @@ class EarlierInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """A directory of a task that its next attempt finds in its place."""
+    """A directory of a task whose files the next attempt gets."""
 
     path: Text
     url: str
-    """Where it is written while its task runs; ``{{workflow_id}}`` may stand in it. Empty: the group shares the directory."""
+    """Where it is written while its task runs; it may contain ``{{workflow_id}}``. Empty if the group shares the directory."""
     every_s: float
-    """Seconds between the end of one writing and the begin of the next."""
+    """Seconds from the end of one upload to the beginning of the next."""
     regex: str = ""
 
     @property
     def is_shared(self) -> bool:
-        """Whether every task of the group gets its files."""
+        """Whether all tasks of the group get its files."""
         return not self.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CredentialUse:
-    """A credential that a task names: as variables, or as a directory."""
+    """A credential that a task uses, as variables or as a directory."""
 
     name: str
     variables: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
-    """Variable → key of the credential's payload."""
+    """The key of the credential's payload for each variable."""
     directory: Text | None = None
-    """Where each key of the payload appears as a file."""
+    """The directory with a file for each key of the payload."""
     mark: Mark = Mark("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """One task as written; ``replicas`` are expanded already, so that each is a ``TaskSpec`` of its own."""
+    """One task. Each replica is a separate ``TaskSpec``."""
 
     name: str
     lead: bool
     command: tuple[Text, ...]
     args: tuple[Text, ...] = ()
     image: Text | None = None
-    """The container image that it runs in, where its node has a container runtime."""
+    """The container image, used if the node has a container runtime."""
     mounts: tuple[Text, ...] = ()
     """``volumeMounts``: directories of the node in the container, ``src`` or ``src:dst``."""
     privileged: bool = False
@@ -254,23 +254,23 @@ class TaskSpec:
     ranks: Ranks | None = None
     launcher: Launcher = Launcher()
     replica: int | None = None
-    """Which of the replicas it is, counted from 0; ``None`` when it was written without ``replicas``."""
+    """The number of the replica, counted from 0; ``None`` for a task without ``replicas``."""
     written_name: str = ""
-    """Its name in the spec: without the number of the replica."""
+    """Its name in the spec, without the number of the replica."""
     outputs: tuple[str, ...] = ()
-    """In words, what the spec wants done with ``{{output}}``."""
+    """The destinations of ``{{output}}``, as text."""
     url_outputs: tuple[DataSpec, ...] = ()
     mark: Mark = Mark("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """With how few of its tasks a world may run."""
+    """The smallest number of tasks that a world may run with."""
 
     least: int
-    """Tasks, counted from rank 0."""
+    """The number of tasks, counted from rank 0."""
     wait_s: float = 60.0
-    """How long it waits for room for all of them."""
+    """The seconds to wait for room for all tasks."""
     mark: Mark = Mark("")
 
 
@@ -282,15 +282,15 @@ class GroupSpec:
     tasks: tuple[TaskSpec, ...]
     barrier: bool = True
     ignore_nonlead_status: bool | None = None
-    """``None``: not said; then true, except for a group that shares one world."""
+    """``None``: not stated, which means true, except for a group that shares one world."""
     stop_on_missing_ranks: bool | None = None
-    """``None``: not said; then true, except where the ranks may have met."""
+    """``None``: not stated, which means true, unless the ranks may have met."""
     timeouts: Timeouts = Timeouts()
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
-    """Groups that it waits for, because its tasks take inputs from theirs."""
+    """Groups that it waits for, because its tasks use their outputs."""
     framework: Text | None = None
-    """What its tasks train with, such as ``deepspeed``."""
+    """The training framework of its tasks, such as ``deepspeed``."""
     strategy: StrategyBlock | None = None
     elastic: Elastic | None = None
     debug: bool = False
@@ -299,7 +299,7 @@ class GroupSpec:
 
     @property
     def lead(self) -> TaskSpec:
-        """The task whose end decides the group's."""
+        """The task whose end decides the end of the group."""
         return next(task for task in self.tasks if task.lead)
 
 
@@ -312,12 +312,12 @@ class WorkflowSpec:
     resources: Mapping[str, ResourceSpec]
     pool: str | None = None
     file: str = ""
-    """The spec's file, as the person named it."""
+    """The spec's file, as the user named it."""
     rendered: str = ""
     """The document after its template was rendered; without the values of ``--set-env``."""
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     max_log: int | None = None
-    """Bytes of each attempt's output that are kept; ``None``: as many as the pool says."""
+    """The maximum size of each attempt's log in bytes; ``None``: that of the pool."""
     environment_names: tuple[str, ...] = ()
-    """Names of the variables that ``--set-env`` sets for every task; their values are secrets and never stand in a spec."""
+    """Names of the variables that ``--set-env`` sets for every task. Their values are secrets, which a spec never contains."""
     mark: Mark = Mark("")

@@ -18,14 +18,14 @@ _LONGEST = 64
 
 @dataclass(slots=True)
 class Namespace:
-    """The names given so far; ``Group_1`` and ``group-1`` are the same name, as in OSMO."""
+    """The names so far. As in OSMO, ``Group_1`` and ``group-1`` are the same name."""
 
     _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
 
     def take(self, name: str, view: View, *, made_from: str = "") -> None:
-        """Give a name to a task or group (a mapping with the key ``name``); finds names taken already or too long.
+        """Add the name of a task or group (a mapping with the key ``name``). Report duplicate and too long names.
 
-        ``made_from`` says what distflow made the name from, where nobody wrote it.
+        ``made_from`` describes the origin of a name that distflow made.
         """
         shown = f"`{name}`" + (f" (made from {made_from})" if made_from else "")
         where = view.key_mark("name")
@@ -36,30 +36,30 @@ class Namespace:
         key = name.lower().replace("_", "-")
         if key in self._taken:
             first, place = self._taken[key]
-            same = "the same name" if first == name else f"`{first}` (case, `-` and `_` do not tell names apart)"
-            hint = "tasks and groups share one namespace: give one of them another name"
-            view.add(f"the name {shown} is taken: line {place.line} has {same}", hint, key="name")
+            same = "the same name" if first == name else f"`{first}`, and names must differ in more than case, `-` and `_`"
+            hint = "rename one of them; tasks and groups share one namespace"
+            view.add(f"the name {shown} is already in use: line {place.line} has {same}", hint, key="name")
         else:
             self._taken[key] = (name, where)
 
 
 def lead_position(group: View, tasks: Sequence[View]) -> int | None:
-    """Return which of a group's tasks leads it; finds groups with none or several."""
+    """Return the position of the task that leads a group. Report groups without a lead or with several."""
     leads = [position for position, task in enumerate(tasks) if task.flag("lead")]
     if len(tasks) == 1:
         return 0
     if len(leads) == 1:
         return leads[0]
     names = listed(task.string("name") or "?" for task in tasks)
-    # A `lead` of a wrong type was found by the schema, and may be the one that is missing here.
+    # A `lead` of a wrong type is reported by the check against the schema, and may be the missing one.
     if not leads and tasks and not any(task.has("lead") and task.flag("lead") is None for task in tasks):
-        hint = f"add `lead: true` to one of {names}; its end decides the group's"
+        hint = f"add `lead: true` to one of {names}: the task whose end decides the end of the group"
         group.add(f"the group `{group.string('name')}` has no lead", hint, key="tasks")
     for position in leads[1:]:
         first = tasks[leads[0]]
-        already = f"`{first.string('name')}` (line {first.key_mark('lead').line}) is one"
-        message = f"the group `{group.string('name')}` has {len(leads)} leads: {already}"
-        tasks[position].add(message, "keep one `lead: true`", key="lead")
+        other = f"`{first.string('name')}` (line {first.key_mark('lead').line})"
+        message = f"the group `{group.string('name')}` has {len(leads)} leads; the first is {other}"
+        tasks[position].add(message, "keep `lead: true` in one task", key="lead")
     return None
 
 
@@ -69,7 +69,7 @@ MOST_LABELS = 16
 
 _WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _PREFIX = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
-_WORDS = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
+_FORMAT = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
 
 
 def is_label_key(key: str) -> bool:
@@ -78,14 +78,14 @@ def is_label_key(key: str) -> bool:
 
 
 def check_label(key: str, value: str) -> None:
-    """Raise ``ValueError`` unless this is a label."""
+    """Raise ``ValueError`` for an invalid label."""
     if not is_label_key(key):
-        raise ValueError(f"`{key}` is no key of a label: [prefix/]name of letters, digits, `-`, `_` and `.`")
+        raise ValueError(f"`{key}` is not a valid label key: write [prefix/]name with letters, digits, `-`, `_` and `.`")
     if not re.fullmatch(_WORD, value):
-        raise ValueError(f"`{value}` is no value of a label: {_WORDS}")
+        raise ValueError(f"`{value}` is not a valid label value: write {_FORMAT}")
 
 
 def check_tag(tag: str) -> None:
-    """Raise ``ValueError`` unless this is a tag."""
+    """Raise ``ValueError`` for an invalid tag."""
     if not re.fullmatch(_WORD, tag):
-        raise ValueError(f"`{tag}` is no tag: {_WORDS}")
+        raise ValueError(f"`{tag}` is not a valid tag: write {_FORMAT}")

@@ -23,7 +23,7 @@ from distflow.documents.schema import schema_text as _schema_text
 from distflow.documents.source import decode, read_text
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.spec.data import Graph, shared_directory, upstream_of
-from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, Retry, TaskSpec, Timeouts, TopologyRequest, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.references import with_references
 from distflow.spec.tasks import (
@@ -52,7 +52,7 @@ Check = Callable[[WorkflowSpec], Sequence[Problem]]
 
 
 def _no_check(_: WorkflowSpec) -> Sequence[Problem]:
-    """Find nothing."""
+    """Return no findings."""
     return ()
 
 
@@ -65,11 +65,11 @@ def load_spec(
     stdin_text: str | None = None,
     check: Check = _no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
-    """Return the spec in the file at ``path`` and its warnings; raises ``ProblemsFound`` with every finding when it is wrong.
+    """Return the spec in the file at ``path``, and its warnings. Raises ``ProblemsFound`` with all findings.
 
     For the path ``-`` the text is ``stdin_text``, and files are relative to the current directory. ``sets`` and
     ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names that ``--set-env``
-    sets; its values stay with the caller. ``check`` adds the findings of a higher floor, so that a person sees all at once.
+    sets, without their values. ``check`` adds the findings of a higher layer, so a user sees all of them at once.
     """
     if path == "-":
         text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown="-")
@@ -93,10 +93,10 @@ def load_spec_text(
     is_rendered: bool = False,
     check: Check = _no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
-    """Return the spec in ``text`` and its warnings, as ``load_spec`` does.
+    """Return the spec in ``text``, and its warnings, like ``load_spec``.
 
-    ``file`` is how findings name it, ``base_dir`` the directory that its ``localpath`` entries are relative to. A text that
-    ``is_rendered`` is no template any more.
+    ``file`` is its name in findings. Its ``localpath`` entries are relative to ``base_dir``. A text that ``is_rendered`` does
+    not contain a template.
     """
     bad_names = tuple(_bad_variables(environment_names))
     try:
@@ -107,7 +107,7 @@ def load_spec_text(
     problems = [*bad_names, *rendered.problems, *document.warnings, *_spec_problems(document)]
     if "default-values" in View(document, ()).keys:
         hint = "write `default-values:` without quotes and without spaces before it"
-        View(document, (), problems).add("`default-values` was not recognised as such", hint, key="default-values")
+        View(document, (), problems).add("`default-values` is ignored", hint, key="default-values")
     top = View(document, ("workflow",), problems)
     resources = _parse_resources(top)
     groups, found = with_references(_parse_groups(top, resources, base_dir), environment_names)
@@ -133,15 +133,15 @@ def load_spec_text(
 def _bad_variables(names: Sequence[str]) -> Iterator[Problem]:
     for name in names:
         if not _VARIABLE.fullmatch(name):
-            message = f"`{name}` cannot be the name of an environment variable"
+            message = f"`{name}` is not a valid name of an environment variable"
             yield Problem(
                 where=Mark("--set-env"), message=message, hint="use letters, digits and `_`, not beginning with a digit"
             )
 
 
 def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Path) -> tuple[GroupSpec, ...]:
-    """Return the groups; tasks that stand without a group get one each, named ``<task>-group``."""
-    # Groups with their tasks, in either of the two ways to write them.
+    """Return the groups. A task outside of a group gets its own group, named ``<task>-group``."""
+    # Groups with their tasks; `alone` are tasks that are written without a group.
     written = [(group, list(group.views("tasks"))) for group in top.views("groups")]
     alone = [] if written else list(top.views("tasks"))
     _check_names(written, alone)
@@ -152,7 +152,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     graph = Graph(
         [(name or tasks[0].string("name") or "", [(task, replica_names(task)) for task in tasks]) for name, tasks in named]
     )
-    homes = {
+    group_of = {
         replica: f"{task.string('name') or ''}-group" if name is None else name
         for name, tasks in named
         for task in tasks
@@ -173,7 +173,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 stop_on_missing_ranks=group.flag("stop_on_missing_ranks"),
                 timeouts=_parse_timeouts(group, timeouts),
                 retry=parse_retry(group, retry),
-                upstream=upstream_of(specs, homes),
+                upstream=upstream_of(specs, group_of),
                 framework=parse_framework(group),
                 strategy=parse_strategy_block(group),
                 elastic=parse_elastic(group),
@@ -184,7 +184,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     for position, task in enumerate(alone):
         if len(replica_names(task)) > 1:
             task.add(
-                "`replicas` needs a group: tasks of a group start and stop together",
+                "`replicas` needs a group, because replicas start and stop together",
                 "put the task into `groups: [{name: …, tasks: […]}]`",
                 key="replicas",
             )
@@ -196,7 +196,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 tasks=specs,
                 timeouts=timeouts,
                 retry=retry,
-                upstream=upstream_of(specs, homes),
+                upstream=upstream_of(specs, group_of),
                 mark=task.key_mark("name"),
             )
         )
@@ -204,7 +204,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
 
 
 def _with_shared(group: View, tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group with the directory that they share."""
+    """Return the tasks of a group, with the directory that they share."""
     shared = shared_directory(group)
     if shared is None:
         return tasks
@@ -212,7 +212,9 @@ def _with_shared(group: View, tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ..
         for one in task.checkpoints:
             if normpath(one.path.value) == normpath(shared.path.value):
                 hint = "remove one of them: `checkpoint` gives each task its own files, `shared` gives all tasks the same"
-                group.add(f"`{one.path.value}` is shared and also a checkpoint of `{task.name}`", hint, key="shared")
+                group.add(
+                    f"`{one.path.value}` is in `shared`, and also a checkpoint of the task `{task.name}`", hint, key="shared"
+                )
                 return tasks
     return tuple(replace(task, checkpoints=(*task.checkpoints, shared)) for task in tasks)
 
@@ -250,8 +252,8 @@ def _parse_members(
     found: list[TaskSpec] = []
     for position, task in enumerate(tasks):
         if task.flag("lead") and len(replica_names(task)) > 1:
-            hint = "remove `lead`: the first replica leads a group without other tasks; else make the lead a task of its own"
-            task.add("a task with `replicas` cannot be the lead: a group has exactly one", hint, key="lead")
+            hint = "write the lead as a separate task; in a group without other tasks the first replica leads, so remove `lead`"
+            task.add("a task with `replicas` cannot be the lead, because a group has exactly one", hint, key="lead")
         specs = parse_task(task, leads=position == lead, resources=resources, inputs=inputs[position], base_dir=base_dir)
         check_tokens(task, specs[0], tasks, everyone)
         found += specs
@@ -259,7 +261,7 @@ def _parse_members(
 
 
 def _parse_timeouts(owner: View, above: Timeouts) -> Timeouts:
-    """Return the bounds that hold; a group's own win over the workflow's, and zero means none."""
+    """Return the limits of a group, which override those of the workflow. Zero means no limit."""
     timeout = owner.view("timeout")
 
     def seconds(key: str, above_s: float | None) -> float | None:
@@ -293,16 +295,20 @@ def _parse_resource(entry: View, mark: Mark) -> ResourceSpec:
     )
 
 
-def _parse_topology(resource: View) -> tuple[Near, ...]:
-    found: list[Near] = []
+def _parse_topology(resource: View) -> tuple[TopologyRequest, ...]:
+    found: list[TopologyRequest] = []
     for entry in resource.views("topology"):
-        near = Near(
+        near = TopologyRequest(
             key=entry.string("key") or "",
             group=entry.string("group") or "default",
             required=entry.string("requirementType") != "preferred",
         )
         if any(other.key == near.key for other in found):
-            entry.add(f"the key `{near.key}` stands here twice", "a task belongs to one group of each key", key="key")
+            entry.add(
+                f"`topology` has the key `{near.key}` twice",
+                "keep one entry: a task belongs to one group for each key",
+                key="key",
+            )
         found.append(near)
     return tuple(found)
 
@@ -314,52 +320,52 @@ _FILE = "workflow.schema.json"
 
 
 def schema_text() -> str:
-    """Return the schema as it is published; ``distflow schema`` prints it."""
+    """Return the text of the published schema, which ``distflow schema`` prints."""
     return _schema_text(_PACKAGE, _FILE)
 
 
 def _spec_problems(document: Document) -> tuple[Problem, ...]:
-    """Return everything in which a rendered spec differs from the schema."""
+    """Return a problem for each difference between a rendered spec and the schema."""
     return schema_problems(document, load_schema(_PACKAGE, _FILE), _explain)
 
 
 def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return better words where the usual ones would leave a person alone."""
+    """Return a better message and hint for findings whose default message would not help."""
     if keyword == "oneOf":
         return _one_of(path, value, rule)
     if keyword == "type" and path and path[-1] in ("command", "args") and isinstance(value, str):
         hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
-        return f"`{path_text(path)}` must be a list of texts, not one text", hint
+        return f"`{path_text(path)}` must be a list of strings, not one string", hint
     if path[-1:] == ("exitActions",) and isinstance(value, str) and value.upper() == "RESTART":
-        return "`RESTART` is not an exit action", "write RESCHEDULE: the group is tried again, as often as its `retry` allows"
+        return "`RESTART` is not an exit action", "write `RESCHEDULE`: the group is retried as often as its `retry` allows"
     if path == ("version",):
-        return "`version` must be 2", "2 is the only version of the language; remove the line or write `version: 2`"
+        return "`version` must be 2", "write `version: 2`, or remove the line: 2 is the only version of the language"
     if keyword == "required" and not path and isinstance(value, Mapping) and {"tasks", "groups"} & set(value):
-        return "the document has no `workflow`", "indent `name`, `tasks` and so on below `workflow:`"
+        return "the document has no `workflow`", "indent `name`, `tasks` and all other keys below `workflow:`"
     return None
 
 
 def _one_of(path: KeyPath, value: Mapping[str, Any], rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Explain the two places that want one of two keys; an empty message where OSMO accepts what the schema does not."""
+    """Explain the mappings that need one of two keys. The message is empty for values that OSMO accepts."""
     one, other = (choice["required"][0] for choice in rule["oneOf"])
     name = path_text(path)
     if one == "contents":
         if one in value and other in value:
-            return f"`{name}` has both `contents` and `localpath`", "keep one: the text itself, or the file that holds it"
+            return f"`{name}` has both `contents` and `localpath`", "keep one: the text itself, or the path of a file"
         return (
             f"`{name}` has neither `contents` nor `localpath`",
-            "give the text itself (`contents: |`), or the file that holds it (`localpath:`)",
+            "write the text itself (`contents: |`), or the path of a file (`localpath:`)",
         )
     if value.get(one) and value.get(other):
         return (
             "`workflow` has both `tasks` and `groups`",
-            "keep `groups` and move the tasks into one of them: tasks of a group start and stop together",
+            "keep `groups`, and move the tasks into a group",
         )
     if one in value and other in value:
         return (
             ("", "")
             if value.get(one) or value.get(other)
-            else ("`workflow` has no tasks", "give it `tasks`, or `groups` with tasks")
+            else ("`workflow` has no tasks", "add `tasks`, or `groups` with tasks")
         )
     return (
         "`workflow` has neither `tasks` nor `groups`",

@@ -1,8 +1,8 @@
-"""``$(NAME)`` in ``command``, ``args`` and ``environment`` becomes the value of that variable, as Kubernetes does it for OSMO.
+"""Replace ``$(NAME)`` in ``command``, ``args`` and ``environment`` by the value of that variable, as Kubernetes does for OSMO.
 
-The variables are those of the task's ``environment``; in ``environment`` itself, those written above. An unknown name stays
-as text, so that a shell can still substitute a command: ``$(date)``. ``$$(NAME)`` stands for the text ``$(NAME)``. Kubernetes
-also makes ``$`` of every other ``$$``; here that stays, because it is the process id in a shell script.
+The variables are those of the task's ``environment``; in ``environment`` itself, those written above. An unknown name is not
+replaced, so a shell can still run a command: ``$(date)``. ``$$(NAME)`` becomes the text ``$(NAME)``. Kubernetes also replaces
+every other ``$$`` by ``$``. distflow does not, because ``$$`` is the process id in a shell script.
 
 Source: ``third_party/forked/golang/expansion`` of Kubernetes 1.30.
 """
@@ -39,8 +39,8 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 def with_references(groups: Sequence[GroupSpec], set_names: Sequence[str]) -> tuple[tuple[GroupSpec, ...], tuple[Problem, ...]]:
     """Return the groups with every reference replaced, and a finding for each reference to a secret.
 
-    ``set_names`` are the variables of ``--set-env``. Their values and those of credentials are secrets, which never stand in
-    a command.
+    ``set_names`` are the variables of ``--set-env``. Their values and those of credentials are secrets, which a command never
+    contains.
     """
     problems: list[Problem] = []
     found = []
@@ -72,7 +72,7 @@ def _expanded(task: TaskSpec, secret: Container[str]) -> TaskSpec:
 
 def _text(text: Text, variables: Mapping[str, str]) -> Text:
     value = expand(text.value, variables)
-    # A value of several lines shifts those below it: then only the beginning of the text has a place in the file.
+    # A value of several lines moves the lines below it, so only the beginning of the text has a known line.
     keeps_lines = value.count("\n") == text.value.count("\n")
     return text if value == text.value else Text(value, text.mark, text.lines if keeps_lines else ())
 
@@ -82,7 +82,7 @@ def _secret_references(task: TaskSpec, secret: Container[str]) -> list[Problem]:
         Problem(
             where=text.mark_at(match.start()),
             message=f"`$({match.group(2)})` cannot be replaced: the value of `{match.group(2)}` is a secret",
-            hint=f"let a shell read it where the task runs: `sh -c '... ${match.group(2)} ...'`",
+            hint=f"use a shell, which reads it on the node: `sh -c '... ${match.group(2)} ...'`",
         )
         for text in (*task.command, *task.args, *task.environment.values())
         for match in _REFERENCE.finditer(text.value)

@@ -38,7 +38,7 @@ _DEFAULT = "default"
 
 
 def replica_names(task: View) -> tuple[str, ...]:
-    """Return the names of the tasks that an entry stands for; more than its own name when it has ``replicas``."""
+    """Return the names of the tasks of an entry: one for each replica."""
     name, count = task.string("name") or "", _replicas(task)
     return (name,) if count is None else tuple(f"{name}-{number}" for number in range(count))
 
@@ -46,7 +46,7 @@ def replica_names(task: View) -> tuple[str, ...]:
 def parse_task(
     task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
 ) -> tuple[TaskSpec, ...]:
-    """Return the tasks that an entry stands for; with ``leads`` the first of them is the lead."""
+    """Return the tasks of an entry. With ``leads``, the first one is the lead."""
     _notice_task(task)
     _notice_variables(task)
     names = replica_names(task)
@@ -87,7 +87,7 @@ def _mounts(task: View) -> tuple[Text, ...]:
     for text in found:
         parts = text.value.split(":")
         if len(parts) > 2 or not all(part.startswith("/") for part in parts):
-            hint = "write a directory of the node, or two: `/data` or `/data:/mnt/data`"
+            hint = "write a directory of the node, or that and a directory of the container: `/data` or `/data:/mnt/data`"
             task.add(f"`{text.value}` is not a valid entry of `volumeMounts`", hint, where=text.mark_at(0))
     return found
 
@@ -111,7 +111,7 @@ def _resource(task: View, resources: Container[str]) -> str:
         known = resources if isinstance(resources, Mapping) else ()
         hint = f"add `resource:` with one of {', '.join(f'`{entry}`' for entry in known)}, or define a resource named `default`"
         task.add(
-            f"the task `{task.string('name')}` names no resource, and `workflow.resources` has no `default`", hint, key="name"
+            f"the task `{task.string('name')}` has no `resource`, and `workflow.resources` has no `default`", hint, key="name"
         )
     return name or _DEFAULT
 
@@ -122,7 +122,9 @@ def _ranks(task: View) -> Ranks | None:
     ranks = task.view("ranks")
     if ranks.has("offset") and len(replica_names(task)) > 1:
         ranks.add(
-            "`offset` cannot be given together with `replicas`", "remove it: the offsets of replicas are computed", key="offset"
+            "`offset` cannot be combined with `replicas`",
+            "remove `offset`: distflow computes the offsets of replicas",
+            key="offset",
         )
     return Ranks(
         offset=ranks.whole("offset"),
@@ -134,9 +136,9 @@ def _ranks(task: View) -> Ranks | None:
 
 
 def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: Container[str]) -> None:
-    """Find tokens that nothing will fill: misspelt ones, and hosts that are not in the task's group.
+    """Report tokens that cannot be replaced: misspelled ones, and hosts that are not in the task's group.
 
-    ``elsewhere`` holds the names of the tasks of all groups.
+    ``elsewhere`` has the names of the tasks of all groups.
     """
     hosts = {name: member.string("name") or "" for member in group for name in replica_names(member)}
     for text in _texts(spec):
@@ -148,33 +150,33 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: C
                 message, hint = _input_finding(token.argument, spec)
             elif token.name not in TOKEN_NAMES or token.argument is not None:
                 shown = token.name if token.argument is None else f"{token.name}:{token.argument}"
-                message = f"{{{{{shown}}}}} is not a token of distflow, and would stay as it is"
+                message = f"`{{{{{shown}}}}}` is not a token of distflow, so it would not be replaced"
                 near = did_you_mean(token.name, TOKEN_NAMES, what="tokens")
-                hint = f"{near}; text with braces of its own goes into a file sent with `localpath`"
+                hint = f"{near}; to send text with such braces, put it into a file and send that with `localpath`"
             if message:
                 severity = Severity.WARNING if _is_in_comment(text.value, token.offset) else Severity.ERROR
                 task.add(message, hint, where=text.mark_at(token.offset), severity=severity)
 
 
 def _is_in_comment(text: str, offset: int) -> bool:
-    """Return whether a `#` that begins a word stands before the offset, on its line: a comment for shells and Python."""
+    """Return whether the offset is in a comment of a shell or of Python: after a `#` that begins a word."""
     return re.search(r"(?:^|\s)#", text[text.rfind("\n", 0, offset) + 1 : offset]) is not None
 
 
 def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Container[str]) -> tuple[str, str]:
     if name is None:
-        return "{{host}} names no task", "write {{host:<task>}} with a task of the same group"
+        return "`{{host}}` has no task", "write `{{host:<task>}}` with a task of the same group"
     if name in hosts:
         return "", ""
-    said = f"{{{{host:{name}}}}} names no task of this group"
+    message = f"`{{{{host:{name}}}}}` does not name a task of this group"
     if name in hosts.values():
-        return f"{said}: `{name}` has replicas", f"name one of them, such as {{{{host:{name}-0}}}}"
+        return f"{message}: `{name}` has replicas", f"name one of them, such as `{{{{host:{name}-0}}}}`"
     if name in elsewhere:
         return (
-            f"{said}: `{name}` is in another group",
-            "groups do not run at the same time for certain; put both tasks into one group",
+            f"{message}: `{name}` is in another group",
+            "put both tasks into one group, because different groups may not run at the same time",
         )
-    return said, did_you_mean(name, hosts, what="tasks")
+    return message, did_you_mean(name, hosts, what="tasks")
 
 
 def _input_finding(argument: str | None, spec: TaskSpec) -> tuple[str, str]:
@@ -183,10 +185,10 @@ def _input_finding(argument: str | None, spec: TaskSpec) -> tuple[str, str]:
     known += [name for one in spec.earlier_inputs for name in (str(one.position), one.task)]
     if argument in known:
         return "", ""
-    said = f"{{{{input:{argument or 'N'}}}}}"
+    token = f"`{{{{input:{argument or 'N'}}}}}`"
     if not known:
-        return f"{said}: the task has no `inputs`", "add `inputs: [{task: …}]` or `inputs: [{url: …}]`"
-    return f"{said} names no input of this task", did_you_mean(argument or "", known, what="inputs")
+        return f"{token} cannot be replaced: the task has no `inputs`", "add `inputs: [{task: …}]` or `inputs: [{url: …}]`"
+    return f"{token} does not name an input of this task", did_you_mean(argument or "", known, what="inputs")
 
 
 def _texts(spec: TaskSpec) -> Iterator[Text]:
@@ -203,7 +205,7 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "downloadType": ("`downloadType` is ignored", ""),
         "cacheSize": ("`cacheSize` is ignored", ""),
-        "kpis": ("`kpis` is ignored: nothing is uploaded", "write them to a URL, with `outputs`"),
+        "kpis": ("`kpis` is ignored: nothing is uploaded", "upload them to a URL with `outputs`"),
     }
 )
 
@@ -216,7 +218,7 @@ def _notice_task(task: View) -> None:
 
 
 def _output_words(task: View) -> tuple[str, ...]:
-    """Describe where the task's output goes, for people."""
+    """Describe the destinations of the task's output."""
     words = []
     for entry in task.views("outputs"):
         for key, verb in (("url", "upload to"), ("dataset", "store as dataset"), ("update_dataset", "add to dataset")):
@@ -255,7 +257,7 @@ _TORCH_NCCL = (
 )  # fmt: skip
 _KNOWN = frozenset({*(f"NCCL_{name}" for name in _NCCL), *(f"TORCH_NCCL_{name}" for name in _TORCH_NCCL)})
 _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
-    {"NCCL_P2P_CONNECT_TIMEOUT": "there is none; write `init_process_group(timeout=…)` in the script"}
+    {"NCCL_P2P_CONNECT_TIMEOUT": "remove it, and write `init_process_group(timeout=…)` in the script"}
 )
 _NEAR = 0.88
 """Similarity from which a name counts as a misspelled known name, from 0 to 1."""
@@ -276,7 +278,7 @@ def _notice_variables(task: View) -> None:
 # -- launcher, framework, strategy, elastic ---------------------------------------------------------------------------
 
 _WITHOUT_RANKS = ("custom",)
-"""Frameworks that say nothing of how many processes a task starts."""
+"""Frameworks that do not define the number of processes of a task."""
 
 
 def parse_framework(group: View) -> Text | None:
@@ -285,7 +287,7 @@ def parse_framework(group: View) -> Text | None:
 
 
 def parse_strategy_block(group: View) -> StrategyBlock | None:
-    """Return the group's strategy as it is written, with the place of each of its keys."""
+    """Return the group's strategy as written, with the position of each of its keys."""
     path, document = (*group.path, "strategy"), group.document
     value = document.value_at(path)
     if not isinstance(value, dict):
@@ -296,7 +298,7 @@ def parse_strategy_block(group: View) -> StrategyBlock | None:
 
 
 def parse_elastic(group: View) -> Elastic | None:
-    """Return with how few of its tasks the group may run; ``None``: with all or none."""
+    """Return the smallest number of tasks that the group may run with; ``None`` if it needs all of them."""
     given = group.view("elastic")
     least = given.whole("min")
     if least is None:
@@ -307,7 +309,7 @@ def parse_elastic(group: View) -> Elastic | None:
 
 
 def _parse_launcher(owner: View) -> Launcher | None:
-    """Return the launcher of a group or a task; ``None`` when it names none."""
+    """Return the launcher of a group or a task; ``None`` if it has none."""
     if not owner.has("launcher"):
         return None
     mark = owner.key_mark("launcher")
@@ -317,22 +319,24 @@ def _parse_launcher(owner: View) -> Launcher | None:
     given = owner.view("launcher")
     kind, restarts = given.string("kind"), given.whole("max_restarts") or 0
     if restarts and kind == "command":
-        message = "`max_restarts` has no effect: `launcher: command` starts nothing"
-        given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
+        message = "`max_restarts` has no effect: `launcher: command` does not start ranks"
+        given.add(
+            message, "use `torchrun` or `spawn`; to restart the whole gang, use `exitActions` and `retry`", key="max_restarts"
+        )
     numa = given.flag("numa") or False
     if numa and kind in ("torchrun", "command"):
-        hint = "choose `kind: spawn`"
+        hint = "use `kind: spawn`"
         if kind == "torchrun":
-            hint += ", or start torchrun in the command, with its own `--numa-binding=node`"
-        given.add(f"`numa` has no effect with `{kind}`: it is a key of `spawn`", hint, key="numa")
+            hint += ", or run torchrun in the command, with its option `--numa-binding=node`"
+        given.add(f"`numa` has no effect with `{kind}`: only `spawn` supports it", hint, key="numa")
     return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group with their launchers, and with ranks where a launcher or a framework starts some.
+    """Return the tasks of a group with their launchers, and with ranks if a launcher or a framework starts them.
 
-    ``tasks`` are the entries of the spec, ``specs`` what they stand for (replicas are several). A task that does not say how
-    many ranks it has gets one for each GPU that it asks for, else one.
+    ``tasks`` are the entries of the spec, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
+    one rank for each requested GPU, else one.
     """
     framework = parse_framework(group) if group is not None else None
     general = _parse_launcher(group) if group is not None else None
@@ -354,16 +358,16 @@ def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -
 
 
 def _parse_exit_actions(task: View) -> ExitActions:
-    """Return a task's exit actions. OSMO takes the first of two that name the same code; here that is a finding."""
+    """Return a task's exit actions. If two name the same code, OSMO uses the first; here that is a finding."""
     entries = task.view("exitActions")
     found: dict[Action, tuple[str, Codes]] = {}
     for key in entries.keys:
         action = Action.__members__.get(key.upper())
         text = entries.string(key)
         if action is None or text is None:
-            continue  # the schema has said so
+            continue  # reported by the check against the schema
         if action in found:
-            entries.add(f"`{found[action][0]}` and `{key}` are the same action", "write their codes into one", key=key)
+            entries.add(f"`{found[action][0]}` and `{key}` are the same action", "write all codes into one of them", key=key)
             continue
         try:
             codes = parse_codes(text)
@@ -375,7 +379,7 @@ def _parse_exit_actions(task: View) -> ExitActions:
     for (first, first_codes), (second, second_codes) in combinations(found.values(), 2):
         code = overlap(first_codes, second_codes)
         if code is not None:
-            entries.add(f"exit code {code} stands in `{first}` and in `{second}`", "an exit code has one meaning", key=second)
+            entries.add(f"exit code {code} is in `{first}` and in `{second}`", "remove it from one of them", key=second)
     codes_of = {action: codes for action, (_, codes) in found.items()}
     return ExitActions(
         complete=codes_of.get(Action.COMPLETE, ()),
@@ -385,7 +389,7 @@ def _parse_exit_actions(task: View) -> ExitActions:
 
 
 def parse_retry(owner: View, above: Retry) -> Retry:
-    """Return how a group is tried again; what a group says wins over what the workflow says."""
+    """Return how a group is retried. The keys of a group override those of the workflow."""
     retry = owner.view("retry")
     limit, avoid_after = retry.whole("limit"), retry.whole("avoid_after")
     given_s, longest_s = retry.parsed("backoff", parse_duration), retry.parsed("max_backoff", parse_duration)
@@ -393,7 +397,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
     if longest_s is not None and longest_s < backoff_s:
         retry.add(
             f"`max_backoff` ({longest_s:g} s) is shorter than `backoff` ({backoff_s:g} s)",
-            "the wait begins with `backoff` and doubles up to `max_backoff`",
+            "write at least the value of `backoff`: waits begin with it, and double up to `max_backoff`",
             key="max_backoff",
         )
     return Retry(
@@ -405,7 +409,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
 
 
 def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Problem, ...]:
-    """Return a warning for each RESCHEDULE that will have no effect; ``worlds`` names the groups that share one."""
+    """Return a warning for each RESCHEDULE without effect. ``worlds`` has the names of groups whose tasks share a world."""
     found = []
     for group in spec.groups:
         ignores = group.ignore_nonlead_status if group.ignore_nonlead_status is not None else group.name not in worlds
@@ -414,11 +418,11 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
                 continue
             message = hint = ""
             if group.retry.limit == 0:
-                message, hint = "`retry` sets the limit 0", "raise it, or remove it: then the limit is 10"
+                message, hint = "`retry` has the limit 0", "raise the limit, or remove it for the default of 10"
             elif ignores and not task.lead:
-                message = f"the group goes on without `{task.written_name}`, as only its lead counts"
-                hint = "set `ignoreNonleadStatus: false`: then the whole group is tried again"
+                message = f"the group continues without `{task.written_name}`, because only its lead decides its end"
+                hint = "set `ignoreNonleadStatus: false` to retry the whole group"
             if message:
-                words = f"RESCHEDULE of `{task.written_name}` has no effect: {message}"
-                found.append(Problem(where=task.mark, severity=Severity.WARNING, message=words, hint=hint))
+                message = f"RESCHEDULE of `{task.written_name}` has no effect: {message}"
+                found.append(Problem(where=task.mark, severity=Severity.WARNING, message=message, hint=hint))
     return tuple(found)

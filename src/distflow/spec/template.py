@@ -1,9 +1,9 @@
-"""A spec's text through its template, with the line of the file known for every line that comes out.
+"""Render the template of a spec, and find the line in the file for each rendered line.
 
-OSMO's order: ``default-values`` is cut out of the raw text (it stands at column 0 and is not rendered itself), variables are
-the defaults, then ``--set``, then ``--set-string``, later ones winning; tokens such as ``{{output}}`` go through untouched;
-comments above the first section are not rendered; the rest is Jinja in a sandbox. Files named by ``localpath`` are never
-rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
+The order is OSMO's. ``default-values``, which begins at column 0, is removed from the text and is not rendered itself.
+Variables are the defaults, then ``--set``, then ``--set-string``; later ones override earlier ones. Tokens such as
+``{{output}}`` remain unchanged. Comments above the first section are not rendered. All else is rendered by Jinja in a sandbox.
+Files of ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Rendered", "render", "split_defaults"]
 
 _DEFAULTS = re.compile(r"default-values[ \t]*:")
 _NEXT_PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]*[ \t]*:|\{[%{#]|---|\.\.\.")
-"""What may follow ``default-values`` at column 0."""
+"""The beginnings of lines at column 0 that end ``default-values``."""
 _IS_TEMPLATE = re.compile(r"\{[{%#]")
 _HEADER = re.compile(r"(?:(?:[ \t]*#.*|[ \t]*|---[ \t]*)\n)*")
 """Comments, blank lines and the start of the document above the first section."""
@@ -32,11 +32,11 @@ _DEFINES = re.compile(r"\{%[-+]?\s*(?:set|macro|import|from|block|call|filter)\b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A text after its template."""
+    """A rendered text."""
 
     text: str
     line_map: tuple[int, ...] = ()
-    """For each line of ``text`` its line in the file; empty when they are the same."""
+    """The line in the file for each line of ``text``; empty if they are equal."""
     problems: tuple[Problem, ...] = ()
     """Warnings only."""
 
@@ -49,10 +49,10 @@ def render(
     set_strings: Sequence[tuple[str, str]] = (),
     limit_s: float = 5.0,
 ) -> Rendered:
-    """Return ``text`` rendered; raises ``ProblemsFound``.
+    """Render ``text``. Raises ``ProblemsFound``.
 
-    Values of ``sets`` are YAML scalars (``--set flag=false`` is a boolean), those of ``set_strings`` texts. ``limit_s``
-    bounds the time.
+    Values of ``sets`` are YAML scalars (``--set flag=false`` is a Boolean), those of ``set_strings`` are strings. ``limit_s``
+    is the maximum time in seconds.
     """
     body, defaults_text = split_defaults(text, file)
     defaults, problems = _defaults(defaults_text, file)
@@ -89,10 +89,9 @@ def render(
 
 
 def _without_header(body: str) -> str:
-    """Return the text with blank lines for comments above the first section that hold template syntax.
+    """Replace comments above the first section by blank lines if they contain template syntax.
 
-    OSMO renders nothing above the first section. What stands there is rendered all the same when it is more than comments, or
-    defines something.
+    OSMO renders nothing above the first section. Here, statements and definitions above it are rendered.
     """
     found = _HEADER.match(body)
     header = found.group() if found else ""
@@ -102,14 +101,14 @@ def _without_header(body: str) -> str:
 
 
 def split_defaults(text: str, file: str) -> tuple[str, str]:
-    """Return the text without its ``default-values``, and those alone; blank lines keep the line numbers of both."""
+    """Return the text without its ``default-values``, and these alone. Blank lines preserve the line numbers of both."""
     body, defaults = [], []
     inside, begun = False, 0
     for number, line in enumerate(text.split("\n"), start=1):
         if _DEFAULTS.match(line):
             if begun:
-                message = "the key `default-values` stands here twice"
-                hint = f"it was given in line {begun} already; keep one of them"
+                message = "the key `default-values` is given twice"
+                hint = f"it is also in line {begun}; keep one of them"
                 raise ProblemsFound([Problem(where=Mark(file, number, 1), message=message, hint=hint, path="default-values")])
             inside, begun = True, number
         elif inside and _NEXT_PART.match(line):
@@ -136,11 +135,11 @@ def _check_name(document: Document, name: str) -> list[Problem]:
     path = f"default-values.{name}"
     where = document.key_mark_at(("default-values", name))
     if not name.isidentifier():
-        message = f"no template can name the variable `{name}`, so it has no effect"
+        message = f"the variable `{name}` has no effect: a template cannot use a variable of this name"
         hint = f"rename it to `{re.sub('[^A-Za-z0-9_]', '_', name)}`"
     elif name in PLAIN_TOKENS:
-        message = f"the variable `{name}` has no effect: {{{{{name}}}}} is a token that distflow fills when the task starts"
-        hint = "give the variable another name"
+        message = f"the variable `{name}` has no effect: {{{{{name}}}}} is a token that distflow replaces when the task starts"
+        hint = "rename the variable"
     else:
         return []
     return [Problem(where=where, message=message, hint=hint, path=path, severity=Severity.WARNING)]
@@ -149,12 +148,12 @@ def _check_name(document: Document, name: str) -> list[Problem]:
 def _check_options(
     options: Mapping[str, str], defaults: Mapping[str, Any], used: frozenset[str], problems: Sequence[Problem]
 ) -> None:
-    """Raise for options that would change nothing: OSMO drops them silently, and a typing error costs a run."""
+    """Raise for options without effect. OSMO ignores them silently, so a typing error could cost a run."""
     found = []
     for name, option in options.items():
         if name in PLAIN_TOKENS:
-            message = f"`{name}` cannot be set: {{{{{name}}}}} is a token that distflow fills when the task starts"
-            found.append(Problem(where=Mark(option), message=message, hint="give the variable another name"))
+            message = f"`{name}` cannot be set: {{{{{name}}}}} is a token that distflow replaces when the task starts"
+            found.append(Problem(where=Mark(option), message=message, hint="rename the variable"))
         elif name not in defaults and name not in used:
             known = {*defaults, *used} - {*TOKEN_NAMES} | {*defaults}
             hint = (

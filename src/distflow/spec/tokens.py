@@ -1,7 +1,6 @@
 """The tokens of a spec: ``{{output}}``, ``{{host:master}}`` and the rank tokens, which the template leaves alone.
 
-They look like template variables, but their values are known only when nodes are, so rendering must carry them through
-unharmed.
+They look like template variables, but their values are known only after placement, so rendering must not change them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 __all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "Token", "choose_fence", "find_tokens"]
 
 PLAIN_TOKENS = ("uuid", "workflow_id", "output")
-"""Always tokens, also when a variable has that name (as in OSMO)."""
+"""Names that are always tokens, even if a variable has the same name (as in OSMO)."""
 RANK_TOKENS = ("rank_offset", "rank_size", "world_size", "node_rank", "num_nodes", "master_addr", "master_port")
-"""distflow's own; a template variable of that name wins, so that OSMO's specs keep their meaning."""
+"""distflow's own tokens. A template variable of the same name has priority, so OSMO's specs keep their meaning."""
 TOKEN_NAMES = (*PLAIN_TOKENS, *RANK_TOKENS, "host", "input")
 
-# No quotes in the argument: in {{ '{{host:w-' ~ i ~ '}}' }} the inner braces are text of the template's own string.
+# No quotes in the argument: in {{ '{{host:w-' ~ i ~ '}}' }} the inner braces belong to a string of the template.
 _ARGUMENT = r"[^{}'\"\n]+?"
 _OSMO = re.compile(r"\{\{[ \t]*(" + "|".join(PLAIN_TOKENS) + r"|(?:input|host)[ \t]*:[ \t]*" + _ARGUMENT + r")[ \t]*\}\}")
 _ANY = re.compile(r"\{\{[ \t]*([A-Za-z_][A-Za-z0-9_]*)(?:[ \t]*:[ \t]*(" + _ARGUMENT + r"))?[ \t]*\}\}")
@@ -36,22 +35,22 @@ class Token:
 
 
 def find_tokens(text: str) -> Iterable[Token]:
-    """Yield what looks like a token in a rendered string."""
+    """Yield the tokens in a rendered string, and everything else that has their form."""
     return (Token(match.group(1), match.group(2), match.start()) for match in _ANY.finditer(text))
 
 
 def choose_fence(*texts: str) -> tuple[str, str]:
-    """Return two characters for private use that occur in none of the texts."""
+    """Return two private-use characters that none of the texts contains."""
     used = {char for text in texts if not text.isascii() for char in text if char >= chr(_PRIVATE.start)}
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     return next(free), next(free)
 
 
 class Shield:
-    """Takes tokens out of a text and puts them back."""
+    """Replaces tokens in a text by marks, and restores them."""
 
     def __init__(self, fence: tuple[str, str]) -> None:
-        """Mark the places with the two characters of ``fence``, which must not occur in any text."""
+        """Use the two characters of ``fence`` for marks. No text may contain them."""
         self._fence = fence
         self._tokens: list[str] = []
         self._marked = re.compile(f"{fence[0]}t([0-9]+){fence[1]}")

@@ -35,7 +35,7 @@ def test_without_tags_there_is_a_sentence(screen: Screen) -> None:
     [
         (["-a", "good"], "no workflow is named"),
         (["-w", "digits-1"], "nothing is said to do"),
-        (["-w", "digits-1", "-a", "a,b"], "`a,b` is no tag"),
+        (["-w", "digits-1", "-a", "a,b"], "`a,b` is not a valid tag"),
         (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow 'digits-9'"),
     ],
 )

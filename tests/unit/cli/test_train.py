@@ -51,7 +51,7 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("params", "memory", "message"),
-    [("7x", "80Gi", "`7x` is no number of parameters"), ("7b", "80Xi", "Xi"), ("7b", "lots", "lots")],
+    [("7x", "80Gi", "`7x` is not a number of parameters"), ("7b", "80Xi", "Xi"), ("7b", "lots", "lots")],
 )
 def test_wrong_numbers_are_told(params: str, memory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "advise", "--params", params, "--gpus", "2", "--gpu-memory", memory]) == 2

@@ -27,7 +27,7 @@ def test_a_text_loses_its_byte_order_mark_and_its_carriage_returns(tmp_path: Pat
 
 
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
-    assert f"{tmp_path}/no.yaml: error: there is no such file" in refusal(tmp_path / "no.yaml")
+    assert f"{tmp_path}/no.yaml: error: the file does not exist" in refusal(tmp_path / "no.yaml")
 
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_socket_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s")
-        assert "error: cannot be read" in refusal("s")
+        assert "error: the file cannot be read" in refusal("s")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -70,7 +70,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(tmp_path: Path) ->
     path = tmp_path / "big.yaml"
     with path.open("wb") as sparse:
         sparse.truncate(100 << 20)
-    assert "this file is too large: 100 MiB, and at most 4 MiB are read" in refusal(path)
+    assert "the file is too large: 100 MiB, and the maximum is 4 MiB" in refusal(path)
 
 
 def test_a_file_that_lies_about_its_size_is_bounded_too() -> None:
@@ -88,7 +88,7 @@ def test_binary_data_names_the_line(tmp_path: Path) -> None:
 def test_other_encodings_name_the_line_and_the_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes("a: 1\nb: é\n".encode("latin-1"))
-    assert f"{path}:2: error: this is not UTF-8: byte 0xe9 at offset 8" in refusal(path)
+    assert f"{path}:2: error: the file is not UTF-8: byte 0xe9 at offset 8" in refusal(path)
 
 
 def test_standard_input_is_bounded_like_a_file() -> None:

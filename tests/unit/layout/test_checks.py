@@ -152,16 +152,16 @@ def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None
     options = "--nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR"
     for script in (f"torchrun {options} train.py", f'OPTIONS="{options}"; torchrun $OPTIONS train.py'):
         (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
-        assert "b: --node_rank=0 is a's already" in found.message
+        assert "b: --node_rank=0 is also that of a" in found.message
 
 
 @pytest.mark.parametrize(
     ("nnodes", "node_rank", "words"),
     [
         (2, 10**12, f"w: --node_rank {10**12} is too high"),
-        (10**12, 1, f"w says --nnodes {10**12}, but no task has node rank 2, 3, 4 and {10**12 - 5} more"),
-        (5, 1, "w says --nnodes 5, but no task has node rank 2, 3 and 4"),
-        (6, 1, "w says --nnodes 6, but no task has node rank 2, 3, 4 and 1 more"),
+        (10**12, 1, f"w has --nnodes {10**12}, but no task has node rank 2, 3, 4 and {10**12 - 5} more"),
+        (5, 1, "w has --nnodes 5, but no task has node rank 2, 3 and 4"),
+        (6, 1, "w has --nnodes 6, but no task has node rank 2, 3, 4 and 1 more"),
     ],
 )
 def test_numbers_of_nodes_may_be_anything(nnodes: int, node_rank: int, words: str) -> None:

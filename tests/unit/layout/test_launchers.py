@@ -23,14 +23,14 @@ def test_a_python_command_is_taken_apart(words: list[str], expected: PythonComma
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["bash", "-c", "python3 train.py"], "`bash` is no Python"),
-        (["pythonista", "train.py"], "`pythonista` is no Python"),
-        (["python3"], "names no script"),
-        (["python3", "-u"], "names no script"),
+        (["bash", "-c", "python3 train.py"], "`bash` is not a Python interpreter"),
+        (["pythonista", "train.py"], "`pythonista` is not a Python interpreter"),
+        (["python3"], "the command has no script"),
+        (["python3", "-u"], "the command has no script"),
         (["python3", "-c", "1"], "`-c`"),
         (["python3", "-m"], "-m"),
-        (["python3", "-X", "dev", "train.py"], "option -X"),
-        ([], "`` is no Python"),
+        (["python3", "-X", "dev", "train.py"], "option `-X`"),
+        ([], "`` is not a Python interpreter"),
     ],
 )
 def test_any_other_is_refused_with_the_reason(words: list[str], reason: str) -> None:

@@ -107,7 +107,7 @@ def test_numbers_of_parameters_are_read(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "b", "7x", "-1b", "nan", "inf", "0"])
 def test_other_numbers_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no number of parameters"):
+    with pytest.raises(ValueError, match="not a number of parameters"):
         parse_count(text)
 
 

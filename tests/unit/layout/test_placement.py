@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.layout.placement import Demand, Free, Placement, place, place_near
-from distflow.spec.model import Near
+from distflow.spec.model import TopologyRequest
 
 GPUS = st.integers(0, 4)
 
@@ -33,9 +33,9 @@ def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
     nodes = [Free(node="local", gpus=4)]
     demands = [demand("a", 2), demand("b", 2)]
     assert place(demands, nodes, shared=True) == Placement(nodes={"a": "local", "b": "local"})
-    assert reasons(place(demands, nodes, shared=False)) == {"b": ("local: taken by a of the same world",)}
+    assert reasons(place(demands, nodes, shared=False)) == {"b": ("local: used by a of the same world",)}
     third = [*demands, demand("c", 1)]
-    assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 asked beside a, b",)}
+    assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 requested, together with a, b",)}
 
 
 def test_what_is_not_known_is_not_counted() -> None:
@@ -56,10 +56,10 @@ def test_each_reason_is_given_in_words() -> None:
     assert reasons(place([asked], nodes, shared=False)) == {
         "a": (
             "n0: excluded by nodesExcluded",
-            "n1: platform a100, h100 asked",
-            "n2: 4 of 8 GPUs free, 8 asked",
-            "n3: 16 CPUs free, 32 asked",
-            "n4: 32Gi of 128Gi memory free, 64Gi asked",
+            "n1: platform a100, h100 requested",
+            "n2: 4 of 8 GPUs free, 8 requested",
+            "n3: 16 CPUs free, 32 requested",
+            "n4: 32Gi of 128Gi memory free, 64Gi requested",
         )
     }
     assert reasons(place([asked], [], shared=False)) == {"a": ("the pool has no nodes",)}
@@ -69,7 +69,9 @@ def test_labels_are_held_against_those_of_the_nodes() -> None:
     nodes = [Free(node="n0"), Free(node="n1", labels={"rack": "r2"}), Free(node="n2", labels={"rack": "r1"})]
     asked = Demand(task="a", labels={"rack": "r1"})
     assert place([asked], nodes, shared=False) == Placement(nodes={"a": "n2"})
-    assert reasons(place([asked], nodes[:2], shared=False)) == {"a": ("n0: no label rack, r1 asked", "n1: rack r2, r1 asked")}
+    assert reasons(place([asked], nodes[:2], shared=False)) == {
+        "a": ("n0: no label rack, r1 requested", "n1: rack r2, r1 requested")
+    }
 
 
 def test_nothing_to_place_is_placed() -> None:
@@ -127,14 +129,14 @@ def test_large_gangs_are_placed_in_no_time() -> None:
     assert found.nodes["last"] == "n0"
 
 
-RACK, ZONE = Near(key="rack"), Near(key="zone")
+RACK, ZONE = TopologyRequest(key="rack"), TopologyRequest(key="zone")
 
 
 def node(name: str, gpus: int = 8, **labels: str) -> Free:
     return Free(node=name, gpus=gpus, labels=labels)
 
 
-def gang(count: int, *near: Near, gpus: int = 8) -> list[Demand]:
+def gang(count: int, *near: TopologyRequest, gpus: int = 8) -> list[Demand]:
     return [Demand(task=f"t{number}", gpus=gpus, near=near, spread="train") for number in range(count)]
 
 
@@ -159,23 +161,23 @@ def test_what_is_required_is_never_given_up() -> None:
     left = place_near(gang(4, RACK), RACKS, shared=False)
     assert not isinstance(left, Placement)
     assert [one.task for one in left] == ["t3"]
-    assert "a1: rack r1, r2 asked" in left[0].reasons
+    assert "a1: rack r1, r2 requested" in left[0].reasons
 
 
 def test_what_is_preferred_is_given_up_where_there_is_no_room() -> None:
-    preferred = Near(key="rack", required=False)
+    preferred = TopologyRequest(key="rack", required=False)
     assert nodes_of(place_near(gang(3, preferred), RACKS, shared=False)) == ["b1", "b2", "b3"]
     assert len(nodes_of(place_near(gang(5, preferred), RACKS, shared=False))) == 5
 
 
 def test_the_last_preferred_is_given_up_first() -> None:
     nodes = [node("a", zone="z1", rack="r1"), node("b", zone="z2", rack="r2"), node("c", zone="z2", rack="r3")]
-    wishes = (Near(key="zone", required=False), Near(key="rack", required=False))
+    wishes = (TopologyRequest(key="zone", required=False), TopologyRequest(key="rack", required=False))
     assert nodes_of(place_near(gang(2, *wishes), nodes, shared=False)) == ["b", "c"]
 
 
 def test_groups_have_units_of_their_own() -> None:
-    left, right = Near(key="rack", group="left"), Near(key="rack", group="right")
+    left, right = TopologyRequest(key="rack", group="left"), TopologyRequest(key="rack", group="right")
     demands = [*gang(2, left), *(Demand(task=f"u{number}", gpus=8, near=(right,), spread="train") for number in range(3))]
     assert nodes_of(place_near(demands, RACKS, shared=False)) == ["a1", "a2", "b1", "b2", "b3"]
 
@@ -188,7 +190,7 @@ def test_tasks_without_a_wish_stand_anywhere() -> None:
 def test_a_label_that_no_node_has_is_named() -> None:
     left = place_near(gang(2, ZONE), RACKS, shared=False)
     assert not isinstance(left, Placement)
-    assert left[0].reasons == ("no node has the label `zone`, which its topology asks for",)
+    assert left[0].reasons == ("no node has the label `zone`, which its `topology` requests",)
 
 
 def test_a_pool_of_one_node_is_one_unit() -> None:
@@ -196,12 +198,16 @@ def test_a_pool_of_one_node_is_one_unit() -> None:
 
 
 MACHINES = st.tuples(st.sampled_from(["r1", "r2", ""]), st.sampled_from(["z1", "z2"]), st.integers(0, 8))
-WISHES = st.lists(st.sampled_from([RACK, ZONE, Near(key="rack", group="b")]), max_size=2, unique_by=lambda near: near.key)
+WISHES = st.lists(
+    st.sampled_from([RACK, ZONE, TopologyRequest(key="rack", group="b")]), max_size=2, unique_by=lambda near: near.key
+)
 
 
 @settings(max_examples=150)
 @given(st.lists(MACHINES, min_size=2, max_size=5), st.lists(WISHES, max_size=3))
-def test_a_placement_is_found_exactly_when_there_is_one(machines: list[tuple[str, str, int]], wishes: list[list[Near]]) -> None:
+def test_a_placement_is_found_exactly_when_there_is_one(
+    machines: list[tuple[str, str, int]], wishes: list[list[TopologyRequest]]
+) -> None:
     nodes = [
         node(f"n{number}", gpus, zone=zone, **({"rack": rack} if rack else {}))
         for number, (rack, zone, gpus) in enumerate(machines)

@@ -50,7 +50,7 @@ def test_what_is_ignored_is_told_once_and_only_where_it_is() -> None:
     assert container_notices(spec, (boxed,)) == ()
     found = [problem.as_text().partition("\n")[0] for problem in container_notices(spec, (boxed, plain))]
     assert found == [
-        "spec.yaml:6: warning: `image` is ignored: tasks run on the node's own python",
-        "spec.yaml:7: warning: `volumeMounts` is ignored: nothing is mounted at /b",
+        "spec.yaml:6: warning: `image` is ignored: tasks run on the node's own Python",
+        "spec.yaml:7: warning: `volumeMounts` is ignored: nothing is mounted at `/b`",
         "spec.yaml:9: warning: `privileged` is ignored: tasks run with the rights of the user on the node",
     ]

@@ -97,19 +97,19 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "gpu6:8 slots=8\ngpu7 slots=8 max_slots=2\ngpu8 gpu9\n@gpu1\ngpu10:\n[gpu1]\ngpu11 slots=1000000\ngpu12 slots\n"
     )
     for expected in (
-        "hosts:1: error: `slots=x`: the slots must be a whole number",
+        "hosts:1: error: `slots=x`: slots must be a whole number",
         "hosts:2: error: unknown word `slts=8`\n    did you mean `slots`?",
         "hosts:3: error: `fd00::1` is not a host\n    write an IPv6 address in brackets",
-        "hosts:4: error: `gpu[1-4]` is not a host\n    name every host on a line of its own",
-        "hosts:5: error: `gpu5,gpu6` is not a host\n    name every host on a line of its own",
+        "hosts:4: error: `gpu[1-4]` is not a host\n    write each host on a separate line",
+        "hosts:5: error: `gpu5,gpu6` is not a host\n    write each host on a separate line",
         "hosts:6: error: `-oProxyCommand=x` is not a host",
         "hosts:7: error: unknown word `8`\n    write `slots=8`",
         "hosts:8: error: `slots` is given twice in this line",
         "hosts:9: error: `slots` is given twice in this line",
         "hosts:10: error: max_slots=2 is less than slots=8",
-        "hosts:11: error: unknown word `gpu9`\n    one host on each line",
+        "hosts:11: error: unknown word `gpu9`\n    write one host on each line",
         "hosts:12: error: `@gpu1` is not a host",
-        "hosts:13: error: `gpu10:`: the slots must be a whole number",
+        "hosts:13: error: `gpu10:`: slots must be a whole number",
         "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
         "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
@@ -119,13 +119,15 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n"])
 def test_a_hostfile_without_hosts_is_a_finding(text: str) -> None:
-    assert refusal(text) == "hosts: error: the hostfile names no host\n    one host on each line, for example `gpu1 slots=8`"
+    assert (
+        refusal(text) == "hosts: error: the hostfile has no hosts\n    write one host on each line, for example `gpu1 slots=8`"
+    )
 
 
 def test_a_file_of_something_else_is_not_told_line_by_line() -> None:
     said = refusal("this is no hostfile\n" * 1000)
     assert said.count("error:") == 51
-    assert said.endswith("more findings from here on\n    is this a hostfile?")
+    assert said.endswith("more findings from here on\n    check that this file is a hostfile")
 
 
 @given(st.text(max_size=60))
@@ -140,9 +142,9 @@ def test_files_that_are_none_are_one_finding(tmp_path: Path) -> None:
         file.truncate(2 << 20)
     for name, words in (
         ("binary", "binary data .*\n.*name a hostfile"),
-        ("huge", "too large: 2 MiB, and at most 1 MiB are read\n    name the hostfile"),
-        ("", "a directory, not a file\n    name the hostfile itself$"),
-        ("none", "no such file"),
+        ("huge", "too large: 2 MiB, and the maximum is 1 MiB\n    name a hostfile"),
+        ("", "a directory, not a file\n    name a hostfile$"),
+        ("none", "does not exist"),
     ):
         with pytest.raises(ProblemsFound, match=words):
             load_hostfile(str(tmp_path / name))
@@ -183,11 +185,11 @@ def test_the_settings_of_a_pool_over_ssh_hold_for_a_hostfile(flags: dict[str, st
 
 def test_a_hostfile_for_a_pool_that_cannot_have_one_is_refused() -> None:
     hosts = [Host(host="gpu1")]
-    with pytest.raises(InputError, match="the pool 'here' is not\n"):
+    with pytest.raises(InputError, match="the pool `here` cannot use a hostfile"):
         choose_pool(lab(), given="here", hosts=hosts)
-    with pytest.raises(NotFound, match=r"there is no pool 'lba' in distflow\.yaml\nthere is: here, lab; `--pool hostfile`"):
+    with pytest.raises(NotFound, match=r"there is no pool `lba` in distflow\.yaml\nknown pools: here, lab; `--pool hostfile`"):
         choose_pool(lab(), wanted="lba", hosts=hosts)
-    with pytest.raises(NotFound, match=r"there is no pool 'hostfile' in distflow\.yaml\nthere is: here, lab$"):
+    with pytest.raises(NotFound, match=r"there is no pool `hostfile` in distflow\.yaml\nknown pools: here, lab$"):
         choose_pool(lab(), given="hostfile")
 
 
@@ -209,11 +211,11 @@ def test_the_findings_of_a_pools_hostfile_stand_beside_those_of_the_configuratio
         parse_configuration(text, str(file), root="/n", machine=MACHINE)
     said = str(caught.value)
     for expected in (
-        f"{file}:3: error: `nodes` and `hostfile` both name the machines of this pool",
-        f"{tmp_path}/hosts:1: error: `slots=x`: the slots must be a whole number",
-        f"{file}:4: error: `hostfile` names machines to reach over SSH",
-        f"{tmp_path}/none: error: there is no such file",
+        f"{file}:3: error: the pool has both `nodes` and `hostfile`",
+        f"{tmp_path}/hosts:1: error: `slots=x`: slots must be a whole number",
+        f"{file}:4: error: `hostfile` needs `backend: ssh`",
+        f"{tmp_path}/none: error: the file does not exist",
         f"{file}:6: error: a pool with `backend: ssh` needs `nodes` or a `hostfile`",
-        f"{file}:7: error: `pools.e.hostfile` must be a text",
+        f"{file}:7: error: `pools.e.hostfile` must be a string",
     ):
         assert expected in said

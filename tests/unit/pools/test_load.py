@@ -131,7 +131,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_another_user_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     give_away(Path(path), monkeypatch)
-    with pytest.raises(InputError, match=r"is not read: it belongs to the user") as caught:
+    with pytest.raises(InputError, match=r"is not used: it belongs to the user") as caught:
         load_configuration(tmp_path, environ(tmp_path), MACHINE)
     assert f"DISTFLOW_CONFIG={path}" in caught.value.hint
     assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=path), MACHINE).file == path
@@ -188,7 +188,7 @@ def test_a_repository_of_another_user_is_not_a_boundary(tmp_path: Path, monkeypa
 
 
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(ProblemsFound, match=r"/no\.yaml: error: there is no such file"):
+    with pytest.raises(ProblemsFound, match=r"/no\.yaml: error: the file does not exist"):
         load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG="/no.yaml"), MACHINE)
     named = written(tmp_path / "x", "other.yaml")
     assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=named), MACHINE).file == named
@@ -253,8 +253,8 @@ def test_other_backends_are_for_later(backend: str) -> None:
         f"pools:\n  lab:\n    backend: {backend}\n    nodes: [gpu1, {{name: gpu2, port: 22, user: me, identity_file: ~/k}}]\n"
     )
     assert said == (
-        f"distflow.yaml:3: error: not supported yet in this version: `backend: {backend}`\n"
-        "    use `backend: local` or `backend: ssh`, or leave this pool out"
+        f"distflow.yaml:3: error: this version does not support `backend: {backend}`\n"
+        "    use `backend: local` or `backend: ssh`, or remove this pool"
     )
 
 
@@ -307,13 +307,13 @@ pools:
         "distflow.yaml:7: error: `pools.a.stop_grace`: `5x` is not a duration",
         "distflow.yaml:8: error: unknown key `gpu` in `pools.a.defaults`\n    did you mean `gpus`?",
         "distflow.yaml:8: error: `pools.a.defaults.memory`: `lots` is not an amount",
-        "distflow.yaml:9: error: `3x` cannot be a name here",
+        "distflow.yaml:9: error: `3x` is not a valid name here",
         "distflow.yaml:12: error: unknown key `prt` in `pools.b.nodes[0]`\n    did you mean `port`?",
         "distflow.yaml:12: error: the node `x` is given twice",
         "distflow.yaml:12: error: `pools.b.nodes[2]` must be a name, or a mapping",
         "distflow.yaml:12: error: `pools.b.nodes[3].lease_dir` must be an absolute path",
-        "distflow.yaml:12: error: a pool with `backend: local` has one node",
-        "distflow.yaml:13: error: `-bad-` cannot be a name here",
+        "distflow.yaml:12: error: a pool with `backend: local` has 2 nodes",
+        "distflow.yaml:13: error: `-bad-` is not a valid name here",
         "distflow.yaml:13: error: `pools.-bad-` has no `backend`",
     ):
         assert expected in said
@@ -327,7 +327,7 @@ pools:
         ("pools: {}", "`pools` is empty"),
         ("pools: [a]", "`pools` must be a mapping of names"),
         ("pools:", "`pools` is empty"),
-        ("backend: local", "indent the pool below `pools:`"),
+        ("backend: local", "indent the keys of the pool below `pools:`"),
         ("pools: {a: local}", "`pools.a` must be a mapping with `backend`"),
         ("pools: {a: {backend: local, nodes: }}", "`pools.a.nodes` is empty"),
         ("pools: {a: {backend: local", "is missing"),

@@ -37,10 +37,10 @@ def test_what_there_is_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("entry", "message", "hint"),
     [
-        ("wandbb: {A: api_key}", "there is no credential `wandbb` on this machine", "did you mean `wandb`?"),
+        ("wandbb: {A: api_key}", "this machine has no credential `wandbb`", "did you mean `wandb`?"),
         ("wandb: {A: apikey}", "the credential `wandb` has no key `apikey`", "did you mean `api_key`?"),
-        ("store: /run/store", "the credential `store` cannot be given to a task", "its type is DATA"),
-        ("store: {A: access_key}", "the credential `store` cannot be given to a task", "its type is DATA"),
+        ("store: /run/store", "tasks cannot use the credential `store`", "its type is DATA"),
+        ("store: {A: access_key}", "tasks cannot use the credential `store`", "its type is DATA"),
     ],
 )
 def test_what_there_is_not_is_said_where_it_stands(entry: str, message: str, hint: str) -> None:
@@ -52,4 +52,4 @@ def test_what_there_is_not_is_said_where_it_stands(entry: str, message: str, hin
 def test_unknown_ones_can_be_warnings_where_none_are_known() -> None:
     (problem,) = check_credentials(spec_of("wandb: {A: api_key}"), {}, severity=Severity.WARNING)
     assert problem.severity is Severity.WARNING
-    assert problem.hint == "set it: distflow credential set wandb --payload-file KEY=FILE"
+    assert problem.hint == "set it: `distflow credential set wandb --payload-file KEY=FILE`"

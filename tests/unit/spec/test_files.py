@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_an_error_and_leaves_nothing(folder: Path, is_direc
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(StateError, match=r"cannot copy .*what to .*blobs: File too large"):
+        with pytest.raises(StateError, match=r"cannot copy .*what` to .*blobs`: File too large"):
             bundle(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -195,7 +195,7 @@ def test_a_file_may_be_put_into_a_directory_that_is_sent(tmp_path: Path) -> None
 
 
 def test_a_file_and_what_lies_inside_it_clash_in_either_order() -> None:
-    with pytest.raises(ProblemsFound, match="`d/x` lies inside `d`, which is a file"):
+    with pytest.raises(ProblemsFound, match="`d/x` is inside `d`, which is a file"):
         only_task("files: [{path: d/x, contents: y}, {path: d, contents: y}]")
 
 
@@ -236,7 +236,7 @@ def test_warnings_are_told_beside_errors() -> None:
 def test_names_of_secrets_are_kept_and_checked() -> None:
     text = "workflow: {name: j, tasks: [{name: a, command: [x]}]}"
     assert load_spec_text(text, "f", Path("/"), environment_names=["A", "B", "A"])[0].environment_names == ("A", "B")
-    with pytest.raises(ProblemsFound, match=r"--set-env: error: `3x` cannot be the name"):
+    with pytest.raises(ProblemsFound, match=r"--set-env: error: `3x` is not a valid name"):
         load_spec_text(text, "f", Path("/"), environment_names=["3x"])
 
 

@@ -47,10 +47,10 @@ def test_a_reschedule_without_effect_is_told_once_per_entry() -> None:
     helper, one = unused_reschedules(load(), ())
     assert helper.as_text() == (
         "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect:"
-        " the group goes on without `helper`, as only its lead counts\n"
-        "    set `ignoreNonleadStatus: false`: then the whole group is tried again"
+        " the group continues without `helper`, because only its lead decides its end\n"
+        "    set `ignoreNonleadStatus: false` to retry the whole group"
     )
-    assert one.as_text().startswith("spec.yaml:13: warning: RESCHEDULE of `one` has no effect: `retry` sets the limit 0\n")
+    assert one.as_text().startswith("spec.yaml:13: warning: RESCHEDULE of `one` has no effect: `retry` has the limit 0\n")
 
 
 def test_in_one_world_every_task_counts() -> None:

@@ -450,7 +450,7 @@ def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
     )  # fmt: skip
     driver.settle()
     assert len(driver.backend.starts) == 1
-    assert "3 of 8 CPUs free, 5 asked" in driver.group("u2").message
+    assert "3 of 8 CPUs free, 5 requested" in driver.group("u2").message
     driver.run()
     assert len(driver.backend.starts) == 2
 

@@ -97,7 +97,7 @@ def test_a_node_that_failed_too_often_is_waited_around_while_others_could_do() -
     assert waits.group().state is State.SCHEDULING
     assert (
         waits.group().message
-        == "Waiting for nodes: no room for t0: n2: 0 of 8 GPUs free, 8 asked; avoided, as attempts failed there: n1"
+        == "Waiting for nodes: no room for t0: n2: 0 of 8 GPUs free, 8 requested; avoided, as attempts failed there: n1"
     )
     waits.advance(20.0)
     assert [task.node for task in waits.group().tasks] == ["n2"]

@@ -53,7 +53,7 @@ def test_a_message_names_few_nodes_of_many() -> None:
     assert words.endswith("and 60 more")
     small = [replace(_view(number, up=True), gpus=4) for number in range(64)]
     (words,) = _asked(64, small).failures.values()
-    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 4 of 4 GPUs free, 8 asked, ")
+    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 4 of 4 GPUs free, 8 requested, ")
     assert words.endswith("and 60 more")
 
 
@@ -63,7 +63,7 @@ def test_a_gang_that_the_pool_can_never_hold_fails_with_both_numbers(configured:
     leases = _asked(2, views)
     assert leases.commands == []
     (words,) = leases.failures.values()
-    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 0 of 0 GPUs free, 8 asked")
+    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 0 of 0 GPUs free, 8 requested")
     assert ("(the configuration says 8 GPUs, the node reports 0)" in words) is (configured == 8)
     # A node that nobody has reached yet may have them.
     leases = _asked(1, [views[0], _view(1, error="no route")])
@@ -85,12 +85,12 @@ TOO_LITTLE = "(the configuration says 200 GiB of memory, the node reports 62 GiB
         (
             {"cpus": 5},
             {"cpus": 8},
-            "no room for t0: n0: 4 of 4 CPUs free, 5 asked (the configuration says 8 CPUs, the node reports 4)",
+            "no room for t0: n0: 4 of 4 CPUs free, 5 requested (the configuration says 8 CPUs, the node reports 4)",
         ),
         (
             {"memory": 100 * GIB},
             {"memory": 200 * GIB},
-            f"no room for t0: n0: 62Gi of 62Gi memory free, 100Gi asked {TOO_LITTLE}",
+            f"no room for t0: n0: 62Gi of 62Gi memory free, 100Gi requested {TOO_LITTLE}",
         ),
         ({"cpus": 4}, {"cpus": 8}, ""),
         ({"cpus": 5}, {"cpus": 8, "check_capacity": False}, ""),
@@ -119,13 +119,13 @@ def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
     leases = next_leases(world, [share_of(waiting)], 0.0)
     assert leases.failures == {}
     (words,) = leases.messages.values()
-    assert "7 of 7 GPUs free, 8 asked (the configuration says 8 GPUs, the node reports 7)" in words
+    assert "7 of 7 GPUs free, 8 requested (the configuration says 8 GPUs, the node reports 7)" in words
 
 
 def test_entries_that_are_one_machine_count_once() -> None:
     views = [_reported(number, configured=8, gpus=8, machine="one") for number in range(2)]
     (words,) = _asked(2, views).failures.values()
-    assert "n1: 0 of 0 GPUs free, 8 asked (the same machine as n0, or it shares its lease_dir)" in words
+    assert "n1: 0 of 0 GPUs free, 8 requested (the same machine as n0, or it shares its lease_dir)" in words
     # While a gang holds its GPUs, the next one waits, instead of asking for them under the other name.
     (command,) = _asked(1, views).commands
     assert command.request is not None

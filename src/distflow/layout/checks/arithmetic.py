@@ -128,15 +128,15 @@ def _suspects(rows: Sequence[Row]) -> set[int]:
     """
     if any(row.offset is None for row in rows):
         return set(range(len(rows)))
-    said = Counter(row.world_size for row in rows)
-    usual = said.most_common(1)[0][0]
+    stated = Counter(row.world_size for row in rows)
+    usual = stated.most_common(1)[0][0]
     parts = segments(rows, usual)
     gaps = gaps_of(parts)
     edges = {edge for gap in gaps for edge in (gap.start, gap.stop)}
     found = {index for part in overlaps_of(parts) for index in part.rows}
     last = max(stop for _, stop in filled(rows))
     for index, (start, stop) in enumerate(filled(rows)):
-        odd = rows[index].world_size != usual or said[usual] * 2 <= len(rows)
+        odd = rows[index].world_size != usual or stated[usual] * 2 <= len(rows)
         if odd or start in edges or stop in edges or stop == last or start < 0 or start == stop:
             found.add(index)
     return found
@@ -163,8 +163,8 @@ def _allowed(row: Row, key: str, value: int) -> bool:
 
 def _others_agree(rows: Sequence[Row], index: int, key: str) -> bool:
     """Return whether the world sizes that this edit does not change are one number; otherwise the edit cannot suffice."""
-    said = {row.world_size for at, row in enumerate(rows) if not (key == "world_size" and at == index)}
-    return len(said - {None}) <= 1
+    stated = {row.world_size for at, row in enumerate(rows) if not (key == "world_size" and at == index)}
+    return len(stated - {None}) <= 1
 
 
 def _world_sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
@@ -189,7 +189,7 @@ def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
     intervals = filled(rows)
     begin = intervals[index][0]
     yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])
-    said = {row.world_size for row in rows} - {None}
-    for world_size in said:
+    stated = {row.world_size for row in rows} - {None}
+    for world_size in stated:
         if world_size is not None:
             yield world_size - sum(row.size for at, row in enumerate(rows) if at != index)

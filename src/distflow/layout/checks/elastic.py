@@ -17,7 +17,7 @@ from distflow.layout.ranks import TaskRanks, World
 from distflow.spec.model import Elastic, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import find_tokens
 
-__all__ = ["smaller_worlds", "staying"]
+__all__ = ["remaining_tasks", "smaller_worlds"]
 
 _MOST_SIZES = 32
 """The maximum number of smaller sizes, because each size is a plan of its own."""
@@ -35,19 +35,21 @@ def smaller_worlds(
     elastic = group.elastic
     if elastic is None:
         return (), []
-    problems = _bounds(elastic, world)
+    problems = _limit_problems(elastic, world)
     if problems or world is None:
         return (), problems
     uncertain = {item.task for item in world.tasks[elastic.least :]}
-    problems = [*_named(group, uncertain), *_taken(spec, group, uncertain, world.tasks[: elastic.least])]
+    problems = [*_host_problems(group, uncertain), *_output_problems(spec, group, uncertain, world.tasks[: elastic.least])]
     found: list[World] = []
     for size in reversed(range(elastic.least, len(world.tasks))):
-        smaller = replace(group, tasks=staying(group, world, size))
+        smaller = replace(group, tasks=remaining_tasks(group, world, size))
         one, wrong = check(smaller)
         if errors_of(wrong):
             first = errors_of(wrong)[0]
-            message = f"with {size} of its {len(world.tasks)} tasks, as `elastic` allows, {group.name} has no right ranks: "
-            hint = "what follows from the number of tasks must be left to distflow, or be a token such as {{world_size}}"
+            message = (
+                f"the ranks of {group.name} are wrong with {size} of its {len(world.tasks)} tasks, which `elastic` allows: "
+            )
+            hint = "replace values that depend on the number of tasks by tokens such as {{world_size}}, or remove them"
             problems.append(Problem(where=first.where, message=message + first.message, hint=hint))
             break
         if one is not None:
@@ -55,27 +57,27 @@ def smaller_worlds(
     return tuple(found), problems
 
 
-def staying(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec, ...]:
+def remaining_tasks(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec, ...]:
     """Return the tasks of a group that runs with ``size`` tasks of its world: those, and all helpers, which hold no ranks."""
     left_out = {item.task for item in world.tasks[size:]}
     return tuple(task for task in group.tasks if task.name not in left_out)
 
 
-def _bounds(elastic: Elastic, world: World | None) -> list[Problem]:
+def _limit_problems(elastic: Elastic, world: World | None) -> list[Problem]:
     if world is None:
-        message, hint = "`elastic` needs a world, and no task of the group has ranks", "give its tasks `ranks: {size: N}`"
+        message, hint = "`elastic` needs ranks, and no task of the group has any", "add `ranks: {size: N}` to its tasks"
     elif not 1 <= elastic.least < len(world.tasks):
-        message = f"`elastic.min` is {elastic.least}, and the world has {len(world.tasks)} task" + "s" * (len(world.tasks) > 1)
+        message = f"`elastic.min` is {elastic.least}, but the world has {len(world.tasks)} task" + "s" * (len(world.tasks) > 1)
         hint = f"write a number from 1 to {len(world.tasks) - 1}" if len(world.tasks) > 1 else "remove `elastic`"
     elif len(world.tasks) - elastic.least > _MOST_SIZES:
-        message = f"from {elastic.least} to {len(world.tasks)} tasks are more than {_MOST_SIZES} sizes below the whole"
+        message = f"`elastic` allows {len(world.tasks) - elastic.least} smaller sizes, and the maximum is {_MOST_SIZES}"
         hint = f"write `min: {len(world.tasks) - _MOST_SIZES}` or more"
     else:
         return []
     return [Problem(where=elastic.mark, message=message, hint=hint)]
 
 
-def _named(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
+def _host_problems(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
     """Yield a problem for each task that uses the address of another task that may be left out."""
     for task in group.tasks:
         hosts = (
@@ -87,19 +89,21 @@ def _named(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
         found = next(((text, host) for text, host in hosts if host in uncertain and host != task.name), None)
         if found is not None:
             message = f"{task.name}: {{{{host:{found[1]}}}}} names a task that `elastic` may leave out"
-            hint = "a world that may be smaller finds its members through the master: {{master_addr}}"
+            hint = "use the address of the master: {{master_addr}}"
             yield Problem(where=found[0].mark, message=message, hint=hint)
 
 
-def _taken(spec: WorkflowSpec, group: GroupSpec, uncertain: Container[str], sure: Sequence[TaskRanks]) -> Iterator[Problem]:
+def _output_problems(
+    spec: WorkflowSpec, group: GroupSpec, uncertain: Container[str], sure: Sequence[TaskRanks]
+) -> Iterator[Problem]:
     """Yield a problem for each output that another group uses and that may never exist."""
     for other in spec.groups:
         for task in other.tasks if other is not group else ():
             for one in task.inputs:
                 if one.task in uncertain:
-                    message = f"{task.name} takes what {one.task} writes, which `elastic` may leave out"
-                    hint = f"take it from {sure[0].task}"
-                    hint += f", or from another of the first {len(sure)} tasks" if len(sure) > 1 else ""
+                    message = f"{task.name} uses the output of {one.task}, which `elastic` may leave out"
+                    hint = f"use the output of {sure[0].task}"
+                    hint += f", or of another of the first {len(sure)} tasks" if len(sure) > 1 else ""
                     yield Problem(where=task.mark, message=message, hint=hint)
 
 

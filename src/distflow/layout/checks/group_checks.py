@@ -36,11 +36,11 @@ __all__ = [
 
 _ABSENT_MODULES = MappingProxyType(
     {
-        "jax.distributed.launch": "say `framework: jax` in the group and `command: [python3, train.py]` in its tasks, which "
-        "join each other by jax.distributed.initialize()"
+        "jax.distributed.launch": "write `framework: jax` in the group and `command: [python3, train.py]` in its tasks; the "
+        "script calls jax.distributed.initialize()"
     }
 )
-"""Modules that do not exist, but that guides start with ``python -m``."""
+"""Modules that guides run with ``python -m`` although they do not exist."""
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
@@ -142,7 +142,7 @@ def _commands(item: TaskClaims, *, alone: bool = False) -> list[Invocation]:
 def _inside_one_task(item: TaskClaims) -> list[Problem]:
     """Return a problem if two commands of one task, or two settings, contradict each other."""
     problems = [
-        Problem(where=item.modules[module], message=f"{item.name}: there is no module {module} in JAX", hint=hint)
+        Problem(where=item.modules[module], message=f"{item.name}: JAX has no module `{module}`", hint=hint)
         for module, hint in _ABSENT_MODULES.items()
         if module in item.modules
     ]
@@ -154,9 +154,9 @@ def _inside_one_task(item: TaskClaims) -> list[Problem]:
             problems.append(
                 Problem(
                     where=after.where,
-                    message=f"{item.name}: two commands with different ranks: {before.text} at {place(before.where)}, "
+                    message=f"{item.name}: two commands have different ranks: {before.text} at {place(before.where)}, "
                     f"{after.text} at {place(after.where)}",
-                    hint="a task holds its ranks for its whole life: make both the same, or write two tasks",
+                    hint="write the same ranks in both, or write two tasks: a task keeps its ranks until it ends",
                 )
             )
             break
@@ -191,11 +191,15 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     if len(launchers) < 2:
         return []
     first, second = sorted(launchers)[:2]
-    words = {"flags": "has --offset, --size and --world_size", "torchrun": "runs torchrun", "rank": "says its rank"}
+    words = {
+        "flags": "has --offset, --size and --world_size",
+        "torchrun": "runs torchrun",
+        "rank": "has a rank and a world size",
+    }
     both = [f"{launchers[one].name} {words[one]} at {place(places[one].where)}" for one in (first, second)]
     later = max(places[first], places[second], key=lambda command: command.where)
-    message = f"two ways to start the ranks of one world: {both[0]}, {both[1]}"
-    return [Problem(where=later.where, message=message, hint="start all tasks of a group in one way")]
+    message = f"the tasks start their ranks in different ways: {both[0]}, {both[1]}"
+    return [Problem(where=later.where, message=message, hint="start the ranks of all tasks of a group in the same way")]
 
 
 def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
@@ -207,8 +211,8 @@ def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
         Problem(
             where=members[0].where,
             severity=Severity.WARNING,
-            message=f"{and_list(member.name for member in members)} each run torchrun for a world of their own",
-            hint=f"for one world give each task {ranks_field(size)}; else say --standalone",
+            message=f"{and_list(member.name for member in members)} each run torchrun for a separate world",
+            hint=f"for one world, add {ranks_field(size)} to each task; otherwise add --standalone",
         )
     ]
 
@@ -218,7 +222,7 @@ def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
-    return f"tasks share a world only inside one group: put {group.tasks[0].name} and {others} under one `groups:` entry"
+    return f"tasks share a world only within a group: put {group.tasks[0].name} and {others} under one `groups:` entry"
 
 
 # -- rules over a whole world -----------------------------------------------------------------------------------------
@@ -243,8 +247,8 @@ def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Proble
         in_lines = f" in {and_list(lines, 8)}" if len(lines) > 1 else ""
         each = " each" if len(found) > 1 else ""
         message = f"{and_list(member.name for member, _ in found)}: {claim.text}: {size} ranks{each}, but the resource "
-        message += f"`{name}` asks for {gpus} GPU{'s' if gpus > 1 else ''}; every rank needs one"
-        hint = f"ask for gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}, and mend the offsets and world sizes"
+        message += f"`{name}` requests {gpus} GPU{'s' if gpus > 1 else ''}, and every rank needs one"
+        hint = f"write gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}, and correct the offsets and world sizes"
         problems.append(Problem(where=claim.where, message=message, hint=hint))
     return problems
 
@@ -272,13 +276,13 @@ def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
     for item in claims:
         used = [name for name in item.tokens if world is None or (name in own and item.name not in inside)]
         if used and item.name not in inside:
-            what = "its group shares no world" if world is None else "it holds no ranks"
+            what = "no task of its group has ranks" if world is None else "the task holds no ranks"
             size = item.gpus or "N"
             problems.append(
                 Problem(
                     where=item.tokens[used[0]],
-                    message=f"{item.name}: {{{{{used[0]}}}}} cannot be filled in: {what}",
-                    hint=f"give the task {ranks_field(size)}",
+                    message=f"{item.name}: {{{{{used[0]}}}}} cannot be replaced: {what}",
+                    hint=f"add {ranks_field(size)} to the task",
                 )
             )
     return problems
@@ -308,7 +312,7 @@ def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
                 continue
             elif _LOCAL.fullmatch(address):
                 message = f"{member.name}: {claim.text} is {member.name}'s own node, but {master} holds rank 0"
-                hint = f"every task must name the master: {remedy}"
+                hint = f"use the address of the master: {remedy}"
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
             elif address in names:
                 message = f"{member.name}: {claim.text} is the name of a task, not an address"
@@ -334,8 +338,10 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
             if number in _PORTS:
                 valid.append((member, claim, number))
             else:
-                message = f"{member.name}: {claim.text}: a port is a number from 1 to 65535"
-                problems.append(Problem(where=claim.where, message=message, hint="29500 is torch's usual one"))
+                message = f"{member.name}: {claim.text}: the port must be a number from 1 to 65535"
+                problems.append(
+                    Problem(where=claim.where, message=message, hint="write a valid port, such as torch's default, 29500")
+                )
     if not valid:
         return None, problems
     counts = Counter(number for _, _, number in valid)
@@ -348,7 +354,7 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
         if number != right:
             who = and_list(dict.fromkeys(other.name for other, _ in agreeing))
             verb = "uses" if len({other.name for other, _ in agreeing}) == 1 else "use"
-            message = f"{member.name}: port {number}, but {who} {verb} {right} ({lines}); all tasks meet at one port"
+            message = f"{member.name}: port {number}, but {who} {verb} {right} ({lines}), and all tasks must use the same port"
             problems.append(Problem(where=claim.where, message=message, hint=_port_remedy(claim, right)))
     return right, problems
 

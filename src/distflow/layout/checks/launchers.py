@@ -17,7 +17,7 @@ __all__ = ["PythonCommand", "launcher_problems", "python_command", "restart_prob
 
 
 _NEEDS_PYTHON = ("deepspeed", "accelerate")
-"""Frameworks whose own launcher starts a Python script; for pytorch, ``launcher`` does."""
+"""Frameworks whose own launcher starts a Python script. For pytorch, ``launcher`` starts it."""
 
 _EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
@@ -37,23 +37,23 @@ class PythonCommand:
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | str:
-    """Return the parts of a command that runs Python, or as the end of a sentence the reason why a launcher cannot start it."""
+    """Return the parts of a command that runs Python, or the reason why a launcher cannot start it."""
     program = words[0] if words else ""
     if program.endswith(".py"):
         return PythonCommand(target=program, arguments=tuple(words[1:]))
     if not _INTERPRETER.fullmatch(program):
-        return f"`{program}` is no Python"
+        return f"`{program}` is not a Python interpreter"
     rest = list(words[1:])
     while rest and rest[0] in _WITHOUT_EFFECT:
         rest.pop(0)
     if not rest:
-        return "it names no script"
+        return "the command has no script"
     if rest[0] == "-c":
-        return "the ranks need a file, and `-c` gives a text"
+        return "ranks need a file instead of `-c`"
     if rest[0] == "-m" and len(rest) > 1:
         return PythonCommand(interpreter=program, target=rest[1], is_module=True, arguments=tuple(rest[2:]))
     if rest[0].startswith("-"):
-        return f"the option {rest[0]} of the interpreter would not reach the ranks"
+        return f"the option `{rest[0]}` of the interpreter would not be passed to the ranks"
     return PythonCommand(interpreter=program, target=rest[0], arguments=tuple(rest[1:]))
 
 
@@ -72,7 +72,7 @@ def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
     if group.framework is None or group.framework.value not in _EVEN or len({item.size for item in world.tasks}) == 1:
         return []
     sizes = ", ".join(f"{item.task} has {item.size}" for item in world.tasks)
-    message = f"{group.framework.value} gives every task the same number of ranks, but {sizes}"
+    message = f"`framework: {group.framework.value}` needs the same number of ranks in all tasks, but {sizes}"
     return [
         Problem(where=group.framework.mark, message=message, hint="give all tasks the same size, or use `launcher: torchrun`")
     ]
@@ -84,8 +84,8 @@ def _both(group: GroupSpec) -> list[Problem]:
         return []
     for task in group.tasks:
         if task.launcher.starts_ranks:
-            message = f"`launcher: {task.launcher.kind}` beside `framework: {framework.value}`: both start the ranks"
-            return [Problem(where=task.launcher.mark, message=message, hint="remove one of the two")]
+            message = f"`launcher: {task.launcher.kind}` and `framework: {framework.value}` both start the ranks"
+            return [Problem(where=task.launcher.mark, message=message, hint="remove one of them")]
     return []
 
 
@@ -104,8 +104,8 @@ def _started_twice(item: TaskClaims, starter: str) -> list[Problem]:
     if command is None and program not in _NEEDS_PYTHON:
         return []
     what = "torchrun" if command is not None else program
-    message = f"{item.name}: its command runs {what}, and `{starter}` starts the ranks, too"
-    hint = "write the script alone, such as `command: [python3, train.py]`, or remove that key"
+    message = f"{item.name}: the command runs {what}, but `{starter}` also starts the ranks"
+    hint = f"write only the script, such as `command: [python3, train.py]`, or remove `{starter}`"
     return [Problem(where=command.where if command else words[0].mark, message=message, hint=hint)]
 
 
@@ -114,7 +114,7 @@ def _no_python(task: TaskSpec, starter: str) -> list[Problem]:
     found = python_command([word.value for word in words])
     if isinstance(found, PythonCommand):
         return []
-    message = f"{task.name}: `{starter}` starts a Python script for each rank: {found}"
+    message = f"{task.name}: `{starter}` needs a command that runs a Python script, but {found}"
     hint = "write `command: [python3, train.py, …]`, or a module: `[python3, -m, package.train]`"
     return [Problem(where=words[0].mark if words else Mark(""), message=message, hint=hint)]
 
@@ -123,12 +123,12 @@ def _restarts(group: GroupSpec) -> list[Problem]:
     """Return the findings about a launcher that restarts the ranks of a gang of several tasks."""
     for task in group.tasks if len(group.tasks) > 1 else ():
         if task.launcher.kind == "spawn" and task.launcher.max_restarts:
-            message = "`launcher: spawn` restarts the ranks of one task only, and this group has several"
-            hint = "leave out `max_restarts`, and use `exitActions` and `retry`: they start the whole gang anew"
+            message = "`max_restarts` of `launcher: spawn` needs a group of one task, and this group has several"
+            hint = "remove `max_restarts`, and use `exitActions` and `retry`, which restart the whole gang"
             return [Problem(where=task.launcher.mark, message=message, hint=hint)]
         if task.launcher.kind == "torchrun" and task.launcher.max_restarts:
-            message = "torchrun numbers the nodes itself when it restarts ranks: which task holds rank 0 is not known before"
-            hint = "for ranks as they stand here leave out `max_restarts`, and use `exitActions` and `retry`"
+            message = "with `max_restarts`, torchrun numbers the nodes itself, so any task may get rank 0"
+            hint = "to keep the ranks of the spec, remove `max_restarts`, and use `exitActions` and `retry`"
             return [Problem(where=task.launcher.mark, severity=Severity.WARNING, message=message, hint=hint)]
     return []
 
@@ -144,8 +144,8 @@ def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
     if shared is not None:
         if can_restart:
             return []
-        message = f"`shared` has no effect: {group.name} is never tried again"
-        hint = "say which ends begin another attempt, such as `exitActions: {RESCHEDULE: 1-255}`"
+        message = f"`shared` has no effect: the group `{group.name}` is never retried"
+        hint = "define which exit codes cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
         return [Problem(where=shared.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)]
     if not can_restart or world is None:
         return []
@@ -156,9 +156,12 @@ def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
         having = [task.name for task in tasks if any(normpath(own.path.value) == path for own in task.checkpoints)]
         lacking = [task.name for task in tasks if task.name not in having]
         if having and lacking:
-            message = f"`checkpoint` of `{path}` stands in {and_list(having)} only: after a restart, {and_list(lacking)} "
+            message = f"only {and_list(having)} has" if len(having) == 1 else f"only {and_list(having)} have"
+            message += f" a `checkpoint` of `{path}`, so after a restart {and_list(lacking)} "
             message += "begins without these files" if len(lacking) == 1 else "begin without these files"
-            hint = f"write `shared: {path}` in the group, which gives all tasks the same files; ranks that resume at different "
+            hint = (
+                f"write `shared: {path}` in the group, so that all tasks have the same files: ranks that resume at different "
+            )
             hint += "steps train wrongly"
             problems.append(Problem(where=one.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint))
     return problems

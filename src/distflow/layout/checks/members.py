@@ -47,14 +47,14 @@ class Member:
         """The claims of its command."""
         return self.invocation.claims if self.invocation is not None else {}
 
-    def said(self, key: str) -> Claim | None:
+    def effective(self, key: str) -> Claim | None:
         """Return the effective claim for ``key``: that of the ``ranks`` field, else that of the command."""
         field = self.claims.field or {}
         return field.get(key) or self.flags.get(key)
 
     def literal(self, key: str) -> Claim | None:
         """Return the claim for ``key`` if a person wrote it as a number."""
-        claim = self.said(key)
+        claim = self.effective(key)
         return claim if claim is not None and claim.number is not None else None
 
     def number(self, key: str) -> int | None:
@@ -83,7 +83,7 @@ def change(claim: Claim, value: object) -> str:
 
 def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: str = "") -> Bar:
     """Return the member's line of the drawing."""
-    claim = member.said("offset") or member.said("node_rank") or member.said("size")
+    claim = member.effective("offset") or member.effective("node_rank") or member.effective("size")
     where = claim.where if claim is not None else member.where
     return Bar(name=member.name, offset=offset, size=size, note=note, place=place(where), marked=marked)
 
@@ -100,7 +100,7 @@ def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> lis
             if claim.number is None:
                 problems.append(_no_number(member, claim))
             elif claim.number < bound:
-                message = f"{member.name}: {claim.text}: {claim.key} is {bound} or more"
+                message = f"{member.name}: {claim.text}: {claim.key} must be {bound} or more"
                 usual = member.claims.gpus or bound if claim.key in {"size", "nproc_per_node"} else bound
                 hint = f"write {bound} or more, such as {claim.written(usual)}"
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
@@ -110,24 +110,24 @@ def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> lis
 def _no_number(member: Member, claim: Claim) -> Problem:
     hint = f"write a number, such as {claim.written(8 if claim.key != 'offset' else 0)}"
     if "$" in claim.value:
-        hint += "; no shell reads this word, so that the variable is not filled in (use command: [bash, -c, ...])"
-    message = f"{member.name}: {claim.text}: {claim.key} is not a whole number"
+        hint += "; the variable is not replaced, because no shell interprets this word (use command: [bash, -c, ...])"
+    message = f"{member.name}: {claim.text}: {claim.key} must be a whole number"
     return Problem(where=claim.where, message=message, hint=hint)
 
 
 def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Problem:
     """Return the warning for a value that is known only when the task runs."""
-    taken = f"; distflow takes it to be {assumed}" if assumed is not None else ""
+    taken = f"; distflow assumes {assumed}" if assumed is not None else ""
     return Problem(
         where=claim.where,
         severity=Severity.WARNING,
-        message=f"{member.name}: {claim.text} cannot be checked before it runs{taken}",
+        message=f"{member.name}: {claim.text} cannot be checked before the task runs{taken}",
         hint=f"write the number, or a token that follows the layout: {claim.written(token_for(claim.key))}",
     )
 
 
 def token_for(key: str) -> str:
-    """Return the token that stands for a key's value."""
+    """Return the token for the value of a key."""
     names = {"offset": "rank_offset", "size": "rank_size", "nproc_per_node": "rank_size", "nnodes": "num_nodes"}
     return "{{" + names.get(key, key) + "}}"
 

@@ -1,4 +1,4 @@
-"""Worlds whose tasks state offset, size and world_size by flags or by the ``ranks`` field: check them, find the one mistake."""
+"""Check worlds whose tasks state offset, size and world_size in flags or in ``ranks``, and find the wrong number."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
         if claim is not None and len(same) > 1:
             names = and_list(member.name for member in same)
             in_field = "offset" in (same[0].claims.field or {})
-            hint = "leave the offset out, it is then computed"
+            hint = "remove `offset`: distflow then computes it"
             if not in_field:
                 size = same[0].number("size") or "N"
-                hint = f"write {claim.written('{{rank_offset}}')} and give the task {ranks_field(size)}"
+                hint = f"write {claim.written('{{rank_offset}}')}, and add {ranks_field(size)} to the task"
             message = f"{claim.text} gives the same ranks to all replicas: {names}"
             problems.append(Problem(where=claim.where, message=message, hint=hint))
     return problems
@@ -129,7 +129,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 def _missing(members: Sequence[Member]) -> list[Problem]:
     """Return a problem for each command without a required flag that the ``ranks`` field does not give either."""
     problems = []
-    said = {number for member in members if (number := member.number("world_size"))}
+    stated = {number for member in members if (number := member.number("world_size"))}
     sizes = [member.number("size") or member.claims.gpus for member in members]
     total = sum(size for size in sizes if size) if all(sizes) else "N"
     cursor = 0
@@ -138,13 +138,13 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
         offset = member.number("offset")
         if member.claims.field is None and member.invocation is not None and member.invocation.launcher == "flags":
             absent = [key for key in RANK_KEYS if key not in member.flags]
-            values = {"offset": cursor, "size": size or "N", "world_size": max(said) if said else total}
+            values = {"offset": cursor, "size": size or "N", "world_size": max(stated) if stated else total}
             if absent:
                 flags = " ".join(f"--{key} {values[key]}" for key in absent)
                 message = (
-                    f"{member.name}: {member.invocation.program} is not told its {and_list(absent)}; in this group the "
-                    "ranks of every task are written out"
+                    f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}, like the other tasks "
                 )
+                message += "of this group"
                 problems.append(Problem(where=member.where, message=message, hint=f"add {flags}"))
             elif (claim := member.flags["size"]).known is Known.COMPUTED:
                 problems.append(_nothing_to_follow(member, claim))
@@ -155,8 +155,8 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
 def _nothing_to_follow(member: Member, claim: Claim) -> Problem:
     return Problem(
         where=claim.where,
-        message=f"{member.name}: {claim.text} follows the task's ranks, but nothing says how many it has",
-        hint=f"give the task {ranks_field(member.claims.gpus or 'N')}",
+        message=f"{member.name}: {claim.text} follows the task's ranks, but their number is not defined",
+        hint=f"add {ranks_field(member.claims.gpus or 'N')} to the task",
     )
 
 
@@ -168,9 +168,9 @@ def _sizes(members: Sequence[Member]) -> list[int | None]:
         if size is None and member.claims.field is not None:
             size = member.claims.gpus or 1
         sizes.append(size)
-    said = {number for member in members if (number := member.number("world_size"))}
-    if sizes.count(None) == 1 and len(said) == 1:
-        left = said.pop() - sum(size for size in sizes if size is not None)
+    stated = {number for member in members if (number := member.number("world_size"))}
+    if sizes.count(None) == 1 and len(stated) == 1:
+        left = stated.pop() - sum(size for size in sizes if size is not None)
         return [left if size is None and left > 0 else size for size in sizes]
     return [member.claims.gpus or None if size is None else size for member, size in zip(members, sizes, strict=True)]
 
@@ -196,8 +196,8 @@ class _Mistake:
         self.members, self.rows, self.alone = members, rows, alone
         self.intervals = filled(rows)
         self.total = sum(row.size for row in rows)
-        said = {row.world_size for row in rows} - {None}
-        self.agreed = said.pop() if len(said) == 1 else None
+        stated = {row.world_size for row in rows} - {None}
+        self.agreed = stated.pop() if len(stated) == 1 else None
         self.parts = segments(rows, self.agreed)
         self.gaps, self.overlaps = gaps_of(self.parts), overlaps_of(self.parts)
 
@@ -206,8 +206,8 @@ class _Mistake:
         edits = single_edits(self.rows)
         if self.alone and len(self.members) == 1 and self.gaps:
             ranks = rank_text(*self.intervals[0])
-            words = f"holds ranks {ranks} of a world of {self.agreed}, but is alone in its group"
-            return [self._problem(0, "offset", words, [self.alone], sign=" ")]
+            symptoms = f"holds ranks {ranks} of a world of {self.agreed}, but it is the only task of its group"
+            return [self._problem(0, "offset", symptoms, [self.alone], sign=" ")]
         if edits and edits[0].key == "world_size" and len(self.members) > 1:
             return self._world_sizes()
         absent = self._absent()
@@ -232,7 +232,7 @@ class _Mistake:
             also = f" (also in {and_list(others, 8)})" if others else ""
             holders = and_list(member.name for member in self.members)
             message = (
-                f"{self.members[index].name} says world_size {claim.number}, but the tasks of this group "
+                f"{self.members[index].name} has world_size {claim.number}, but the tasks of this group "
                 f"({holders}) hold {self.total} ranks"
             )
             drawing = "" if problems else self._drawing([at for at, _ in wrong])
@@ -266,7 +266,7 @@ class _Mistake:
             claims = [claim for member in self.members if (claim := member.literal("world_size"))]
             lines = and_list((place(claim.where) for claim in claims), 8)
             if claims:
-                remedies.append(f"write {claims[0].written(self.total)} in every line that names it: {lines}")
+                remedies.append(f"write {claims[0].written(self.total)} in each of these lines: {lines}")
         return self._problem(at, key, self._symptoms(), remedies)
 
     def _one_number(self, edits: list[Edit]) -> Problem:
@@ -276,7 +276,7 @@ class _Mistake:
             claims = [claim for member in self.members if (claim := member.literal("world_size"))]
             lines = and_list((place(claim.where) for claim in claims), 8)
             if claims and len(self.members) > 1:
-                remedies.append(f"write {claims[0].written(self.total)} in every line that names it: {lines}")
+                remedies.append(f"write {claims[0].written(self.total)} in each of these lines: {lines}")
         return self._problem(best.index, best.key, self._symptoms(), remedies)
 
     def _everything(self) -> Problem:
@@ -297,7 +297,7 @@ class _Mistake:
         lines = [text for _, _, text in changes[:12]]
         if len(changes) > 12:
             lines.append(f"and {len(changes) - 12} more")
-        hint = "one task after the other would be:\n" + "\n".join(lines)
+        hint = "to give the tasks consecutive ranks:\n" + "\n".join(lines)
         return self._problem(first[0], first[1], self._symptoms(), [hint], marked)
 
     # -- texts --------------------------------------------------------------------------------------------------------
@@ -342,9 +342,9 @@ class _Mistake:
                     ranks = _ranks(max(start, self.agreed), stop, f" of {member.name}")
                     found.append(f"{ranks} beyond world_size {self.agreed}")
         elif len(sizes) > 1:
-            found.append(f"world_size {and_list(map(str, sizes))} claimed side by side")
+            found.append(f"different values of world_size: {and_list(map(str, sizes))}")
         if self.agreed is not None and self.overlaps and self.total != self.agreed:
-            found.append(f"the tasks hold {self.total} ranks together, world_size is {self.agreed}")
+            found.append(f"the tasks hold {self.total} ranks in total, but world_size is {self.agreed}")
         return "; ".join(found[:4])
 
     def _flags(self, offset: int, size: int, world_size: int | None) -> str:

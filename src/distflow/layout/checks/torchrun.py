@@ -108,7 +108,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
         Problem(
             where=claims[key].where,
             message=f"{claims[key].text} gives the same node rank to all replicas: {and_list(names)}",
-            hint=f"write {claims[key].written(token_for('node_rank'))}, or leave it out: distflow sets PET_NODE_RANK",
+            hint=f"write {claims[key].written(token_for('node_rank'))}, or remove it: distflow sets PET_NODE_RANK",
         )
         for key, names in lines.items()
         if len(names) > 1
@@ -130,7 +130,7 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
         elif size is None and claim is not None:
             size = claim.number
             if size is None and claim.known is Known.COMPUTED:
-                message = f"{member.name}: {claim.text} follows the task's ranks, but nothing says how many it has"
+                message = f"{member.name}: {claim.text} follows the task's ranks, but their number is not defined"
                 hint = f"give the task {ranks_field(member.claims.gpus or 'N')}"
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
             elif size is None:
@@ -161,9 +161,8 @@ def _chosen_by_rendezvous(members: Sequence[Member]) -> list[Problem]:
                 Problem(
                     where=backend.where,
                     severity=Severity.WARNING,
-                    message=f"{member.name}: {backend.text} numbers the nodes when it runs, so that the ranks of each "
-                    "task are not known before",
-                    hint="leave out the --rdzv flags and write --node_rank and --master_addr for ranks as they stand here",
+                    message=f"{member.name}: {backend.text} numbers the nodes at run time, so any task may get rank 0",
+                    hint="for fixed ranks, remove the --rdzv flags, and write --node_rank and --master_addr",
                 )
             ]
     return []
@@ -189,8 +188,8 @@ class _Nodes:
         self.members, self.sizes, self.node_ranks = members, sizes, node_ranks
         uppers = [_upper(claim) if (claim := member.flags.get("nnodes")) else None for member in members]
         self.nnodes = uppers
-        said = set(uppers) - {None}
-        self.agreed = said.pop() if len(said) == 1 else None
+        stated = set(uppers) - {None}
+        self.agreed = stated.pop() if len(stated) == 1 else None
         self.count = len(members)
         self.is_torchruns = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
         self.ranks = "node ranks" if self.is_torchruns else "ranks"
@@ -234,7 +233,7 @@ class _Nodes:
             member, rank = self.members[index], self.node_ranks[index]
             claim = member.literal("node_rank")
             message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
-            message += f"{self.members[held[rank]].name}'s already" if rank in held else "too high"
+            message += f"also that of {self.members[held[rank]].name}" if rank in held else "too high"
             message += f"; {self.count} tasks have the {self.ranks} 0-{self.count - 1}, and no task has {right}"
             problems.append(
                 Problem(
@@ -256,19 +255,19 @@ class _Nodes:
         names = and_list(member.name for member in self.members)
         if alone and self.count == 1:
             claim = wrong[0][1]
-            message = f"{names} says {claim.text}, but is alone in its group"
+            message = f"{names} has {claim.text}, but it is the only task of its group"
             return [Problem(where=claim.where, message=message, hint=alone, drawing=self._drawing([]))]
         if self.absent:
             index, claim = wrong[-1]
             rank = self.absent[0]
             more = (self.agreed or 0) - self.count - len(self.absent)
             missing = and_list([*map(str, self.absent), *([f"{more} more"] if more else [])])
-            message = f"{self.members[index].name} says {claim.text}, but no task has {self.ranks[:-1]} {missing}"
-            said = next((said for member in self.members if (said := member.flags.get("node_rank"))), None)
-            written = said.written(rank) if said is not None else f"--node_rank {rank}"
+            message = f"{self.members[index].name} has {claim.text}, but no task has {self.ranks[:-1]} {missing}"
+            stated = next((stated for member in self.members if (stated := member.flags.get("node_rank"))), None)
+            written = stated.written(rank) if stated is not None else f"--node_rank {rank}"
             hint = f"add a task with {written} {claim.written(self.agreed)}"
             if sorted(self.node_ranks) == list(range(self.count)):
-                hint += f"\nor write {claim.written(self.count)} in every line that names it: {and_list(lines, 8)}"
+                hint += f"\nor write {claim.written(self.count)} in each of these lines: {and_list(lines, 8)}"
             return [Problem(where=claim.where, message=message, hint=hint, drawing="" if drawn else self._drawing([]))]
         problems: list[Problem] = []
         for index, claim in wrong:
@@ -278,7 +277,7 @@ class _Nodes:
             problems.append(
                 Problem(
                     where=claim.where,
-                    message=f"{self.members[index].name} says {claim.text}, but {self.count} tasks of this group share the "
+                    message=f"{self.members[index].name} has {claim.text}, but {self.count} tasks of this group share the "
                     f"world ({names})",
                     hint=change(claim, self.count) + (f" (also in {and_list(others, 8)})" if others else ""),
                     drawing="" if problems or drawn else self._drawing([at for at, _ in wrong]),

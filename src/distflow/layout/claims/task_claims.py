@@ -130,7 +130,7 @@ class TaskClaims:
     others: tuple[Invocation, ...] = ()
     """Commands with too few rank flags to count, or none; ``checks`` compares their programs."""
     numbered: Invocation | None = None
-    """The task's rank and the world size, from flags or variables; it counts if another task has one too."""
+    """The task's rank and the world size, from flags or variables. They count if another task has them, too."""
     modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     """Modules that it runs by ``python -m``, each with the place of its first use."""
     settings: tuple[Claim, ...] = ()
@@ -295,9 +295,9 @@ def _said_number(
         words = line.command.words
         if not words or line.command.program in _TALKERS or _nested_script(line):
             continue
-        said = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
-        url = said.pop("dist_url", None)
-        claims = {{"rank": rank, "world_size": world_size}[key]: claim for key, claim in said.items()}
+        claimed = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
+        url = claimed.pop("dist_url", None)
+        claims = {{"rank": rank, "world_size": world_size}[key]: claim for key, claim in claimed.items()}
         if len(claims) > 1 and not any((claim.number or 0) < 0 for claim in claims.values()):
             if url is not None and url.value.startswith("tcp://"):
                 form = url.form.replace("{}", "tcp://{}")

@@ -90,7 +90,9 @@ class Draft:
         if before is not None and before.value != value:
             at = path_text(before.path)
             self.add(
-                path, f"`{path[-1]}` is {value!r}, but `{at}` says {before.value!r} of the same", "keep one of the two lines"
+                path,
+                f"`{path[-1]}` is {value!r}, but `{at}` is {before.value!r}, and both set the same option",
+                "keep one of them",
             )
             return
         self.options[name] = Given(value, path)
@@ -99,7 +101,7 @@ class Draft:
         """Set the kind; a second, different one is a problem."""
         if self.kind is not None and self.kind.value != kind:
             at = path_text(self.kind.path)
-            self.add(path, f"`{path[-1]}` means {kind}, but `{at}` means {self.kind.value}", "keep one of the two")
+            self.add(path, f"`{path[-1]}` means {kind}, but `{at}` means {self.kind.value}", "keep one of them")
             return
         self.kind = Given(kind, path)
 
@@ -153,7 +155,7 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
     sizes = [int(word) if word.isdigit() else word for word in _words(shape)]
     words = _words(names)
     if not sizes or not words or len(sizes) != len(words):
-        draft.add(path, f"a mesh needs as many names as sizes: {shape!r} and {names!r}", _MESH_HINT)
+        draft.add(path, f"the mesh has a different number of names and sizes: {shape!r} and {names!r}", _MESH_HINT)
         return
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
         draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
@@ -167,7 +169,7 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
         draft.add(path, f"the mesh has an axis twice: {', '.join(words)}", "write each axis once")
         return
     if draft.mesh_path:
-        draft.add(path, f"the mesh is also written at `{path_text(draft.mesh_path)}`", "keep one of the two")
+        draft.add(path, f"the mesh is also in `{path_text(draft.mesh_path)}`", "keep one of them")
         return
     draft.shape, draft.names, draft.mesh_path = tuple(size for size in sizes if isinstance(size, int)), axes, path
 
@@ -212,7 +214,7 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, "placement_group")
         for key in group:
             if key != "strategy":
-                hint = "request what the tasks need under `resources`; each task of a world gets a node of its own"
+                hint = "write the needs of the tasks in `resources`; each task of a world gets a separate node"
                 draft.add((*here, key), f"`{key}` of `placement_group` is not supported", hint)
         if "strategy" in group:
             draft.placement = Given(group["strategy"], (*here, "strategy"))
@@ -226,7 +228,11 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             counts[key] = value
         elif key in block:
-            draft.add((*path, key), f"`{key}` is {value!r}", "give a whole number of at least 1")
+            draft.add(
+                (*path, key),
+                f"`{key}` is {value!r}, which is not a positive whole number",
+                "write a whole number of at least 1",
+            )
     if "num_gpus" in counts:
         draft.worlds.append(Given(counts["num_gpus"], (*path, "num_gpus")))
     if "num_workers" in counts:
@@ -237,15 +243,19 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     gpus = each.get("GPU", 1) if isinstance(each, Mapping) else 1
     if gpus != 1:
         where = (*path, "resources_per_worker", "GPU")
-        message = f"each worker gets {gpus} GPUs, but a rank has exactly one: NCCL refuses ranks that share a GPU"
-        draft.add(where, message, "write GPU: 1, and the number of GPUs as num_workers")
+        message = f"each worker gets {gpus} GPUs, but a rank has exactly one GPU"
+        draft.add(where, message, "write GPU: 1, and set num_workers to the number of GPUs")
     resources = block.get("resources")
     if resources is not None:
         sizes = [item.get("GPU") for item in resources if isinstance(item, Mapping)] if isinstance(resources, list) else []
         if sizes and all(isinstance(size, int) and size >= 1 for size in sizes):
             draft.sizes = Given(sizes, (*path, "resources"))
         else:
-            draft.add((*path, "resources"), "`resources` is a list with the GPUs of each task", "write - {GPU: 1, CPU: 4}")
+            draft.add(
+                (*path, "resources"),
+                "`resources` must be a list with the GPUs of each task",
+                "write an item such as `- {GPU: 1, CPU: 4}` for each task",
+            )
 
 
 def _fsdp(draft: Draft, block: Mapping[str, object], path: Path) -> None:
@@ -266,8 +276,8 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, key)
         if key == "profile_communication":
             if value:
-                message = "`profile_communication` has no effect: the program starts profiling itself"
-                hint = "remove it, and use distflow.train.CommunicationMonitor around a step: it reports times and bandwidths"
+                message = "`profile_communication` has no effect, because programs start profiling themselves"
+                hint = "remove it, and run a step in distflow.train.CommunicationMonitor, which reports times and bandwidths"
                 draft.add(here, message, hint)
             continue
         name = _TRAINING.get(key, key)
@@ -285,7 +295,7 @@ def _model(draft: Draft, block: Mapping[str, object], path: Path) -> None:
             _mesh(draft, value, (*path, key))
         else:
             message = f"`model.{key}` has no effect: distflow reads only `mesh_shape` of `model`"
-            draft.add((*path, key), message, "pass it to your program by its arguments", severity=Severity.WARNING)
+            draft.add((*path, key), message, "pass it to your program as an argument", severity=Severity.WARNING)
 
 
 def _known_option(
@@ -300,5 +310,5 @@ def _known_option(
 def _mapping(draft: Draft, value: object, path: Path) -> Mapping[str, object] | None:
     if isinstance(value, Mapping):
         return value
-    draft.add(path, f"`{path[-1]}` is {value!r}", "write keys and values below it")
+    draft.add(path, f"`{path[-1]}` is {value!r}, which is not a mapping", "write keys and values below it")
     return None

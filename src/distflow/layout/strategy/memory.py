@@ -209,7 +209,7 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
     else:
         for again in (False, True):
             note = "; activations are computed again" if again else ""
-            yield choice("ddp", (gpus,), ("dp",), f"the simplest: every rank holds the whole model{note}", again=again)
+            yield choice("ddp", (gpus,), ("dp",), f"the simplest strategy: every rank holds the whole model{note}", again=again)
         for again in (False, True):
             note = "; activations are computed again" if again else ""
             why = f"each rank holds 1/{gpus} of the states{note}"
@@ -219,12 +219,12 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
         shards = gpus // parts
         if gpus % parts == 0:
             kind, shape, names = ("hybrid", (shards, parts), ("fsdp", "tp")) if shards > 1 else ("tp", (parts,), ("tp",))
-            why = f"tensors are cut over {parts} ranks of a node; activations are computed again"
+            why = f"tensors are divided among {parts} ranks of a node; activations are computed again"
             yield choice(kind, shape, names, why, shards=shards, parts=parts, again=True)
         parts *= 2
     if gpus > 1:
         states = sum(line.bytes for line in sizes.lines(shards=gpus)[:3])
-        why = f"slow: states are kept in the nodes' memory, {states / _GIB:.1f} GiB for each rank"
+        why = f"slow: states are in the memory of the nodes, {states / _GIB:.1f} GiB for each rank"
         yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, again=True, offload=True)
 
 
@@ -240,7 +240,7 @@ def parse_count(text: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ValueError(f"`{text}` is no number of parameters; write 7b, 350m or 1300000000")
+        raise ValueError(f"`{text}` is not a number of parameters; write 7b, 350m or 1300000000")
     return count
 
 

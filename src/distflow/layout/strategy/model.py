@@ -124,10 +124,12 @@ def _values(draft: Draft) -> dict[str, Any]:
         try:
             options[name] = normal_value(name, given.value)
         except Wrong as wrong:
-            draft.add(given.path, f"`{given.path[-1]}` is {given.value!r}", f"give {wrong}")
+            draft.add(given.path, f"`{given.path[-1]}` has an invalid value: {given.value!r}", f"write {wrong}")
     if "state_dict_type" in options:
-        message = "`state_dict_type` changes nothing: which state is saved, the program says by the call it makes"
-        hint = "full_state_dict(model) is the whole one, on rank 0; Checkpoints writes shards that every strategy reads"
+        message = "`state_dict_type` has no effect: the calls of the program define which state is saved"
+        hint = (
+            "full_state_dict(model) returns the whole state on rank 0; Checkpoints writes shards that every strategy can read"
+        )
         draft.add(draft.options["state_dict_type"].path, message, hint, severity=Severity.WARNING)
     kind = draft.kind
     if kind is not None and kind.value not in KINDS:
@@ -152,7 +154,9 @@ def _kind(draft: Draft, world: int) -> str:
     if draft.mesh_path and active and (not active <= set(AXES[kind]) or _MAIN[kind] not in (active | _one_of(draft))):
         axes = ", ".join(draft.names)
         draft.add(
-            draft.mesh_path, f"a mesh of {axes} means {meant}, but the kind is {kind}", f"say kind: {meant}, or leave one out"
+            draft.mesh_path,
+            f"a mesh of {axes} means {meant}, but the kind is {kind}",
+            f"write kind: {meant}, or remove the kind or the mesh",
         )
     return kind
 
@@ -166,13 +170,13 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
     world = sum(sizes)
     for claim in draft.worlds:
         if claim.value != world:
-            hint = f"give the group {claim.value} ranks, or say {world} here"
+            hint = f"give the group {claim.value} ranks, or write {world} here"
             draft.add(claim.path, f"`{claim.path[-1]}` is {claim.value}, but the group has {_ranks(sizes)}", hint)
     claimed = draft.sizes
     if claimed is not None and isinstance(claimed.value, list) and claimed.value != list(sizes):
         wanted = _ranks(claimed.value)
         hint = "write one task for each node, with `ranks:` of these sizes"
-        draft.add(claimed.path, f"`{claimed.path[-1]}` asks for {wanted}, but the group has {_ranks(sizes)}", hint)
+        draft.add(claimed.path, f"`{claimed.path[-1]}` requests {wanted}, but the group has {_ranks(sizes)}", hint)
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:
@@ -181,11 +185,11 @@ def _placement(draft: Draft, sizes: Sequence[int]) -> None:
     if wanted is None:
         return
     word = str(wanted.value).upper()
-    message = f"`placement_group` says {word}, but the ranks of the group lie in {len(sizes)} tasks, each on its own node"
+    message = f"`placement_group` is {word}, but the group has {len(sizes)} tasks, each on a separate node"
     if word not in _PLACEMENTS:
         draft.add(wanted.path, f"`{wanted.value}` is not a placement", did_you_mean(word, _PLACEMENTS, what="placements"))
     elif word.endswith("SPREAD") and max(sizes) > 1:
-        message = f"`placement_group` says {word}, but a task of the group has {max(sizes)} ranks on one node"
+        message = f"`placement_group` is {word}, but a task of the group has {max(sizes)} ranks on one node"
         draft.add(wanted.path, message, "write one task for each rank, with `ranks: {size: 1}`, or remove `placement_group`")
     elif word.endswith("PACK") and len(sizes) > 1:
         draft.add(wanted.path, message, "write one task with all ranks, or remove `placement_group`")
@@ -218,7 +222,7 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
         tp = options.get("tp_size", world)
         if tp != world:
             message = f"`tp_size` is {tp}, but the group has {_ranks(sizes)}"
-            draft.add(draft.options["tp_size"].path, message, "kind: hybrid uses the other ranks for sharded data parallelism")
+            draft.add(draft.options["tp_size"].path, message, "write kind: hybrid, which shards the model over the other ranks")
         return (world,), ("tp",)
     if kind == "pipeline":
         shape, names = _split(draft, "stages", world, world, names=("dp", "pp"))
@@ -227,8 +231,9 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
     if kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD":
         return _split(draft, "shard_size", sizes[0] if len(set(sizes)) == 1 else None, world, names=("dp", "fsdp"))
     if "shard_size" in options:
-        hint = "say sharding_strategy: HYBRID_SHARD"
-        draft.add(draft.options["shard_size"].path, "`shard_size` without HYBRID_SHARD: all ranks share the shards", hint)
+        hint = "add sharding_strategy: HYBRID_SHARD, or remove `shard_size`"
+        message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
+        draft.add(draft.options["shard_size"].path, message, hint)
     return (world,), ("fsdp",) if kind == "fsdp" else ("dp",)
 
 
@@ -236,7 +241,7 @@ def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple
     """Return the mesh of the block, without axes of size 1 that the kind does not use."""
     for name in ("tp_size", "shard_size", "stages"):
         if name in options:
-            draft.add(draft.options[name].path, f"`{name}` and a mesh exclude each other", "keep one of the two")
+            draft.add(draft.options[name].path, f"`{name}` cannot be combined with a mesh", "remove one of them")
     two = kind == "hybrid" or (kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD")
     found = dict(zip(draft.names, draft.shape, strict=True))
     if two:
@@ -264,11 +269,13 @@ def _split(
     inner = given.value if given is not None else default
     path = given.path if given is not None else draft.path
     if not isinstance(inner, int):
-        draft.add(path, f"how many ranks does `{names[1]}` have?", f"say {option}, or mesh_shape: [[…, …], {list(names)}]")
+        draft.add(path, f"the size of `{names[1]}` is not defined", f"add {option}, or mesh_shape: [[…, …], {list(names)}]")
         return (world, 1), names
     if world % inner:
         fitting = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
-        draft.add(path, f"`{option}` is {inner}, which does not divide the {world} ranks of the group", f"it can be {fitting}")
+        draft.add(
+            path, f"`{option}` is {inner}, which does not divide the {world} ranks of the group", f"write one of {fitting}"
+        )
     return (max(world // inner, 1), inner), names
 
 
@@ -290,9 +297,9 @@ def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
     if over := [size for size in sizes if size % tp]:
         at = draft.mesh_path or (draft.options["tp_size"].path if "tp_size" in draft.options else draft.path)
         message = f"tp is {tp}, but a task has {over[0]} rank{'s' if over[0] != 1 else ''}: "
-        message += "ranks that share a tensor speak in every layer, so they stay on one node"
+        message += "ranks that share a tensor communicate in every layer, so they must be on one node"
         fitting = [number for number in range(1, max(sizes) + 1) if all(size % number == 0 for size in sizes)]
-        hint = f"here tp can be {', '.join(map(str, fitting))}; use the other ranks for fsdp"
+        hint = f"set tp to {' or '.join(map(str, fitting))}, and use the other ranks for fsdp"
         draft.add(at, message, hint)
 
 
@@ -308,15 +315,15 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
     if block is None:
         return None, ()
     if world is None:
-        message = "`strategy` says how ranks train together, but no task of the group has any"
-        hint = "give its tasks `ranks: {size: N}`, or the group a `launcher`"
+        message = "`strategy` needs ranks, and no task of the group has any"
+        hint = "add `ranks: {size: N}` to its tasks, or a `launcher` to the group"
         return None, (Problem(where=block.mark_at(block.path), message=message, hint=hint),)
     strategy, problems = parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)
     cluster = block.value.get("cluster")
     says_ray = isinstance(cluster, Mapping) and cluster.get("name") == "ray"
     if says_ray and (group.framework is None or group.framework.value != "ray"):
         message = "`cluster: {name: ray}` does not start Ray"
-        hint = "write `framework: ray` in the group, which starts it; or remove `name` for plain DDP"
+        hint = "write `framework: ray` in the group to start Ray, or remove `name` for plain DDP"
         ray = Problem(where=block.mark_at((*block.path, "cluster", "name")), message=message, hint=hint)
         return None, (ray, *problems)
     foreign = [key for key in block.value if key in FOREIGN_KEYS]
@@ -330,7 +337,7 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
         where=block.mark_at((*block.path, foreign[0])),
         severity=Severity.WARNING,
         message=f"the strategy was converted from another form ({keys})",
-        hint=f"write the same as `strategy: {text}`",
+        hint=f"write it as `strategy: {text}`",
     )
     return strategy, (converted, *problems)
 
@@ -340,6 +347,6 @@ def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
     block, framework = group.strategy, group.framework
     if block is None or framework is None or framework.value not in _OF_THEIR_OWN:
         return ()
-    message = f"`framework: {framework.value}` does not read `strategy`: it follows its own configuration"
-    hint = "configure it there, or use `framework: pytorch`; a program that calls `distflow.train.parallelize` follows it"
+    message = f"`framework: {framework.value}` does not use `strategy`: it has its own configuration"
+    hint = "configure it there, or use `framework: pytorch`, or call `distflow.train.parallelize`, which uses `strategy`"
     return (Problem(where=block.mark_at(block.path), severity=Severity.WARNING, message=message, hint=hint),)
