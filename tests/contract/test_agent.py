@@ -359,7 +359,7 @@ def test_a_task_that_exceeds_its_memory_is_ended(node: NodeUnderTest) -> None:
     assert (end["reason"], end["signal"]) == ("evicted", signal.SIGKILL)
     assert "not reached" not in output
     assert end["message"].startswith("its 2 processes use 2"), end["message"]  # 260 MiB or so
-    assert "asked for 200 MiB; the largest is python3 (pid " in end["message"]
+    assert "more than the 200 MiB that it requested; the largest is python3 (pid " in end["message"]
 
 
 def test_memory_that_processes_share_counts_once(node: NodeUnderTest) -> None:
@@ -735,7 +735,7 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp
     end = node.end(attempt)
     assert end["exit_code"] == 0
     if stays:
-        assert end["message"].startswith(f"left on its GPUs: GPU 0: pid {gone.pid} (python, 512 MiB)")
+        assert end["message"].startswith(f"processes left on its GPUs: GPU 0: pid {gone.pid} (python, 512 MiB)")
     else:
         assert end["message"] is None
         assert len(asked.read_text().splitlines()) >= 3

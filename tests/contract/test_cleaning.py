@@ -44,5 +44,5 @@ def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, mo
     pool = Pool(name="p", backend="local", nodes=(node,))
     done = clean_node(pool, node, older_than_s=0, unfinished=(), is_dry_run=False)
     assert (done.removed, done.kept) == ((workflows[0], workflows[2]), 1)
-    assert done.error.startswith(f"{workflows[1]}: it failed: Permission denied")
+    assert done.error.startswith(f"{workflows[1]}: the operation failed: Permission denied")
     assert [name for name in workflows if (root / PRIVATE / name).exists()] == [workflows[1]]

@@ -73,7 +73,7 @@ def test_remains_of_a_dead_pair_are_listed_and_then_ended(node: NodeUnderTest) -
     bystander = node.start(link, ["sleep", "600"])
     attempt, left = orphaned(node)
     seen = reap(node, dry_run=True)
-    why = "those who watched the attempt are gone"
+    why = "the attempt's runner and keeper are gone"
     assert sorted(rows(seen, *left)) == sorted((pid, attempt, why, True) for pid in left)
     (one,) = [one for one in seen["processes"] if one["pid"] == min(left)]
     assert one["name"] in ("sh", "sleep")
@@ -104,7 +104,7 @@ def test_a_daemon_without_mark_session_or_parent_is_found_by_its_cgroup(node: No
     left = int(node.output(attempt))
     orphan(node, link, attempt)
     assert not is_dead(left)
-    assert rows(reap(node), left) == [(left, attempt, "those who watched the attempt are gone", True)]
+    assert rows(reap(node), left) == [(left, attempt, "the attempt's runner and keeper are gone", True)]
     assert is_dead(left)
     assert (group.exists(), empty.exists()) == (False, False)
 
@@ -164,7 +164,7 @@ def test_foreign_processes_are_left_alone(node: NodeUnderTest, spawn: Spawn, tmp
     done = reap(node)
     strangers = [other_root, beside, foreign, plain, later]
     assert rows(done, *(one.pid for one in strangers)) == [
-        (other_root.pid, ended, f"of another root, {(tmp_path / 'elsewhere').resolve()}", False)
+        (other_root.pid, ended, f"it belongs to another root, {(tmp_path / 'elsewhere').resolve()}", False)
     ]
     assert done["left"] == []
     assert all(one.poll() is None for one in strangers)

@@ -89,7 +89,7 @@ def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: Node
     outcome(node, "clean", workflow=OTHERS_UUID, keep_output=False)
     said = json.loads(outcome(node, "uninstall"))
     assert theirs.read_text() == "1,2,3"
-    assert f"{node.root / OTHERS_UUID}: it is not distflow's" in said["left"]
+    assert f"{node.root / OTHERS_UUID}: it does not belong to distflow" in said["left"]
 
 
 def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUnderTest) -> None:
@@ -207,7 +207,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     assert [one for one in link.request("reap", dry_run=True)["processes"] if one["attempt"] == attempt] == []
     with pytest.raises(AgentError, match="still running"):
         link.request("clean", workflow=node.workflow, keep_output=False)
-    with pytest.raises(AgentError, match="tasks run here"):
+    with pytest.raises(AgentError, match="tasks are running here"):
         link.request("uninstall")
     assert link.request("stage", blobs=[{"hash": blob, "size": 4}])["missing"] == []
     (node.top / "go").touch()
@@ -253,7 +253,7 @@ def test_uninstall_removes_only_provably_own_files_of_an_earlier_version(node: N
     assert not (node.top / "runtime").exists()
     assert list(snapshot(node.top)) == [f"blobs/{'c' * 64}"]
     assert said["left"] == [
-        f"{node.top}/blobs: an earlier version of distflow may have made it; look into it and remove it by hand"
+        f"{node.top}/blobs: an earlier version of distflow may have created it; check it, and remove it by hand"
     ]
 
 

@@ -109,4 +109,4 @@ def test_the_end_of_the_task_is_reported_after_its_unread_output(here: NodeUnder
     frames, attempt, session = flood
     here.connect().request("stop", attempt=attempt, grace_s=5, why="by the test")
     wait_until(lambda: not list(below(session)), 20, "the command is gone")
-    assert frames.end() == {"code": 129, "why": "the task has ended, and the command with it"}
+    assert frames.end() == {"code": 129, "why": "the task has ended, so the command was killed"}

@@ -72,7 +72,7 @@ def test_a_failing_tool_is_reported_with_its_message(node: NodeUnderTest, tmp_pa
     tool.parent.mkdir()
     for script, words in (
         ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", "Error: Permission Denied: Try running again"),
-        ("echo rubbish", "py-spy said something that is not understood"),
+        ("echo rubbish", "py-spy's output cannot be parsed"),
         ("exit 3", "py-spy failed"),
     ):
         tool.write_text(f"#!/bin/sh\n{script}\n")

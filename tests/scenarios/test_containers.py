@@ -163,7 +163,7 @@ def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:
     assert done.code == 1
     task = cli.tasks("boxed-1")["one"]
     assert (task["status"], task["exit_code"]) == ("FAILED_IMAGE_PULL", 302)
-    assert "the image 127.0.0.1:9/missing/nothing:1 cannot be pulled: " in task["failure_message"]
+    assert "cannot pull the image `127.0.0.1:9/missing/nothing:1`: " in task["failure_message"]
 
 
 def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> None:
@@ -171,7 +171,7 @@ def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> Non
     assert cli.run("workflow", "submit", spec(cli, wrong), "--wait").code == 1
     task = cli.tasks("boxed-1")["one"]
     assert task["status"] == "FAILED_START_ERROR"
-    assert "volumeMounts: /no/such/place is not on this node" in task["failure_message"]
+    assert "`volumeMounts`: `/no/such/place` does not exist on this node" in task["failure_message"]
 
 
 def test_exec_goes_into_the_container(cli: Cli, engine: Engine) -> None:

@@ -169,7 +169,7 @@ def test_the_command_ends_with_the_task(place: Cli) -> None:
     screen = Terminal(place, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
     screen.await_text("up")
     _end(place, go)
-    screen.await_text("the task has ended, and the command with it")
+    screen.await_text("the task has ended, so the command was killed")
     assert screen.await_end() == 129
 
 

@@ -193,7 +193,7 @@ workflow:
     assert done.code == 1
     tasks = cli.tasks("greedy-1")
     assert (tasks["greedy"]["status"], tasks["greedy"]["exit_code"]) == ("FAILED_EVICTED", 3004)
-    assert "asked for 64 MiB" in done.out + done.err
+    assert "the 64 MiB that it requested" in done.out + done.err
     cli.configure(enforce_limits="false")
     free = spec.replace("time.sleep(600)", "time.sleep(3)").replace("[sleep, '600']", "[sleep, '3']")
     assert cli.run("workflow", "submit", cli.spec(free), "--wait").code == 0

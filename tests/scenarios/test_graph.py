@@ -140,8 +140,10 @@ def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -
     done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
     assert done.code == 1
     shown = cli.run("workflow", "query", "chain-1").out
-    assert "First cause: prepare on local: its output cannot be handed on: the link data in its output leads to /usr" in shown
-    assert "copy what it points to, or remove the link" in shown
+    assert (
+        "First cause: prepare on local: its output cannot be handed on: the link `data` in its output points to `/usr`" in shown
+    )
+    assert "copy its target, or remove the link" in shown
     group = cli.query("chain-1")["groups"][0]
     assert (group["status"], group["reason"]) == ("FAILED", "DATA")
     assert {name: task["status"] for name, task in cli.tasks("chain-1").items()} == {

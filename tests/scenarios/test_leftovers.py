@@ -123,7 +123,7 @@ def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
     asked = cli.run("node", "uninstall")
     assert (asked.code, "--yes" in asked.err) == (2, True)
     refused = cli.run("node", "uninstall", "--yes")
-    assert (refused.code, f"tasks run here: {workflow}/one" in refused.err) == (3, True), refused.err
+    assert (refused.code, f"tasks are running here: {workflow}/one" in refused.err) == (3, True), refused.err
     assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
     assert (cli.leases / "gpu-0.lock").exists()
     go.touch()
@@ -141,8 +141,8 @@ def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
     assert not cli.leases.exists()
     text = cli.run("node", "uninstall", "--yes")
     assert text.out == (
-        f"local: removed, but for:\n  {cli.root}/blobs: there are files in it that are not distflow's\n"
-        f"  {cli.root}/mine.txt: it is not distflow's\n"
+        f"local: removed, but for:\n  {cli.root}/blobs: it contains files that do not belong to distflow\n"
+        f"  {cli.root}/mine.txt: it does not belong to distflow\n"
     )
     for path in users[2:]:
         path.unlink()

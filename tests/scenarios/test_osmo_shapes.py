@@ -236,7 +236,7 @@ def test_a_directory_to_mount_that_the_node_does_not_have_is_named(cli: Cli) -> 
     assert done.code == 1
     task = cli.tasks("mounts-1")["read"]
     assert task["status"] == "FAILED_START_ERROR"
-    assert f"volumeMounts: {here} is not on this node" in task["failure_message"]
+    assert f"`volumeMounts`: `{here}` does not exist on this node" in task["failure_message"]
     here.mkdir()
     (here / "x").write_text("there\n")
     assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 0

@@ -128,12 +128,12 @@ def test_what_ends_a_container_holds_no_secret(path: str) -> None:
 
 def test_that_a_container_cannot_be_removed_is_said(path: str) -> None:
     known = known_of(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
-    assert containers.remove(known) == f"its container {known['name']} could not be removed: boom: unix:///x"
+    assert containers.remove(known) == f"its container `{known['name']}` could not be removed: boom: unix:///x"
     assert Path(path, "podman.said").read_text().split() == ["rm", "--force", known["name"]]
     assert containers.remove(None) is None
     gone = containers.remove({**known, "program": "/nowhere/podman"})
     assert gone is not None
-    assert "/nowhere/podman cannot be run" in gone
+    assert "cannot run `/nowhere/podman`" in gone
 
 
 def test_auto_takes_the_first_that_is_there(path: str) -> None:
@@ -176,11 +176,11 @@ def test_an_image_of_apptainer_is_a_file_that_is_pulled_once(with_apptainer: str
     assert "canary" not in words
     assert Path(with_apptainer, "who").read_text() == "me canary\n"
     assert [path.suffix for path in (tmp_path / "root" / "images").iterdir()] == [".sif"]
-    with pytest.raises(OpError, match="the image none:1 cannot be pulled: FATAL: no such image"):
+    with pytest.raises(OpError, match="cannot pull the image `none:1`: FATAL: no such image"):
         containers.pull({**box, "image": "none:1"}, env, root)
     (tmp_path / "mine.sif").touch()
     assert containers.pull({**box, "image": str(tmp_path / "mine.sif")}, env, root)["was_there"] is True
-    with pytest.raises(OpError, match=r"/nowhere/x.sif is not on this node"):
+    with pytest.raises(OpError, match=r"/nowhere/x.sif` does not exist on this node"):
         containers.pull({**box, "image": "/nowhere/x.sif"}, env, root)
 
 

@@ -85,9 +85,9 @@ class LogStreams:
         """Start a stream at an offset of the file ``name``. A stream with the same number is restarted."""
         segment = log_files.parse(name)
         if segment is None:
-            raise OpError("bad_request", "`file` is a file of the output")
+            raise OpError("bad_request", "`file` must be the name of an output file")
         if offset < 0:
-            raise OpError("bad_request", "`offset` is a number of bytes")
+            raise OpError("bad_request", "`offset` must not be negative")
         self.remove(stream)
         log = _LogStream(stream, attempt, directory, segment, offset)
         log.has_ended = has_ended

@@ -83,7 +83,7 @@ class Loop:
         try:
             pid, fd = fork_job(work)
         except OSError as error:
-            done(OpError.from_os(error, "no process could be made"))
+            done(OpError.from_os(error, "cannot create a process"))
             return
         self.children.add(pid)
         text = bytearray()
@@ -143,7 +143,7 @@ def outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
     except OpError as error:
         return error
     except OSError as error:
-        return OpError.from_os(error, "it failed")
+        return OpError.from_os(error, "the operation failed")
     except Exception as error:  # whatever it is, the supervisor must get a reply
         return OpError("internal", repr(error))
 
@@ -169,7 +169,7 @@ def read_result(text: bytes) -> Json:
     try:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
-        raise OpError("internal", "the child that did the work was killed") from error
+        raise OpError("internal", "the process that did the work was killed") from error
     if not result.get("ok"):
         raise OpError(result["error"]["kind"], result["error"]["message"])
     value = result["result"]

@@ -43,7 +43,7 @@ class Maintenance:
         }
         op = ops.get(str(request.get("op")))
         if op is None:
-            raise OpError("bad_request", "unknown op {!r}".format(request.get("op")))
+            raise OpError("bad_request", "unknown operation {!r}".format(request.get("op")))
         op(request, done)
 
     def _survey(self, _request: Json, done: _Done) -> None:

@@ -169,12 +169,12 @@ class _Agent:
         except OpError as error:
             answer.refuse(error)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
+            answer.refuse(OpError("bad_request", "a field of the request is missing or has the wrong type: {!r}".format(error)))
         except OSError as error:
-            answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
+            answer.refuse(OpError.from_os(error, "`{}` failed".format(request.get("op"))))
         except Exception as error:  # one request must not end the agent, which serves every attempt on the node
             sys.excepthook(type(error), error, error.__traceback__)
-            answer.refuse(OpError("internal", "{} failed: {!r}".format(request.get("op"), error)[:_MAX_TEXT]))
+            answer.refuse(OpError("internal", "`{}` failed: {!r}".format(request.get("op"), error)[:_MAX_TEXT]))
 
     # -- operations
 
@@ -217,7 +217,7 @@ class _Agent:
         attempt = request["attempt"]
         # The lease was released and requested again at once, so its pair is still exiting.
         if attempt in self._releasing:
-            raise attempts.TaskIsLocked("what was leased before is not given back yet")
+            raise attempts.TaskIsLocked("the previous lease of this attempt is still being released")
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
@@ -232,7 +232,7 @@ class _Agent:
             state = records.read_state(directory)
             if state is None:
                 why = records.read_text(directory, "pair.log").split("\n")[-1] or "they were killed"
-                answer.refuse(OpError("internal", "the attempt's two processes did not come up: {}".format(why)))
+                answer.refuse(OpError("internal", "runner and keeper of the attempt did not start: {}".format(why)))
             else:
                 answer(_lease_of(state))
 
@@ -286,7 +286,7 @@ class _Agent:
         watch = self._known_watch(request)
         if watch.is_unresponsive and self._watches.status(watch)["started_at"] is None:
             # temporarily, or the processes are gone
-            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")
+            raise attempts.TaskIsLocked("runner and keeper of the attempt do not respond")
 
         def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
             if error is not None:
@@ -294,7 +294,7 @@ class _Agent:
                 return
             status = result or self._watches.status(watch)
             if status.get("started_at") is None:
-                answer.refuse(OpError("conflict", "this attempt has ended without having run"))
+                answer.refuse(OpError("conflict", "this attempt ended before it was started"))
             else:
                 answer({"started_at": status["started_at"], "pid": status["pid"]})
 
@@ -342,7 +342,7 @@ class _Agent:
 
         def remove() -> None:
             if self._watches.status(watch)["started_at"] is not None:
-                finish(OpError("conflict", "it has run: `clean` removes it"))
+                finish(OpError("conflict", "the attempt has run, so it cannot be released; `clean` removes it"))
                 return
             self._watches.forget(watch.attempt)
             self._loop.job(work, finish)
@@ -362,7 +362,9 @@ class _Agent:
         watch = self._known_watch(request)
         name, offset = str(request["file"]), int(request.get("offset") or 0)
         if not log_files.is_output(name):
-            raise OpError("bad_request", "`file` is `output.log`, `output.idx` or a later part of them, not {!r}".format(name))
+            raise OpError(
+                "bad_request", "`file` must be `output.log`, `output.idx` or a later part of them, not {!r}".format(name)
+            )
         has_ended = self._watches.status(watch)["phase"] == "ended"
         answer({})
         self._streams.add(int(request["stream"]), watch.attempt, watch.directory, name, offset, has_ended)

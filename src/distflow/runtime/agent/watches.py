@@ -160,7 +160,7 @@ class Watches:
         status = self.status(watch)
         if watch.is_unresponsive and status["phase"] != "ended" and status["started_at"] is None:
             self.stop_by_signal(watch)
-            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")
+            raise attempts.TaskIsLocked("runner and keeper of the attempt do not respond")
 
     # -- links
 

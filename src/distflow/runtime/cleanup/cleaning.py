@@ -48,7 +48,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     """Remove a workflow's directory, or everything in it except outputs and records. Refused while an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
-        raise OpError("conflict", "it is still running: {}".format(", ".join(alive)))
+        raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
     tops = attempts.directories(root, workflow)
     before = sum(_measure(top)[0] for top in tops)
     for _, directory in attempts.each(root, workflow):
@@ -139,7 +139,7 @@ def uninstall(root: str, request: Json) -> Json:
         if orphans.may_live(place)
     ]
     if alive:
-        raise OpError("conflict", "tasks run here: {}".format(", ".join(alive[:5])))
+        raise OpError("conflict", "tasks are running here: {}".format(", ".join(alive[:5])))
     removed: List[str] = []
     left: List[str] = []
     for workflow in attempts.workflows(root):
@@ -174,7 +174,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
     finally:
         os.close(directory)
     if others:
-        left.append("{}: {} in it that are held, or of other users".format(path, _files(others)))
+        left.append("{}: it contains {} that are in use or belong to other users".format(path, _files(others)))
     elif _try(os.rmdir, path, left):
         removed.append(path)
 
@@ -200,14 +200,14 @@ def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
                 if _BLOB_NAME.fullmatch(blob):
                     _try(os.unlink, os.path.join(path, blob), left)
             if os.listdir(path):
-                left.append("{}: there are files in it that are not distflow's".format(path))
+                left.append("{}: it contains files that do not belong to distflow".format(path))
             elif _try(os.rmdir, path, left):
                 removed.append(path)
         elif name in _DIRECTORIES:
             if os.path.lexists(path) and _try(remove_tree, path, left):
                 removed.append(path)
         else:
-            left.append("{}: it is not distflow's".format(path))
+            left.append("{}: it does not belong to distflow".format(path))
     if set(os.listdir(root)) <= {root_directory.MARKER}:
         _try(os.unlink, os.path.join(root, root_directory.MARKER), left)
         if _try(os.rmdir, root, left):
@@ -227,7 +227,7 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
             removed.append(folder)
     for name, pattern in _EARLIER.items():
         if any(pattern.fullmatch(os.path.basename(path)) for path in _listed(earlier, name)):
-            said = "{}: an earlier version of distflow may have made it; look into it and remove it by hand"
+            said = "{}: an earlier version of distflow may have created it; check it, and remove it by hand"
             left.append(said.format(os.path.join(earlier, name)))
 
 

@@ -58,15 +58,15 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
         reason = EndReason.BOTH_DIED
-        message = "the two processes that watch a task were killed together (out of memory, or by hand?)"
+        message = "the task's runner and keeper were killed together (out of memory, or by hand?)"
         if state.get("boot_id") != processes.boot_id():
-            reason, message = EndReason.REBOOTED, "the node was restarted while the task was on it"
+            reason, message = EndReason.REBOOTED, "the node was rebooted while the task was on it"
         else:
             if stopped is not None and state.get("stopped_at") is None and not state.get("exit"):
                 state.update(stopped)
             stop = records.stop_reason(state)
             if stop is not None:
-                reason, message = stop, "the two processes that watch the task were killed while it was being stopped"
+                reason, message = stop, "the task's runner and keeper were killed while it was being stopped"
             message = _kill_remaining(attempt, state) or message
         process_tree.remove_cgroup(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -62,7 +62,9 @@ def reap(root: str, request: Json) -> Json:
     _await_removal(scene, [container for container, _ in found_containers if container["is_ours"]], until)
     answer["left"] = _describe([(process, claim) for process, claim in scene.leftovers() if claim.is_ours])
     if answer["left"]:
-        answer["message"] = killer.message or "it does not end: it hangs in a driver or in a file system that does not answer"
+        answer["message"] = (
+            killer.message or "a process does not end: it hangs in a driver, or in a file system that does not respond"
+        )
     busy = {one["attempt"] for one in answer["left"]}
     for name in scene.unsettled():
         if name not in busy:
@@ -85,7 +87,7 @@ def _await_removal(scene: _Scene, found_containers: List[Json], until: float) ->
             break
         select.select([], [], [], 0.2)
     for container in found_containers:
-        container["error"] = (container["error"] or "its engine does not remove it") if container in left else None
+        container["error"] = (container["error"] or "its container engine does not remove it") if container in left else None
 
 
 class _Scene:
@@ -179,7 +181,7 @@ class _Scene:
             return None
         root = directory[: -len(name) - 1]
         if os.path.realpath(root) not in root_directory.roots(self._root):
-            return _Claim(name, "of another root, {}".format(root), False)
+            return _Claim(name, "it belongs to another root, {}".format(root), False)
         why = _why(directory)
         try:
             return _Claim(name, why, os.stat(directory).st_uid == os.getuid())
@@ -226,7 +228,7 @@ class _Scene:
                 where = os.path.dirname(container["cwd"])
                 if not is_ours and orphans.is_watched(where):
                     continue
-                why = _why(here) if is_ours else "of another root, {}".format(where)
+                why = _why(here) if is_ours else "it belongs to another root, {}".format(where)
                 shown = {
                     "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
                     "state": container["state"], "why": why, "is_ours": is_ours, "error": None,
@@ -252,7 +254,7 @@ def _why(directory: str) -> str:
         return "the attempt's directory is gone"
     end = records.read_end(directory)
     if end is None:
-        return "those who watched the attempt are gone"
+        return "the attempt's runner and keeper are gone"
     return "the attempt has ended ({})".format(end.get("reason"))
 
 

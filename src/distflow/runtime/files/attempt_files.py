@@ -67,19 +67,19 @@ def checked(launch: Json) -> Json:
     """Return the launch if it is well-formed. Raises ``bad_request``."""
     argv = launch["argv"]
     if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
-        raise OpError("bad_request", "`argv` is a list of strings with the program first")
+        raise OpError("bad_request", "`argv` must be a list of strings with the program first")
     for name in ("env", "secret_env"):
         for key, value in (launch.get(name) or {}).items():
             if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
-                raise OpError("bad_request", "`{}`: {!r} is not an environment variable".format(name, key))
+                raise OpError("bad_request", "`{}`: {!r} is not a valid environment variable".format(name, key))
     for entry in launch.get("secret_files") or []:
         for name, content in entry["files"].items():
             if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
-                raise OpError("bad_request", "`secret_files`: {!r} is not a file name".format(name))
+                raise OpError("bad_request", "`secret_files`: {!r} is not a valid file name".format(name))
     if len(masking.encoded(launch)) > masking.SECRET_BYTES:
-        raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
+        raise OpError("bad_request", "the task's secrets are larger than {} MiB".format(masking.SECRET_BYTES >> 20))
     if any("\0" in one for one in argv):
-        raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
+        raise OpError("bad_request", "an argument contains a NUL byte, which cannot be passed to a program")
     return launch
 
 
@@ -131,7 +131,7 @@ def _place(root: str, directory: str, file: Json) -> None:
     relative = str(file["path"])
     first = os.path.normpath(relative).split("/")[0]
     if first in _RESERVED or log_files.is_output(first):
-        raise OpError("bad_request", "{!r} is a file of distflow's own".format(relative))
+        raise OpError("bad_request", "{!r} is reserved for distflow's own files".format(relative))
     path = inside(directory, relative)
     try:
         if not file.get("is_tar") and _place_by_link(root, file, path):
@@ -148,7 +148,7 @@ def _place(root: str, directory: str, file: Json) -> None:
                 if file.get("blob") is not None and not is_whole(path_of(root, file["blob"])):
                     raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
     except OSError as error:
-        raise OpError.from_os(error, "the file {} cannot be placed".format(relative)) from error
+        raise OpError.from_os(error, "cannot place the file `{}`".format(relative)) from error
 
 
 def _content(root: str, file: Json) -> BinaryIO:
@@ -163,7 +163,7 @@ def _content(root: str, file: Json) -> BinaryIO:
 
 
 def _not_staged(file: Json) -> OpError:
-    return OpError("not_found", "the blob {} of {} was not staged".format(file.get("blob"), file["path"]))
+    return OpError("not_found", "the blob `{}` of `{}` was not staged".format(file.get("blob"), file["path"]))
 
 
 def _place_by_link(root: str, file: Json, path: str) -> bool:
@@ -233,7 +233,7 @@ def place_secrets(directory: str, entries: List[Json]) -> None:
                 os.unlink(link)
             os.symlink(os.path.join(home, str(position)), link)
     except OSError as error:
-        raise OpError.from_os(error, "the files of the task's credentials cannot be placed") from error
+        raise OpError.from_os(error, "cannot place the files of the task's credentials") from error
 
 
 def remove_secrets(directory: str) -> None:

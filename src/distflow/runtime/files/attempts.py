@@ -46,7 +46,7 @@ class TaskIsLocked(OpError):
 def directory_of(root: str, attempt: object) -> str:
     """Return the attempt's directory. Raises ``bad_request`` for a malformed name."""
     if not isinstance(attempt, str) or not is_attempt_name(attempt):
-        raise OpError("bad_request", "{!r} is not an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
+        raise OpError("bad_request", "{!r} is not the name of an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
     parts = attempt.split("/")
     here = os.path.join(root, *parts)
     earlier = root_directory.earlier_root(root)
@@ -220,7 +220,7 @@ def _make_task(directory: str) -> int:
         if is_named(lock, parent):
             return lock
         os.close(lock)
-    raise TaskIsLocked("the directory of this task is removed again and again")
+    raise TaskIsLocked("the directory of this task keeps being removed")
 
 
 def create(root: str, request: Json, umask: int) -> int:
@@ -236,7 +236,7 @@ def create(root: str, request: Json, umask: int) -> int:
         return _create(directory, attempt, request, umask)
     except OSError as error:
         raise OpError.from_os(
-            error, "{} cannot be made; free space there, or give the node another `root`".format(directory)
+            error, "cannot create `{}`; free disk space there, or set another `root` for the node".format(directory)
         ) from error
     finally:
         os.close(task)

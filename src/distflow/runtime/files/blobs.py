@@ -37,7 +37,7 @@ _UNMARKED = ".unmarked"
 def path_of(root: str, name: object) -> str:
     """Return a blob's path, whether it exists or not. Raises ``bad_request`` for a name that is not a SHA-256."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
+        raise OpError("bad_request", "`hash` must be a SHA-256 in hexadecimal")
     path = os.path.join(root, BLOBS, name)
     if not os.path.lexists(path):
         _take_over(root, name)
@@ -93,7 +93,10 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
             needed += size - _size_of(path + _PART)
     free = free_bytes(directory)
     if free < needed:
-        raise OpError("no_space", "{} are needed in {}, {} are free".format(size_text(needed), directory, size_text(free)))
+        raise OpError(
+            "no_space",
+            "not enough disk space in `{}`: {} needed, {} free".format(directory, size_text(needed), size_text(free)),
+        )
     return lacking
 
 

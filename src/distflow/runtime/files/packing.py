@@ -75,7 +75,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     path = inside(directory, place)
     top, base = os.path.split(path)
     if not os.path.isdir(directory):
-        raise OpError("not_found", "{} no longer exists".format(directory))
+        raise OpError("not_found", "`{}` no longer exists".format(directory))
     unstable: Set[str] = set()
     for number in range(_PASSES):
         if number:
@@ -106,13 +106,13 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
             os.unlink(path_of(root, packed["hash"]))
         if number:  # a file that changed only once may have been complete just after
             unstable |= changed
-    raise OpError("busy", "the files of {} change all the time, so that none can be taken whole".format(path))
+    raise OpError("busy", "the files of `{}` change all the time, so that no consistent copy can be made".format(path))
 
 
 def _output_of(directory: str) -> str:
     output = os.path.join(directory, "output")
     if not os.path.isdir(output) or os.path.islink(output):
-        raise OpError("not_found", "{} no longer exists".format(output))
+        raise OpError("not_found", "`{}` no longer exists".format(output))
     return output
 
 
@@ -123,7 +123,9 @@ def _target(output: str, name: str) -> Tuple[str, bool]:
     if target == top or target.startswith(top + os.sep):
         return target, True
     if not os.path.isfile(target):
-        said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
+        said = (
+            "the link `{}` in its output points to `{}`, a directory outside of the output; copy its target, or remove the link"
+        )
         raise OpError("bad_request", said.format(name, os.readlink(path)))
     return target, False
 
@@ -201,7 +203,7 @@ def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise OpError.from_os(error, "its output cannot be read") from error
+        raise OpError.from_os(error, "cannot read its output") from error
     for entry in entries:
         name = os.path.join(below, entry.name)
         try:
@@ -241,7 +243,7 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
             member.mode = 0o700 if found.st_mode & 0o100 else 0o600
             tar.addfile(member, source)
     except OSError as error:
-        raise OpError.from_os(error, "{} in its output cannot be packed".format(name)) from error
+        raise OpError.from_os(error, "cannot pack `{}` of its output".format(name)) from error
 
 
 class _Sink:

@@ -54,7 +54,7 @@ def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """
     if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
-        raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
+        raise OpError("bad_request", "the path {!r} is not below the attempt's directory".format(relative))
     path = os.path.normpath(os.path.join(top, relative))
     if known is not None and os.path.dirname(path) in known:
         return path
@@ -71,4 +71,4 @@ def check_mounts(sources: Iterable[str]) -> None:
     """Check that the directories of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
     for source in sources:
         if not os.path.exists(source):
-            raise OpError("no_mount", "volumeMounts: {} is not on this node".format(source))
+            raise OpError("no_mount", "`volumeMounts`: `{}` does not exist on this node".format(source))

@@ -52,7 +52,7 @@ def file_time(said: float) -> float:
 class _Member(tarfile.TarInfo):
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _EXTENDED and self.size > _HEADER_BYTES:
-            raise OpError("bad_request", "the archive has a header of {} bytes".format(self.size))
+            raise OpError("bad_request", "the archive has a header of {} bytes, which is too large".format(self.size))
         member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
         return member
 
@@ -93,7 +93,9 @@ def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str
             os.link(source, path, follow_symlinks=False)
             _refuse_outside(top, path)
         else:
-            raise OpError("bad_request", "the archive holds {!r}, which is no file, directory or link".format(member.name))
+            raise OpError(
+                "bad_request", "the archive contains {!r}, which is not a file, directory or link".format(member.name)
+            )
     return has_links
 
 
@@ -101,7 +103,7 @@ def _matcher(only: str) -> Optional[Pattern[str]]:
     try:
         return re.compile(only) if only else None
     except re.error as error:
-        raise OpError("bad_request", "{!r} is no regular expression here: {}".format(only, error)) from error
+        raise OpError("bad_request", "{!r} is not a regular expression that Python accepts: {}".format(only, error)) from error
 
 
 def _place_of(top: str, name: str, known: Set[str]) -> str:
@@ -150,4 +152,4 @@ def _refuse_outside(top: str, path: str) -> None:
     if real != real_top and not real.startswith(real_top + os.sep):
         target = os.readlink(path) if os.path.islink(path) else real
         os.unlink(path)
-        raise OpError("bad_request", "the archive's link {!r} leads outside ({!r})".format(os.path.relpath(path, top), target))
+        raise OpError("bad_request", "the archive's link {!r} points outside ({!r})".format(os.path.relpath(path, top), target))

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import signal
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import AbstractSet, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.guard import netcat, process_tree
@@ -18,7 +18,18 @@ from distflow.runtime.guard.output import rank_variables
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
-__all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
+__all__ = [
+    "HEARTBEAT",
+    "PLACEHOLDER",
+    "Spawned",
+    "environment",
+    "exec_program",
+    "fill",
+    "prepare_exec",
+    "read_failure",
+    "spawn",
+    "with_prelude",
+]
 
 HEARTBEAT = "heartbeat"
 """File in the attempt's directory that programs touch as a heartbeat (``DISTFLOW_HEARTBEAT``)."""
@@ -118,7 +129,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     try:
         pid = os.fork()
         if pid == 0:
-            _become(argv, env, cwd, output, umask, keeper, go_read, failure_write)
+            _become_command(argv, env, cwd, output, umask, keeper, go_read, failure_write)
     except OSError:
         for fd in (go_read, go_write, failure_read, failure_write):
             os.close(fd)
@@ -133,34 +144,19 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     return Spawned(pid, process.start if process else 0, go_write, failure_read, process_tree.enclose(pid, directory))
 
 
-def _become(
+def _become_command(
     argv: List[str], env: Dict[str, str], cwd: str, output: int, umask: int, keeper: int, go: int, failure: int
 ) -> None:
-    code, message = 126, "the child failed before its program was started"
+    code, message = 126, "the child process failed before the program was started"
     try:
-        signal.set_wakeup_fd(-1)
-        os.setsid()
-        # If keeper and runner die together, the kernel still kills the command.
-        if not processes.die_with_parent(signal.SIGKILL, keeper):
-            os._exit(126)
-        processes.rename_self("df-command")
         null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        processes.close_all_but({go, failure})
-        processes.reset_limits()
-        os.umask(umask)
-        processes.reset_signals()
+        # If keeper and runner die together, the kernel still kills the command.
+        prepare_exec((null, output, output), {go, failure}, umask, keeper)
+        processes.rename_self("df-command")
         os.write(failure, b"r")
         if not os.read(go, 1):
             os._exit(126)  # the keeper died before it wrote the byte
-        try:
-            os.chdir(cwd)
-        except OSError as error:
-            message = "the working directory {} cannot be entered: {}".format(cwd, error.strerror)
-        else:
-            code, message = _exec(argv, env)
+        code, message = exec_program(argv, env, cwd)
     except BaseException as error:  # nothing may unwind into the keeper's code in this process
         message = "{}: {!r}".format(message, error)
     finally:
@@ -168,8 +164,30 @@ def _become(
         os._exit(code)
 
 
-def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
-    """Execute the program. Returns only on failure: an exit code and a message, as a shell would report them."""
+def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, parent: int) -> None:
+    """Prepare this forked process for the exec of a command. Exits if ``parent`` is dead.
+
+    The process gets a session of its own, ``streams`` as standard input, output and error, the login's limits, and default
+    signals. All other descriptors are closed, except for those in ``keep``. The kernel kills the process when ``parent`` dies.
+    """
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    if not processes.die_with_parent(signal.SIGKILL, parent):
+        os._exit(126)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+    processes.close_all_but(keep)
+    processes.reset_limits()
+    os.umask(umask)
+    processes.reset_signals()
+
+
+def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, str]:
+    """Execute the program in ``cwd``. Returns only on failure: an exit code as in a shell, and a message."""
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        return 126, "cannot enter the working directory `{}`: {}".format(cwd, error.strerror)
     name = argv[0]
     candidates = [name] if "/" in name else [os.path.join(p or ".", name) for p in env["PATH"].split(":")]
     refused: Optional[str] = None
@@ -178,24 +196,22 @@ def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
             os.execve(candidate, argv, env)
         except (FileNotFoundError, NotADirectoryError):
             if os.path.isfile(candidate):
-                return 127, "`{}`: the interpreter that its first line (#!) names is not on this node".format(candidate)
+                return 127, "`{}`: its first line (`#!`) names an interpreter that does not exist on this node".format(
+                    candidate
+                )
         except PermissionError:
             refused = candidate
         except OSError as error:
             if error.errno == errno.ENOEXEC:
-                hint = (
-                    "it is not a program for this machine and has no #! line; start it with its interpreter, such as `bash {}`"
-                )
-                return 126, "`{}`: {}".format(candidate, hint.format(name))
-            return 126, "{}: {}".format(candidate, error.strerror)
+                cause = "it is not a program for this machine and has no `#!` line"
+                return 126, "`{}`: {}; start it with its interpreter, such as `bash {}`".format(candidate, cause, name)
+            return 126, "`{}`: {}".format(candidate, error.strerror)
     if refused is not None:
-        return 126, "`{}` is not executable; `chmod +x` it, or start it with its interpreter".format(refused)
+        return 126, "`{}` is not executable; run `chmod +x` on it, or start it with its interpreter".format(refused)
     if "/" in name:
-        return 127, "`{}`: there is no such file on this node; a relative path starts in the task's working directory".format(
-            name
-        )
+        return 127, "`{}` does not exist on this node; relative paths start in the task's working directory".format(name)
     searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
-    hint = "install it there, or let the node's `python` or `setup` lead PATH to it"
+    hint = "install it, or add its directory to PATH with the node's `python` or `setup`"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
 
 

@@ -65,7 +65,7 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
             words = ["--config", folder, "pull"] if _is_docker(program) else ["pull", "--authfile", config]
             pulled = _run([program, *words, "--quiet", image], env, _PULL_S)
     if pulled.returncode != 0:
-        raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, _last_lines(pulled.stderr)))
+        raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, _last_lines(pulled.stderr)))
     return {"program": program, "was_there": False}
 
 
@@ -153,10 +153,10 @@ def remove(known: Optional[Json]) -> Optional[str]:
         _run([known["program"], "kill", known["name"]], env, _REMOVE_S)
         done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
     except OpError as error:
-        return "its container {} could not be removed: {}".format(known["name"], error.message)
+        return "its container `{}` could not be removed: {}".format(known["name"], error.message)
     if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
         return None
-    return "its container {} could not be removed: {}".format(known["name"], _last_lines(done.stderr))
+    return "its container `{}` could not be removed: {}".format(known["name"], _last_lines(done.stderr))
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
@@ -198,7 +198,7 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
     """Return reason and message if the container or the kernel ended the command, else two Nones. Call it before ``remove``."""
     if exit_code == 125 and not os.path.exists(os.path.join(directory, CREATED)):
-        return EndReason.START_ERROR, "the container could not be made; the last lines of its output say why"
+        return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
     if exit_code == 137 and known.get("memory"):
         why = _ran_out(known)
         return (EndReason.EVICTED, why) if why else (None, None)
@@ -213,7 +213,7 @@ def _ran_out(known: Json) -> Optional[str]:
         return None
     if done.stdout.strip() != "true":
         return None
-    return "it used more memory than the {} that it asked for (`memory`), so the kernel ended it".format(
+    return "it used more memory than the {} that it requested (`memory`), so the kernel killed it".format(
         size_text(known["memory"])
     )
 
@@ -240,8 +240,8 @@ def _program(container: Json, env: Dict[str, str]) -> str:
         if program is not None:
             return program
     what = ", ".join(_KNOWN[:-1]) + " or " + _KNOWN[-1] if wanted == "auto" else wanted
-    hint = "install it, or let tasks run without their image: `container: none` in the node's configuration"
-    raise OpError("no_container", "{} is not on this node; {}".format(what, hint))
+    hint = "install it, or set `container: none` for the node, so that tasks run without their image"
+    raise OpError("no_container", "{} is not installed on this node; {}".format(what, hint))
 
 
 def _name(attempt: str) -> str:
@@ -283,14 +283,14 @@ def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.C
             check=False, encoding="utf-8", errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise OpError("timeout", "`{}` did not end within {:g} s".format(" ".join(argv[:3]), timeout_s)) from None
+        raise OpError("timeout", "`{}` did not finish within {:g} s".format(" ".join(argv[:3]), timeout_s)) from None
     except OSError as error:
-        raise OpError.from_os(error, "{} cannot be run".format(argv[0])) from error
+        raise OpError.from_os(error, "cannot run `{}`".format(argv[0])) from error
 
 
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(lines[-2:])[:1000] or "it did not say why"
+    return " / ".join(lines[-2:])[:1000] or "no error was printed"
 
 
 _APPTAINER_PREFIX = "APPTAINERENV_"
@@ -307,7 +307,7 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
     if os.path.exists(path):
         return {"program": program, "was_there": True}
     if _is_image_file(image):
-        raise OpError("image_pull", "the image {} is not on this node".format(image))
+        raise OpError("image_pull", "the image file `{}` does not exist on this node".format(image))
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     part = "{}.{}.part".format(path, os.getpid())
     source = image if "://" in image else "docker://" + image
@@ -318,13 +318,13 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
         )  # fmt: skip
         if pulled.returncode != 0:
             lines = [line.strip() for line in pulled.stderr.splitlines() if line.strip()]
-            why = " / ".join(lines[-2:])[:1000] or "it did not say why"
-            raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, why))
+            why = " / ".join(lines[-2:])[:1000] or "no error was printed"
+            raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, why))
         os.replace(part, path)
     except subprocess.TimeoutExpired:
-        raise OpError("timeout", "the image {} did not come within {:g} s".format(image, _PULL_S)) from None
+        raise OpError("timeout", "pulling the image `{}` took longer than {:g} s".format(image, _PULL_S)) from None
     except OSError as error:
-        raise OpError.from_os(error, "the image {} cannot be kept at {}".format(image, path)) from error
+        raise OpError.from_os(error, "cannot store the image `{}` at `{}`".format(image, path)) from error
     finally:
         try:
             os.unlink(part)

@@ -154,7 +154,7 @@ class _Keeper:
         if self._terminated:
             self._terminated = False
             grace_s = float((self._launch or {}).get("stop_grace_s") or 0)
-            self._stop(grace_s, "its keeper got SIGTERM: the node goes down, or somebody ended it by hand")
+            self._stop(grace_s, "its keeper received SIGTERM: the node is shutting down, or a user stopped it by hand")
         if self._command is None:
             if time.monotonic() >= self._deadline:
                 self._start_is_late()
@@ -257,7 +257,7 @@ class _Keeper:
         known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
         self._await_empty_gpus(known)
         if self._reason is EndReason.RUNNER_DIED:
-            known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
+            known["message"] = known["message"] or "the task's runner was killed (by hand?)"
         end = records.make_end(self._state, self._reason or EndReason.EXITED, **known)
         # Release the lease before the end is reported: readers of the report may want the GPUs at once, and the runner lives
         # slightly longer.
@@ -277,7 +277,7 @@ class _Keeper:
 
             left = gpu_users.await_empty(self._handles.gpu_ids, self._handles.attempt)
             if left:
-                known["message"] = "; ".join(filter(None, [known["message"], "left on its GPUs: " + left]))
+                known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
 
     def _ask_kernel(self, known: Json) -> Optional[Json]:
         """Return entries of the kernel's log for a command that failed by itself."""
@@ -318,19 +318,19 @@ class _Keeper:
             answer({})
         elif op == "release":
             if self._command is not None:
-                raise OpError("conflict", "it has started: `stop` it")
+                raise OpError("conflict", "the attempt has started, so it cannot be released; use `stop`")
             self._reason = self._reason or EndReason.RELEASED
             self._release = answer
         else:
-            raise OpError("bad_request", "unknown op {!r}".format(op))
+            raise OpError("bad_request", "unknown operation {!r}".format(op))
 
     def _start(self) -> None:
         if self._command is not None:
             return
         if self._reason is not None:
-            raise OpError("conflict", "it has ended without having run ({})".format(self._reason))
+            raise OpError("conflict", "the attempt ended before it was started ({})".format(self._reason))
         if self._launch is None:
-            raise OpError("not_prepared", "`prepare` comes before `start`")
+            raise OpError("not_prepared", "`start` needs a `prepare` before it")
         handles = self._handles
         if self._launch.get("container"):
             from distflow.runtime.guard import containers
@@ -343,7 +343,7 @@ class _Keeper:
             spawned = command.spawn(self._launch, handles.attempt, handles.directory, self._output_write, handles.umask)
         except OSError as error:
             self._reason = EndReason.START_ERROR
-            self._message = "no process could be made: {}".format(error.strerror)
+            self._message = "cannot create a process: {}".format(error.strerror)
             raise OpError("internal", self._message) from error
         self._command = spawned
         self._deadline = _NEVER

@@ -16,7 +16,7 @@ __all__ = ["TOOLS", "add_to", "main"]
 TOOLS = ".tools"
 """Name of its directory in an attempt's directory."""
 
-_USAGE = "this `nc` is distflow's stand-in, which only knows `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for more\n"
+_USAGE = "distflow's substitute for `nc` supports only `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for other uses\n"
 
 
 def main(argv: List[str]) -> int:

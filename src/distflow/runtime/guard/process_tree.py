@@ -87,7 +87,7 @@ class TreeKiller:
         if not self._untouchable_since or time.monotonic() - self._untouchable_since < _UNTOUCHABLE_S:
             return False
         ids = ", ".join(str(pid) for pid in sorted(self._untouchable))
-        self.message = "processes of another user are left, which this user may not stop: {}".format(ids)
+        self.message = "processes of another user remain, which this user cannot kill: {}".format(ids)
         return True
 
     def find(self) -> List[Process]:
@@ -295,8 +295,8 @@ class MemoryLimit:
         largest = max(sizes, key=lambda pid: sizes[pid])
         name, limit = "{} (pid {})".format(name_of(largest) or "one that has ended", largest), size_text(self._limit)
         if len(pids) == 1:
-            return "its process {} uses {} of memory, and it asked for {}".format(name, size_text(used), limit)
-        text = "its {} processes use {} of memory, and it asked for {}; the largest is {} with {}"
+            return "its process {} uses {} of memory, more than the {} that it requested".format(name, size_text(used), limit)
+        text = "its {} processes use {} of memory, more than the {} that it requested; the largest is {} with {}"
         return text.format(len(pids), size_text(used), limit, name, size_text(sizes[largest]))
 
 

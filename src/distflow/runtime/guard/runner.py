@@ -119,9 +119,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
 
     ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
     known["kernel"] = kernel_log.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=handles.other_gpus)
-    known["message"] = (
-        killer.message or container_error or "the process that keeps the task {}".format(_describe_status(keeper_status))
-    )
+    known["message"] = killer.message or container_error or "the task's keeper {}".format(_describe_status(keeper_status))
     end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **known)
     os.fsync(records.write_end(handles.dir_fd, handles.record, end))
 

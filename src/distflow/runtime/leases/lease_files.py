@@ -60,7 +60,7 @@ def open_directory(path: str) -> int:
             flags |= os.O_NOFOLLOW
         directory = os.open(path, flags)
     except OSError as error:
-        raise OpError.from_os(error, "the lease directory {} cannot be used".format(path)) from error
+        raise OpError.from_os(error, "cannot use the lease directory `{}`".format(path)) from error
     try:
         _refuse_open_to_all(directory, path)
     except BaseException:
@@ -78,8 +78,8 @@ def _refuse_open_to_all(directory: int, path: str) -> None:
         os.fchmod(directory, stat.S_IMODE(info.st_mode) | stat.S_ISVTX)
         return
     said = (
-        "the lease directory {} may be written to by all users (mode {:o}) and lacks the sticky bit, so that anybody could "
-        "remove leases; let {} run `chmod +t {}`, or set another `lease_dir`"
+        "the lease directory `{}` is writable for all users (mode {:o}) and has no sticky bit, so that any user could "
+        "remove leases; ask {} to run `chmod +t {}`, or set another `lease_dir`"
     )
     raise OpError("permission", said.format(path, stat.S_IMODE(info.st_mode), user_name(info.st_uid), path))
 
@@ -105,14 +105,14 @@ def open_lock(directory: int, name: str) -> int:
             except FileNotFoundError:
                 break
         else:
-            raise PermissionError(errno.EACCES, "it is closed to this user", name)
+            raise PermissionError(errno.EACCES, "this user may not open it", name)
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666, dir_fd=directory)
         except FileExistsError:
             continue
         os.fchmod(fd, 0o666)
         return fd
-    raise FileNotFoundError(errno.ENOENT, "it comes and goes", name)
+    raise FileNotFoundError(errno.ENOENT, "it is created and removed repeatedly", name)
 
 
 def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:

@@ -67,7 +67,7 @@ def take(
     if not gpus and port is None and not any(want for want, _ in wanted.values()):
         return held
     if not lease_dir:
-        raise OpError("bad_request", "`lease_dir` is needed for leases")
+        raise OpError("bad_request", "`lease_dir` is missing")
     directory = open_directory(lease_dir)
     asks = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
     waits = "attempt" in holder and any(asks.values())
@@ -144,7 +144,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     continue  # free for IPv4 only
-                raise OpError.from_os(error, "no port can be had") from error
+                raise OpError.from_os(error, "cannot reserve a port") from error
             number = _port_of(sockets[0])
             held, _ = lock(directory, "port-{}.lock".format(number), holder)
             if held >= 0:
@@ -162,7 +162,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
     except (OSError, OverflowError) as error:
         os.close(held)
         if isinstance(error, OSError) and error.errno != errno.EADDRINUSE:
-            raise OpError.from_os(error, "port {} cannot be used".format(number)) from error
+            raise OpError.from_os(error, "cannot use port {}".format(number)) from error
         raise OpError("port_taken", "port {} is in use by another program (see `ss -tlnp`)".format(number)) from error
 
 
@@ -258,7 +258,9 @@ def _lock_list(gate: int) -> None:
             return fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_GATE_PAUSE_S)  # noqa: TID251  flock knows no time limit
-    raise OpError("busy", "another process of this machine keeps claims.lock of the lease directory (lslocks names it)")
+    raise OpError(
+        "busy", "another process on this machine keeps `claims.lock` in the lease directory locked; `lslocks` shows which"
+    )
 
 
 def _locked_shares(directory: int) -> List[Json]:
@@ -267,7 +269,7 @@ def _locked_shares(directory: int) -> List[Json]:
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):
             if number >= _MAX_FILES or len(names) >= _MAX_SHARES:
-                said = "the lease directory holds more than {} files; let root remove those of users that no process locks"
+                said = "the lease directory contains more than {} files; ask root to remove those that no process locks"
                 raise OpError("busy", said.format(number))
             if _SHARE_NAME.fullmatch(entry.name):
                 names.append(entry.name)
@@ -284,7 +286,7 @@ def _lock_own_file(directory: int, holder: Json) -> int:
         if time.monotonic() > until:
             break
     raise OpError(
-        "busy", "other processes keep {} files claim-{}-*.lock of the lease directory".format(number + 1, os.getuid())
+        "busy", "other processes keep {} files `claim-{}-*.lock` in the lease directory locked".format(number + 1, os.getuid())
     )
 
 

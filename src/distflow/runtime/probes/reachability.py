@@ -92,7 +92,7 @@ def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:
     except OSError as error:
         return {"kind": _KINDS.get(error.errno or 0, "other"), "message": error.strerror or str(error)}
     if heard != wanted:
-        return {"kind": "stranger", "message": "somebody else answers there"}
+        return {"kind": "stranger", "message": "another program answers there"}
     return {"kind": "ok", "ms": round((time.monotonic() - begin) * 1000, 3)}
 
 

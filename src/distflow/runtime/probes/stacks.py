@@ -54,7 +54,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
     def work() -> Json:
         state = records.read_state(directory)
         if state is None or records.read_end(directory) is not None or not state.get("command"):
-            raise OpError("not_running", "it does not run")
+            raise OpError("not_running", "the attempt is not running")
         env = command.environment(launch, "", root)
         tool = processes.find_program("py-spy", env.get("PATH") or os.defpath)
         found = [_inspect(process) for process in _processes_of(attempt, state)[:_MAX_PROCESSES]]
@@ -150,14 +150,14 @@ def _py_spy_threads(process: Optional[subprocess.Popen[bytes]], until: float) ->
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return None, "py-spy did not answer"
+        return None, "py-spy did not respond"
     if process.returncode != 0:
         said = [line.strip() for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
         return None, (said[-1] if said else "py-spy failed")[:500]
     try:
         return [_thread(one) for one in decode_json(out.decode("utf-8", "replace"), max_bytes=_MAX_OUTPUT_BYTES)], None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, "py-spy said something that is not understood"
+        return None, "py-spy's output cannot be parsed"
 
 
 def _thread(said: Json) -> Json:
@@ -210,7 +210,7 @@ def add_tracebacks(found: List[Json], directory: str) -> None:
     for one, path, begin in asked:
         text = _dump_in(path, begin, until)
         one["threads"] = parse_tracebacks(text, directory) or None
-        one["error"] = None if one["threads"] else "it did not answer SIGUSR1 with its stacks"
+        one["error"] = None if one["threads"] else "it did not write its stacks after SIGUSR1"
 
 
 def parse_tracebacks(text: str, directory: str) -> List[Json]:

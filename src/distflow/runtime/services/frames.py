@@ -122,7 +122,7 @@ def receive(
         raise
     if at != size or digest.hexdigest() != name:
         part.drop()
-        raise OpError("damaged", "the blob arrived damaged: {} of {} bytes, hash differs".format(at, size))
+        raise OpError("damaged", "the received blob is damaged: {} of {} bytes, wrong checksum".format(at, size))
     part.finish()
     return True
 
@@ -133,7 +133,7 @@ def _error_of(data: bytes) -> OpError:
         content = decode_object(data)
         return OpError(str(content["kind"]), str(content["message"]))
     except (ValueError, KeyError) as error:
-        return OpError("bad_request", "an error that cannot be read: {}".format(error))
+        return OpError("bad_request", "the sender reported an error that cannot be decoded: {}".format(error))
 
 
 def _frame(source: Source) -> Optional[bytes]:
@@ -143,7 +143,7 @@ def _frame(source: Source) -> Optional[bytes]:
         return None
     length, kind = FRAME.unpack(head)
     if length > LARGEST_FRAME or kind not in (RAW, ZLIB, ERROR):
-        raise OpError("bad_request", "a frame of {} bytes, kind {}".format(length, kind))
+        raise OpError("bad_request", "a frame has an invalid header: {} bytes, kind {}".format(length, kind))
     data = source.read(length)
     if len(data) < length:
         return None
@@ -155,7 +155,7 @@ def _frame(source: Source) -> Optional[bytes]:
     try:
         return unpack.decompress(data, LARGEST_FRAME)
     except zlib.error as error:
-        raise OpError("damaged", "a frame cannot be unpacked: {}".format(error)) from error
+        raise OpError("damaged", "a frame cannot be decompressed: {}".format(error)) from error
 
 
 SILENCE_S = 30.0

@@ -47,8 +47,8 @@ def _serve_one(root: str, peer: Peer) -> bool:
     except OpError as error:
         refusal = error
     except OSError as error:
-        refusal = OpError.from_os(error, "the blob cannot be written")
+        refusal = OpError.from_os(error, "cannot write the blob")
     except (KeyError, TypeError, ValueError) as error:
-        refusal = OpError("bad_request", "this is not a blob: {!r}".format(error))
+        refusal = OpError("bad_request", "the request does not describe a blob: {!r}".format(error))
     peer.send({"error": refusal.as_json()})
     return False

@@ -56,16 +56,16 @@ def _serve(root: str, peer: Peer) -> None:
     except OpError as error:
         peer.send({"error": error.as_json()})
     except OSError as error:
-        peer.send({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
+        peer.send({"error": OpError.from_os(error, "cannot pack its output").as_json()})
     except (KeyError, TypeError, ValueError) as error:
-        peer.send({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
+        peer.send({"error": OpError("bad_request", "the request does not name an output: {!r}".format(error)).as_json()})
 
 
 def _open(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise OpError.from_os(error, "its packed output cannot be read") from error
+        raise OpError.from_os(error, "cannot read its packed output") from error
 
 
 def _send(peer: Peer, source: BinaryIO, at: int) -> None:
@@ -75,7 +75,7 @@ def _send(peer: Peer, source: BinaryIO, at: int) -> None:
         for _, frame in frames(source):
             peer.write(frame)
     except OSError as error:
-        peer.write(error_frame(OpError.from_os(error, "its packed output cannot be read")))
+        peer.write(error_frame(OpError.from_os(error, "cannot read its packed output")))
 
 
 class _Progress:

@@ -81,7 +81,7 @@ def serve(root: str, umask: int) -> None:
     try:
         session.run()
     except _TaskEnded:
-        session.why = "the task has ended, and the command with it"
+        session.why = "the task has ended, so the command was killed"
     except OSError:
         pass  # the connection ended
     session.end()
@@ -95,7 +95,7 @@ def _launch(directory: str, request: Json) -> Json:
     """Return the task's launch with the requested command."""
     status = attempts.read_status(directory)
     if status["phase"] != "running":
-        raise OpError("not_running", "it does not run on this node ({})".format(status["phase"]))
+        raise OpError("not_running", "it is not running on this node ({})".format(status["phase"]))
     with open(os.path.join(directory, attempt_files.LAUNCH), "rb") as file:
         launch = command.fill(decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE), directory)
     launch["argv"] = list(request["argv"])
@@ -160,7 +160,7 @@ class _Wire:
     def check(self, waiting: int = 0) -> None:
         """Raise ``OSError`` if the submitter was silent for too long."""
         if waiting < _MAX_INPUT and time.monotonic() - self._received_at > SILENCE_S:
-            raise OSError(errno.ETIMEDOUT, "nothing was heard")
+            raise OSError(errno.ETIMEDOUT, "the submitter sent nothing")
 
     def send(self, kind: int, data: bytes, check: Optional[Callable[[], None]] = None) -> None:
         """Write a frame.
@@ -236,7 +236,7 @@ class _Session:
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _become(argv, env, cwd, inner, umask, parent, terminal is not None)
+            _become_command(argv, env, cwd, inner, umask, parent, terminal is not None)
         for fd in mine:
             os.close(fd)
         for fd in (self._input, *outer):
@@ -365,32 +365,19 @@ class _Session:
         return True
 
 
-def _become(
-    argv: List[str], env: Dict[str, str], cwd: str, inner: Tuple[int, int, int], umask: int, parent: int, has_terminal: bool
+def _become_command(
+    argv: List[str], env: Dict[str, str], cwd: str, streams: Tuple[int, int, int], umask: int, parent: int, has_terminal: bool
 ) -> None:
-    code, message = 126, "it could not be started"
+    code, message = 126, "the command could not be started"
     try:
-        signal.set_wakeup_fd(-1)
-        os.setsid()
-        if not processes.die_with_parent(signal.SIGKILL, parent):
-            os._exit(126)
+        command.prepare_exec(streams, set(), umask, parent)
         if has_terminal:
-            fcntl.ioctl(inner[0], termios.TIOCSCTTY, 0)
-        for number, fd in enumerate(inner):
-            os.dup2(fd, number)
-        processes.close_all_but(set())
-        os.umask(umask)
-        processes.reset_signals()
-        os.chdir(cwd)
-        os.execvpe(argv[0], argv, env)
-    except (FileNotFoundError, NotADirectoryError):
-        code, message = 127, "not found on this node in PATH={}".format(env.get("PATH", ""))
-    except OSError as error:
-        message = str(error.strerror)
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        code, message = command.exec_program(argv, env, cwd)
     except BaseException as error:  # nothing may unwind into the parent's code in this process
-        message = repr(error)
+        message = "{}: {!r}".format(message, error)
     finally:
-        os.write(2, "{}: {}\n".format(argv[0] if argv else "", message).encode("utf-8", "replace"))
+        os.write(2, (message + "\n").encode("utf-8", "replace"))
         os._exit(code)
 
 
