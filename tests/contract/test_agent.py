@@ -20,13 +20,14 @@ import tarfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from contract.conftest import cleaned, launch_of, processes_with
 from distflow.backends.machines.connection.bootstrap import RUNTIME, Bundle, connect
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
+from distflow.protocol.names import Operation
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import name_of
 from distflow.testing.sshd import free_port
@@ -47,7 +48,7 @@ def python_that(tmp_path: Path, *lines: str) -> str:
     return str(path)
 
 
-def refused(link: AgentLink, kind: str, op: str, **fields: Any) -> str:
+def refused(link: AgentLink, kind: str, op: Operation, **fields: Any) -> str:
     with pytest.raises(AgentError) as caught:
         link.request(op, **fields)
     assert caught.value.kind == kind, caught.value
@@ -178,9 +179,19 @@ def test_the_agent_ends_without_requests_and_at_the_end_of_its_input(node: NodeU
     wait_until(lambda: not is_alive(agent), 15, "the agent left at EOF")
 
 
+def test_every_operation_is_served(node: NodeUnderTest) -> None:
+    link = node.connect()
+    for op in get_args(Operation):
+        if op not in ("credit", "reap", "uninstall"):  # not answered without an `id`; these change the node
+            try:
+                link.request(op)
+            except AgentError as error:
+                assert error.kind != "internal" and "unknown operation" not in error.message, op  # noqa: PT017, PT018
+
+
 def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderTest) -> None:
     link = node.connect()
-    refused(link, "bad_request", "dance")
+    refused(link, "bad_request", "dance")  # type: ignore[arg-type]
     refused(link, "bad_request", "lease")
     for name in ("../x/y/0", "a/b/c", "a/b/c/d/e", "a//c/0", "blobs/a/b/0", "runtime/a/b/0", "a/b/c/.."):
         refused(link, "bad_request", "stop", attempt=name, grace_s=0, why="")
@@ -312,7 +323,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
     ("file", "code", "says"),
     [
         ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
-        ("./absent", 127, "no such file"),
+        ("./absent", 127, "does not exist"),
         ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
         ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
         ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
@@ -662,7 +673,7 @@ def test_a_lease_of_gpus_that_finds_no_place_is_refused_and_the_agent_lives(node
     link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
     (node.root / node.workflow).write_text("in the way of its directory")
     lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
-    assert "lease failed: " in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
+    assert "`lease` failed: " in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
     link.request("ping")
 
 

@@ -164,7 +164,7 @@ def test_files_that_cannot_be_packed_are_named(node: NodeUnderTest, tmp_path: Pa
     assert not [name for name in os.listdir(node.root / "blobs") if name.startswith("pack-")]
     with pytest.raises(AgentError, match="no longer exists"):
         fetch(node, node.attempt(), tmp_path / "blobs")
-    with pytest.raises(AgentError, match="is not an attempt"):
+    with pytest.raises(AgentError, match="is not the name of an attempt"):
         fetch(node, "../../etc", tmp_path / "blobs")
 
 
@@ -291,5 +291,5 @@ def test_a_wrong_expression_is_refused(node: NodeUnderTest) -> None:
     empty = io.BytesIO()
     with tarfile.open(fileobj=empty, mode="w"):
         pass
-    with pytest.raises(OpError, match="no regular expression"):
+    with pytest.raises(OpError, match="not a regular expression"):
         unpack(empty, str(node.root), "(")

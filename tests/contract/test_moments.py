@@ -27,6 +27,7 @@ from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection
 from distflow.backends.machines.leasing import GangLease
 from distflow.pools.model import Node, Pool
+from distflow.protocol.names import Operation
 from distflow.runtime.cleanup import orphans, reaping
 from distflow.runtime.files import attempts, records
 from distflow.runtime.files.root_directory import PRIVATE
@@ -173,7 +174,7 @@ def test_a_lease_canceled_while_its_node_says_hello_is_returned(tmp_path: Path, 
     connection = Connection(pool, node, LocalTransport("here"), lambda _: None, Logs())
     request = AgentLink.request
 
-    def asked(link: AgentLink, op: str, **fields: Any) -> Any:
+    def asked(link: AgentLink, op: Operation, **fields: Any) -> Any:
         then = fields.pop("then", lambda _: None)
 
         def take(answer: Any) -> None:
@@ -241,7 +242,7 @@ def test_events_right_after_hello_stay_in_order(tmp_path: Path, monkeypatch: pyt
         link.request("lease", attempt=key.name, **lease)
         link.request("prepare", attempt=key.name, launch=launch_of(["sleep", "60"]))
 
-        def asked(own: AgentLink, op: str, **fields: Any) -> Any:
+        def asked(own: AgentLink, op: Operation, **fields: Any) -> Any:
             answer = request(own, op, **fields)
             if op == "hello":
                 request(link, "start", attempt=key.name)
@@ -278,7 +279,7 @@ def test_an_attempt_that_ends_while_it_is_looked_at_is_not_called_settled(
         return is_watched(directory)
 
     monkeypatch.setattr(orphans, "is_watched", and_then_it_has_ended)
-    scene = reaping._Scene(str(node.root))
+    scene = reaping._Leftovers(str(node.root))
     assert scene.unsettled() == []
     assert stops
 

@@ -13,6 +13,7 @@ import pytest
 
 from contract.conftest import processes_with
 from distflow.errors import AgentError
+from distflow.protocol.names import Operation
 from distflow.testing.sshd import free_port
 from distflow.testing.waiting import wait_until
 
@@ -193,7 +194,7 @@ def test_listening_ends_by_itself_and_with_the_agent(node: NodeUnderTest) -> Non
         ("reach", {"targets": [{"address": "127.0.0.1", "port": "x", "word": "w"}]}),
     ],
 )
-def test_a_request_without_its_fields_is_refused(node: NodeUnderTest, op: str, fields: dict[str, Any]) -> None:
+def test_a_request_without_its_fields_is_refused(node: NodeUnderTest, op: Operation, fields: dict[str, Any]) -> None:
     with pytest.raises(AgentError) as caught:
         node.connect().request(op, **fields)
     assert caught.value.kind == "bad_request"

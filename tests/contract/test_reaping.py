@@ -139,7 +139,7 @@ def test_a_directory_that_goes_while_it_is_looked_at_hides_no_leftover(
         return answer
 
     monkeypatch.setattr(os.path, "isdir", was_there)
-    found = reaping._Scene(str(node.root.resolve())).leftovers()
+    found = reaping._Leftovers(str(node.root.resolve())).find()
     assert [(claim.attempt, claim.is_ours) for process, claim in found if process.pid == left.pid] == [(ended, True)]
 
 

@@ -16,6 +16,7 @@ from contract.conftest import NodeUnderTest, launch_of
 from distflow.backends.machines.connection.bootstrap import RUNTIME
 from distflow.backends.machines.connection.transfers import fetch_output
 from distflow.errors import AgentError, BootstrapFailed
+from distflow.protocol.names import Operation
 from distflow.runtime.files import attempts
 from distflow.runtime.files.root_directory import MARKER
 from distflow.testing.waiting import wait_until
@@ -74,7 +75,7 @@ def test_a_users_directories_next_to_ours_survive_clean_and_uninstall(node: Node
     assert snapshot(node.top) == mine, done
 
 
-def outcome(node: NodeUnderTest, op: str, **fields: Any) -> str:
+def outcome(node: NodeUnderTest, op: Operation, **fields: Any) -> str:
     try:
         return json.dumps(node.connect().request(op, **fields))
     except AgentError as error:

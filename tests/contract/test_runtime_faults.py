@@ -20,6 +20,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.errors import AgentError
+from distflow.protocol.names import Operation
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
@@ -168,7 +169,7 @@ def test_the_agent_is_killed_and_another_ends_the_task(
     link = node.connect()
     agent = agent_of(link)
     attempt = node.attempt()
-    steps: list[tuple[str, dict[str, Any]]] = [
+    steps: list[tuple[Operation, dict[str, Any]]] = [
         ("lease", {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": "any", "start_timeout_s": 60}),
         ("prepare", {"launch": launch_of(hostile(marker))}),
         ("start", {}),

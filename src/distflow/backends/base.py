@@ -16,7 +16,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
-from distflow.protocol.attempts import attempt_name
+from distflow.protocol.names import attempt_name
 
 if TYPE_CHECKING:
     from distflow.storage.base import Progress

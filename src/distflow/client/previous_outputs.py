@@ -17,7 +17,7 @@ from distflow.errors import InputError, NodeError, NodeUnreachable, NotFound
 from distflow.plan.compile import FetchedOutput, with_previous_outputs
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
-from distflow.protocol.attempts import attempt_name
+from distflow.protocol.names import attempt_name
 from distflow.spec.model import EarlierInput, WorkflowSpec
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 

@@ -19,7 +19,7 @@ from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachab
 from distflow.lifecycle.states import State
 from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Node, Pool
-from distflow.protocol.attempts import attempt_name
+from distflow.protocol.names import attempt_name
 from distflow.shell import Secret
 from distflow.state.record import TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets

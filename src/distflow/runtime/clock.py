@@ -12,7 +12,7 @@ __all__ = ["file_system_now", "now"]
 
 def now() -> float:
     """Return seconds since the epoch on this node. Deadlines use ``time.monotonic`` instead, because this clock may be set."""
-    return time.time()  # noqa: TID251 - the runtime has no Clock to be given: it is what the node's clock says
+    return time.time()  # noqa: TID251 - this is the node's clock
 
 
 def file_system_now(root: str) -> float:

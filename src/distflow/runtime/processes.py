@@ -14,17 +14,17 @@ from distflow.runtime.clock import now
 __all__ = [
     "Process",
     "adopt_orphans",
+    "attempt_of",
     "boot_id",
-    "carries",
     "close_all_but",
     "die_with_parent",
     "find_program",
+    "has_variable",
     "hide_memory",
     "is_below",
     "is_same",
     "last_pid",
     "list_processes",
-    "mark_of",
     "name_of",
     "only_descendants",
     "open_many",
@@ -193,12 +193,12 @@ def is_same(pid: int, start: int) -> bool:
     return process is not None and process.start == start and process.is_alive
 
 
-def carries(pid: int, entry: str) -> bool:
+def has_variable(pid: int, entry: str) -> bool:
     """Whether the process's environment contains exactly ``entry`` (``NAME=value``). False if it is not readable."""
     return entry.encode() in _environment(pid)
 
 
-def mark_of(pid: int) -> Optional[str]:
+def attempt_of(pid: int) -> Optional[str]:
     """Return the attempt in a process's environment; None if there is none or it is not readable."""
     return variable_of(pid, "DISTFLOW_ATTEMPT")
 

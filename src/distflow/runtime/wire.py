@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from typing import Any, Deque, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Deque, Dict, List, Optional, cast
 
 from distflow.runtime.untrusted import decode_object
+
+if TYPE_CHECKING:
+    from distflow.protocol.names import ErrorKind
 
 __all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
 
@@ -20,7 +23,7 @@ MAX_LINE = 64 * 1024 * 1024
 class OpError(Exception):
     """A refused operation. ``kind`` is one of the protocol's error kinds; the message is for people."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
@@ -30,12 +33,19 @@ class OpError(Exception):
         return {"kind": self.kind, "message": self.message}
 
     @classmethod
+    def from_json(cls, error: Any) -> OpError:
+        """Return the error in another process's refusal, which may be malformed."""
+        fields = error if isinstance(error, dict) else {}
+        return cls(cast("ErrorKind", str(fields.get("kind"))), str(fields.get("message")))
+
+    @classmethod
     def from_os(cls, error: OSError, doing: str) -> OpError:
         """Convert an error of the operating system. ``doing`` describes the failed operation."""
         import errno
 
-        kinds = {errno.ENOSPC: "no_space", errno.EDQUOT: "no_space", errno.EACCES: "permission", errno.EPERM: "permission"}
-        kinds[errno.EROFS] = "permission"
+        full: ErrorKind = "no_space"
+        refused: ErrorKind = "permission"
+        kinds = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EACCES: refused, errno.EPERM: refused, errno.EROFS: refused}
         kind = kinds.get(error.errno or 0, "internal")
         where = " ({})".format(error.filename) if error.filename else ""
         return cls(kind, "{}: {}{}".format(doing, error.strerror or error, where))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from distflow.protocol.attempts import attempt_name
+from distflow.protocol.names import attempt_name
 from distflow.runtime.files import log_files
 from distflow.runtime.files.safe_files import reserve_bytes
 from distflow.state.ends import RankText

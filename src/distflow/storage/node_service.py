@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.runtime import processes
 from distflow.runtime.files import attempts
 from distflow.runtime.files.packing import check_output
-from distflow.runtime.files.safe_files import inside
+from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.services.frames import Peer
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
@@ -114,7 +114,7 @@ def _input_path(root: str, request: dict[str, Any]) -> str:
     directory = attempts.directory_of(root, str(request["attempt"]))
     if not os.path.isdir(directory):
         raise OpError("not_found", f"{directory} no longer exists")
-    return inside(directory, str(request["place"]))
+    return path_inside(directory, str(request["place"]))
 
 
 def _missing_package(*packages: str) -> str:

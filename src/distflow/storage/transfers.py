@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError, StorageUnreachable
-from distflow.runtime.files.safe_files import inside
+from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.files.unpacking import file_time
 from distflow.runtime.wire import OpError
 from distflow.storage.base import (
@@ -152,7 +152,7 @@ def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, P
     known: set[str] = set()
     for one in objects:
         try:
-            paths[one.name] = Path(inside(os.fspath(target), one.name, known))
+            paths[one.name] = Path(path_inside(os.fspath(target), one.name, known))
         except OpError as error:
             raise StorageError(
                 f"{one.name!r} cannot be stored below {target}: a link there leads out of it", hint="remove the link"

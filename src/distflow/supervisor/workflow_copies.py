@@ -17,7 +17,7 @@ from distflow.documents.urls import parse_url
 from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, GroupPlan, Plan
-from distflow.protocol.attempts import attempt_name, is_uuid
+from distflow.protocol.names import attempt_name, is_uuid
 from distflow.runtime.untrusted import decode_object
 from distflow.state.codec import DecodeError, decode, encode
 from distflow.state.directory import state_errors

@@ -11,10 +11,10 @@ DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (f"tasks run here: {UUID}/g/w1/0, {UUID}/g/w2/3", "tasks run here: spin-1/w1, spin-1/w2 retry-3"),
+        (f"tasks are running here: {UUID}/g/w1/0, {UUID}/g/w2/3", "tasks are running here: spin-1/w1, spin-1/w2 retry-3"),
         (
-            f"{DASHED}: it is still running: {DASHED}/g/w1/0",
-            "an unknown workflow: it is still running: w1 of an unknown workflow",
+            f"{DASHED}: the workflow is still running: {DASHED}/g/w1/0",
+            "an unknown workflow: the workflow is still running: w1 of an unknown workflow",
         ),
         (f"{UUID}: no", "spin-1: no"),
         (f"/scratch/.distflow/{UUID}/g/w1/0: Permission denied", f"/scratch/.distflow/{UUID}/g/w1/0: Permission denied"),

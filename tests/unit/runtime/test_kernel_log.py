@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime.guard.kernel_log import Kill, Line, ask, judge, kills, named_pids, parse
+from distflow.runtime.guard.kernel_log import Kill, Line, find_entries, kills, named_pids, parse, select_entries
 
 LINUX_6 = """\
 <4>[24532.387442] python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
@@ -69,24 +69,24 @@ def test_kills_are_read_from_every_kernel(text: str, kill: tuple[float, int, int
 
 
 def test_a_kill_of_a_known_process_is_its_own_and_has_the_kernels_words() -> None:
-    found = judge(parse(LINUX_5_GLOBAL + LINUX_6), {17412, 99}, _never)
+    found = select_entries(parse(LINUX_5_GLOBAL + LINUX_6), {17412, 99}, _never)
     assert found is not None
     assert found["oom_pid"] == 17412
     assert [line.split(":")[0] for line in found["lines"]] == ["oom-kill", "Memory cgroup out of memory"]
 
 
 def test_a_kill_of_another_process_says_nothing() -> None:
-    assert judge(parse(LINUX_6), {1}, _never) is None
+    assert select_entries(parse(LINUX_6), {1}, _never) is None
 
 
 def test_a_likely_kill_is_taken_where_the_process_is_not_known() -> None:
-    found = judge(parse(LINUX_5_GLOBAL + LINUX_6), {1}, lambda kill: kill.uid == 0)
+    found = select_entries(parse(LINUX_5_GLOBAL + LINUX_6), {1}, lambda kill: kill.uid == 0)
     assert found is not None
     assert found["oom_pid"] == 17412
 
 
 def test_errors_of_gpus_are_hints_and_no_kill() -> None:
-    found = judge(parse(XIDS), {1}, _never)
+    found = select_entries(parse(XIDS), {1}, _never)
     assert found is not None
     assert found["oom_pid"] is None
     assert [line[:12] for line in found["lines"]] == ["NVRM: Xid (P"] * 2
@@ -94,15 +94,15 @@ def test_errors_of_gpus_are_hints_and_no_kill() -> None:
 
 def test_errors_of_other_gpus_are_not_told_and_leave_room_for_its_own() -> None:
     flood = XIDS.split("\n", 1)[1] * 20
-    found = judge(parse(flood + XIDS), {1}, _never, {"0000:17:00"})
+    found = select_entries(parse(flood + XIDS), {1}, _never, {"0000:17:00"})
     assert found is not None
     assert [line[:25] for line in found["lines"]] == ["NVRM: Xid (PCI:0000:3b:00"]
-    assert judge(parse(flood), {1}, _never, {"0000:17:00"}) is None
+    assert select_entries(parse(flood), {1}, _never, {"0000:17:00"}) is None
 
 
 def test_the_first_of_several_kills_is_told_and_not_all_of_a_flood() -> None:
     text = "".join(f"[  {i}.000000] Killed process {i} (a) total-vm:1kB\n" for i in range(1, 4)) + XIDS * 20
-    found = judge(parse(text), {2, 3}, _never)
+    found = select_entries(parse(text), {2, 3}, _never)
     assert found is not None
     assert (found["oom_pid"], len(found["lines"])) == (2, 8)
 
@@ -111,7 +111,7 @@ def test_the_first_of_several_kills_is_told_and_not_all_of_a_flood() -> None:
     "text", ["", "Killed process 7 (a)", "[nan] Killed process 7", "<6>[ 1.0] Killed process x\n", "\0\xff[["]
 )
 def test_lines_that_are_none_do_no_harm(text: str) -> None:
-    assert judge(parse(text), {7}, _never) is None
+    assert select_entries(parse(text), {7}, _never) is None
 
 
 def test_a_line_without_its_brackets_is_no_line() -> None:
@@ -129,5 +129,5 @@ def test_processes_that_a_task_names_in_its_last_words_are_its_own(tmp_path: Pat
 
 
 def test_whatever_happens_asking_does_not_fail() -> None:
-    assert ask(None, 0.0, set(), is_killed=False) is None
-    assert ask(float("nan"), float("inf"), set(), is_killed=True) is None
+    assert find_entries(None, 0.0, set(), is_killed=False) is None
+    assert find_entries(float("nan"), float("inf"), set(), is_killed=True) is None

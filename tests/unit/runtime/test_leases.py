@@ -39,7 +39,7 @@ def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
 
     def look() -> None:
         while not is_over.is_set():
-            lease_files.said_of(directory, PORT)
+            lease_files.read_held(directory, PORT)
 
     lookers = [threading.Thread(target=look) for _ in range(2)]
     for looker in lookers:
@@ -59,9 +59,9 @@ def test_who_holds_a_lock_is_named(directory: int) -> None:
     said = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
     fd, _ = lease_files.lock(directory, PORT, said)
     assert lease_files.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
-    assert lease_files.said_of(directory, PORT) == said
+    assert lease_files.read_held(directory, PORT) == said
     os.close(fd)
-    assert lease_files.said_of(directory, PORT) is None
+    assert lease_files.read_held(directory, PORT) is None
 
 
 HOSTILE = {
@@ -154,7 +154,7 @@ def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, t
     holder = {"user": "me", "attempt": "a"}
     fields: dict[str, Any] = dict.fromkeys(AttemptHandles._fields)
     AttemptHandles(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
-    said = lease_files.said_of(directory, PORT) or {}
+    said = lease_files.read_held(directory, PORT) or {}
     assert (said["user"], said["attempt"], said["pid"]) == ("me", "a", 7)
     os.close(fd)
 
@@ -165,7 +165,7 @@ def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_
     os.link(mine, tmp_path / "leases" / PORT)
     fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     assert fd >= 0
-    lease_files.sign(fd, {"user": "me"})
+    lease_files.write_holder(fd, {"user": "me"})
     assert lease_files.lock(directory, PORT, {}) == (-1, "an unknown user")
     assert mine.read_text() == "years of work"
     os.close(fd)

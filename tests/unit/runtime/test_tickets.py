@@ -42,7 +42,7 @@ class Line:
 
     def give_back(self, held: node_leases.Held, gang: str, gpus: int = 2) -> None:
         """Give a lease back, because another node of the gang refused."""
-        node_leases.keep_place(str(self.folder), self.holder(gang), {"gpus": gpus, "cpus": 0, "memory": 0})
+        node_leases.write_ticket(str(self.folder), self.holder(gang), {"gpus": gpus, "cpus": 0, "memory": 0})
         held.close()
 
 

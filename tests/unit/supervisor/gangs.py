@@ -19,7 +19,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
-from distflow.protocol.attempts import attempt_name
+from distflow.protocol.names import attempt_name
 from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
 from distflow.state.codec import encode
 from distflow.state.directory import StateDirectory

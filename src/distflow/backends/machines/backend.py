@@ -39,6 +39,7 @@ from distflow.errors import AgentError, DistflowError, NodeUnreachable, StorageE
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, Container, PlannedFile
 from distflow.pools.model import Node, Pool
+from distflow.protocol.names import Operation
 from distflow.shell import Secret, revealed
 from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
@@ -187,7 +188,7 @@ class MachinesBackend:
         """
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
-    def _send(self, key: AttemptKey, op: str, answered: Any, **fields: Any) -> None:
+    def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
         self._connections[key.node].watch(key)
         self._connections[key.node].send(op, answered, attempt=key.name, **fields)
 

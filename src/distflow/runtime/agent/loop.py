@@ -171,6 +171,6 @@ def read_result(text: bytes) -> Json:
     except ValueError as error:
         raise OpError("internal", "the process that did the work was killed") from error
     if not result.get("ok"):
-        raise OpError(result["error"]["kind"], result["error"]["message"])
+        raise OpError.from_json(result["error"])
     value = result["result"]
     return value if isinstance(value, dict) else {"result": value}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Union
+from typing import TYPE_CHECKING, Callable, Dict, Union, cast
 
 from distflow.runtime.agent.loop import Loop
 from distflow.runtime.agent.watches import Watches
 from distflow.runtime.cleanup import cleaning
 from distflow.runtime.probes import probing, reachability
 from distflow.runtime.wire import Json, OpError
+
+if TYPE_CHECKING:
+    from distflow.protocol.names import Operation
 
 __all__ = ["Maintenance"]
 
@@ -27,7 +30,7 @@ class Maintenance:
 
     def do(self, request: Json, done: _Done) -> None:
         """Perform ``request``."""
-        ops: Dict[str, Callable[[Json, _Done], None]] = {
+        ops: Dict[Operation, Callable[[Json, _Done], None]] = {
             "survey": self._survey,
             "clean": self._clean,
             "probe": self._probe,
@@ -41,7 +44,7 @@ class Maintenance:
             "uninstall": self._uninstall,
             "holders": self._holders,
         }
-        op = ops.get(str(request.get("op")))
+        op = ops.get(cast("Operation", str(request.get("op"))))
         if op is None:
             raise OpError("bad_request", "unknown operation {!r}".format(request.get("op")))
         op(request, done)
@@ -70,7 +73,8 @@ class Maintenance:
 
         launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
         env = command.environment(launch, "", self._root)
-        self._loop.job(lambda: containers.pull(request["container"], env, self._root, request.get("login")), done)
+        container = request["container"]
+        self._loop.job(lambda: containers.pull(container, env, self._root, request.get("login")), done)
 
     def _stacks(self, request: Json, done: _Done) -> None:
         from distflow.runtime.probes import stacks
@@ -91,7 +95,8 @@ class Maintenance:
     def _holders(self, request: Json, done: _Done) -> None:
         from distflow.runtime.leases import node_leases
 
-        self._loop.job(lambda: node_leases.list_holders(str(request["lease_dir"])), done)
+        lease_dir = str(request["lease_dir"])
+        self._loop.job(lambda: node_leases.list_holders(lease_dir), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

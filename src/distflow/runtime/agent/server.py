@@ -11,7 +11,7 @@ import selectors
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union, cast
 
 from distflow.runtime import processes
 from distflow.runtime.agent.log_streams import LogStreams
@@ -26,6 +26,7 @@ from distflow.runtime.probes import facts
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
 
 if TYPE_CHECKING:
+    from distflow.protocol.names import Operation
     from distflow.runtime.agent.maintenance import Maintenance
 
 __all__ = ["serve"]
@@ -73,7 +74,7 @@ class _Answer:
     def refuse(self, error: OpError) -> None:
         self._agent.send({"id": self._number, "ok": False, "error": error.as_json()})
 
-    def either(self, result: Union[Json, OpError]) -> None:
+    def reply(self, result: Union[Json, OpError]) -> None:
         """Reply with the result or the error of a job."""
         if isinstance(result, OpError):
             self.refuse(result)
@@ -99,7 +100,7 @@ class _Agent:
         self._loop.watch(incoming, selectors.EVENT_READ, self._read)
         self._loop.later(self._idle_s, self._check_idle)
         self._maintenance: Optional[Maintenance] = None
-        self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
+        self._ops: Dict[Operation, Callable[[Json, _Answer], None]] = {
             "hello": self._hello,
             "ping": self._ping,
             "lease": self._lease,
@@ -157,7 +158,7 @@ class _Agent:
 
     def _dispatch(self, request: Json) -> None:
         answer = _Answer(self, request.get("id"))
-        op = self._ops.get(str(request.get("op")), self._maintain)
+        op = self._ops.get(cast("Operation", str(request.get("op"))), self._maintain)
         try:
             op(request, answer)
         except attempts.TaskIsLocked as error:  # perhaps by the agent of a broken connection that has not noticed it yet
@@ -199,7 +200,7 @@ class _Agent:
         def look() -> Json:
             for attempt in absent:  # the supervisor relies on these attempts not running
                 orphans.settle(self._root, attempt)
-            return dict(facts.gather(self._root), machine=machine_of(lease_dir))
+            return dict(facts.gather_facts(self._root), machine=machine_of(lease_dir))
 
         self._loop.job(look, on_facts, is_quick=facts.is_quick() and not absent)
 
@@ -243,7 +244,7 @@ class _Agent:
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
         watch = self._known_watch(request)
-        launch = command.fill(attempt_files.checked(request["launch"]), watch.directory)
+        launch = command.fill_placeholders(attempt_files.checked(request["launch"]), watch.directory)
         if watch.attempt in self._preparing:
             self._preparing[watch.attempt].append(answer)
             return
@@ -260,7 +261,7 @@ class _Agent:
             os.close(lock)
             self._preparing.pop(watch.attempt, None)
             for one in waiting:
-                one.either(result)
+                one.reply(result)
 
         def on_placed(result: Union[Json, OpError]) -> None:
             if isinstance(result, OpError):
@@ -309,7 +310,7 @@ class _Agent:
             return
 
         def on_answer(_result: Optional[Json], error: Optional[OpError]) -> None:
-            answer.either(error or {})
+            answer.reply(error or {})
 
         self._watches.note_stop(watch, why)
         if watch.link is None:
@@ -328,13 +329,13 @@ class _Agent:
         if watch.link is None and self._is_coming_up(watch):
             self._watches.expect(watch.attempt, lambda: self._release(request, answer))
             return
-        attempts.keep_place(watch.attempt, request.get("waits") or {})
+        attempts.write_ticket(watch.attempt, request.get("waits") or {})
         self._watches.end_unreachable(watch)
         self._releasing[watch.attempt] = [answer]
 
         def finish(result: Union[Json, OpError]) -> None:
             for one in self._releasing.pop(watch.attempt):
-                one.either(result)
+                one.reply(result)
 
         def work() -> Json:
             attempts.remove(watch.directory)
@@ -388,7 +389,7 @@ class _Agent:
             from distflow.runtime.agent.maintenance import Maintenance
 
             self._maintenance = Maintenance(self._loop, self._root, self._umask, self._watches)
-        self._maintenance.do(request, answer.either)
+        self._maintenance.do(request, answer.reply)
 
     # -- small things
 

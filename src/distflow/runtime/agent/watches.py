@@ -182,10 +182,10 @@ class Watches:
             return
         if news == "ready":
             watch.keeper = ((records.read_state(watch.directory) or {}).get("keeper") or {}).get("pid")
-        self._is_up(watch)
+        self._report_up(watch)
         self.report_changes(watch)
 
-    def _is_up(self, watch: Watch) -> None:
+    def _report_up(self, watch: Watch) -> None:
         watch.is_new = False
         callbacks, watch.on_up = watch.on_up, []
         for callback in callbacks:
@@ -199,7 +199,7 @@ class Watches:
         """Handle a pair that does not accept connections: find out whether it has ended."""
         state = records.read_state(watch.directory)
         if attempts.read_status(watch.directory)["phase"] in ("ended", "absent") or state is None:
-            self._is_gone(watch)
+            self._report_gone(watch)
         elif orphans.is_pair_alive(state):
             # The pair is exiting, its socket was removed by hand, or no descriptor was free to connect.
             self._loop.later(0.05, lambda: self._connect(watch))
@@ -213,13 +213,13 @@ class Watches:
             return
 
         def settled(_result: Union[Json, OpError]) -> None:
-            self._is_gone(watch)
+            self._report_gone(watch)
 
         self._loop.job(lambda: orphans.settle(self._root, watch.attempt, watch.stopped), settled)
 
-    def _is_gone(self, watch: Watch) -> None:
+    def _report_gone(self, watch: Watch) -> None:
         watch.is_unresponsive = False
-        self._is_up(watch)
+        self._report_up(watch)
         self.report_changes(watch)
         callbacks, watch.on_gone = watch.on_gone, []
         for callback in callbacks:
@@ -301,8 +301,7 @@ class PairLink:
             if message.get("ok"):
                 answered(message, None)
             else:
-                error = message.get("error") or {}
-                answered(None, OpError(str(error.get("kind")), str(error.get("message"))))
+                answered(None, OpError.from_json(message.get("error")))
         for item in news:
             self._on_news(item)
         if not data:

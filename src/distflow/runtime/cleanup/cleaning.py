@@ -34,7 +34,7 @@ def survey(root: str) -> Json:
     workflows = []
     for uuid in attempts.workflows(root):
         try:
-            measured = [_measure(path) for path in attempts.directories(root, uuid)]
+            measured = [_measure(path) for path in attempts.workflow_directories(root, uuid)]
         except FileNotFoundError:
             continue  # its last lease was just released, or another agent removes it
         if measured:
@@ -49,12 +49,12 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
-    tops = attempts.directories(root, workflow)
+    tops = attempts.workflow_directories(root, workflow)
     before = sum(_measure(top)[0] for top in tops)
-    for _, directory in attempts.each(root, workflow):
+    for _, directory in attempts.list_attempts(root, workflow):
         attempt_files.remove_secrets(directory)  # needed if the pair was killed while no agent was running
     if keep_output:
-        for _, directory in list(attempts.each(root, workflow)):
+        for _, directory in list(attempts.list_attempts(root, workflow)):
             for entry in list(os.scandir(directory)):
                 if entry.name not in _KEPT and not log_files.is_output(entry.name):
                     remove_tree(entry.path)
@@ -79,7 +79,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
 
 
 def _alive(root: str, workflow: str) -> List[str]:
-    return [attempt for attempt, directory in attempts.each(root, workflow) if orphans.may_live(directory)]
+    return [attempt for attempt, directory in attempts.list_attempts(root, workflow) if orphans.may_live(directory)]
 
 
 def remove_tree(path: str) -> None:
@@ -135,7 +135,7 @@ def uninstall(root: str, request: Json) -> Json:
     alive = [
         name
         for workflow in attempts.workflows(root)
-        for name, place in attempts.each(root, workflow)
+        for name, place in attempts.list_attempts(root, workflow)
         if orphans.may_live(place)
     ]
     if alive:
@@ -143,7 +143,7 @@ def uninstall(root: str, request: Json) -> Json:
     removed: List[str] = []
     left: List[str] = []
     for workflow in attempts.workflows(root):
-        for _, directory in attempts.each(root, workflow):
+        for _, directory in attempts.list_attempts(root, workflow):
             attempt_files.remove_secrets(directory)
     lease_dir = os.path.abspath(os.path.expanduser(str(request.get("lease_dir") or "")))
     if request.get("lease_dir") and os.path.isdir(lease_dir):
@@ -182,7 +182,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
     """Remove workflows, then the private directory, then ``root`` itself if it is empty."""
     for workflow in attempts.workflows(root):
-        removed.extend(path for path in attempts.directories(root, workflow) if _try(remove_tree, path, left))
+        removed.extend(path for path in attempts.workflow_directories(root, workflow) if _try(remove_tree, path, left))
     earlier = root_directory.earlier_root(root)
     if earlier is not None:
         _remove_earlier(root, earlier, removed, left)
@@ -227,8 +227,8 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
             removed.append(folder)
     for name, pattern in _EARLIER.items():
         if any(pattern.fullmatch(os.path.basename(path)) for path in _listed(earlier, name)):
-            said = "{}: an earlier version of distflow may have created it; check it, and remove it by hand"
-            left.append(said.format(os.path.join(earlier, name)))
+            text = "{}: an earlier version of distflow may have created it; check it, and remove it by hand"
+            left.append(text.format(os.path.join(earlier, name)))
 
 
 def _listed(top: str, name: str) -> List[str]:
@@ -238,9 +238,11 @@ def _listed(top: str, name: str) -> List[str]:
 
 
 def _is_runtime(path: str) -> bool:
+    """Whether a directory holds distflow's runtime. Its agent was in ``agent.py`` in versions without a private directory."""
     if not _DIGEST.fullmatch(os.path.basename(path)) or not root_directory.is_own_directory(path):
         return False
-    return os.listdir(path) == ["distflow"] and os.path.isfile(os.path.join(path, "distflow/runtime/agent/server.py"))
+    agents = (os.path.join(path, "distflow/runtime", name) for name in ("agent.py", "agent/server.py"))
+    return os.listdir(path) == ["distflow"] and any(map(os.path.isfile, agents))
 
 
 def _files(count: int) -> str:
@@ -265,7 +267,7 @@ def recall(root: str, request: Json) -> Json:
 def _workflow(root: str, uuid: str) -> Json:
     found = []
     notes: List[Tuple[int, str]] = []
-    for name, directory in attempts.each(root, uuid):
+    for name, directory in attempts.list_attempts(root, uuid):
         status = attempts.read_status(directory)
         found.append({
             "attempt": name, "phase": status["phase"], "pid": status["pid"], "started_at": status["started_at"],

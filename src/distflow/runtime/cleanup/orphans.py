@@ -99,7 +99,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
             leader = processes.read_process(session)
             if leader is None or leader.start == start:
                 return True
-        return (bool(group) and process_tree.cgroup_of(process.pid) == group) or processes.carries(
+        return (bool(group) and process_tree.cgroup_of(process.pid) == group) or processes.has_variable(
             process.pid, "DISTFLOW_ATTEMPT=" + attempt
         )
 

@@ -30,7 +30,7 @@ _SLACK_S = 2.0
 """Tolerance between the times of a process and of a record, because both are imprecise."""
 
 
-class _Claim(NamedTuple):
+class _Leftover(NamedTuple):
     """Why a process is a leftover."""
 
     attempt: str
@@ -40,9 +40,9 @@ class _Claim(NamedTuple):
 
 def reap(root: str, request: Json) -> Json:
     """Kill every leftover, record the ends of attempts without a pair, and report them. ``dry_run`` only reports."""
-    scene = _Scene(root)
-    found = scene.leftovers()
-    found_containers = scene.containers()
+    leftovers = _Leftovers(root)
+    found = leftovers.find()
+    found_containers = leftovers.containers()
     answer: Json = {
         "processes": _describe(found),
         "containers": [container for container, _ in found_containers],
@@ -51,22 +51,22 @@ def reap(root: str, request: Json) -> Json:
         "message": "",
     }
     if request.get("dry_run"):
-        answer["settled"] = scene.unsettled()
+        answer["settled"] = leftovers.unsettled()
         return answer
     for container, handle in found_containers:
         container["error"] = containers.remove(handle) if container["is_ours"] else None
-    killer = TreeKiller(scene.to_kill, scene.is_ours)
+    killer = TreeKiller(leftovers.to_kill, leftovers.is_ours)
     until = time.monotonic() + _LIMIT_S
     while killer.step() and not killer.is_over and time.monotonic() < until:
         select.select([], [], [], killer.pause_s)
-    _await_removal(scene, [container for container, _ in found_containers if container["is_ours"]], until)
-    answer["left"] = _describe([(process, claim) for process, claim in scene.leftovers() if claim.is_ours])
+    _await_removal(leftovers, [container for container, _ in found_containers if container["is_ours"]], until)
+    answer["left"] = _describe([(process, leftover) for process, leftover in leftovers.find() if leftover.is_ours])
     if answer["left"]:
         answer["message"] = (
             killer.message or "a process does not end: it hangs in a driver, or in a file system that does not respond"
         )
     busy = {one["attempt"] for one in answer["left"]}
-    for name in scene.unsettled():
+    for name in leftovers.unsettled():
         if name not in busy:
             orphans.settle(root, name)
             answer["settled"].append(name)
@@ -74,14 +74,14 @@ def reap(root: str, request: Json) -> Json:
     return answer
 
 
-def _await_removal(scene: _Scene, found_containers: List[Json], until: float) -> None:
+def _await_removal(leftovers: _Leftovers, found_containers: List[Json], until: float) -> None:
     """Wait until the containers are gone.
 
     An engine that is still removing one refuses a second request, which is not an error.
     """
     left = found_containers
     while left:
-        there = {container["name"] for container, _ in scene.containers()}
+        there = {container["name"] for container, _ in leftovers.containers()}
         left = [container for container in left if container["name"] in there]
         if not left or time.monotonic() >= until:
             break
@@ -90,7 +90,7 @@ def _await_removal(scene: _Scene, found_containers: List[Json], until: float) ->
         container["error"] = (container["error"] or "its container engine does not remove it") if container in left else None
 
 
-class _Scene:
+class _Leftovers:
     """The attempts of one root, and the processes that belong to ended ones."""
 
     def __init__(self, root: str) -> None:
@@ -100,7 +100,7 @@ class _Scene:
         self._cgroups: Dict[str, str] = {}
         self._engines: List[Tuple[str, Dict[str, str]]] = containers.engines()
         for workflow in attempts.workflows(root):
-            for name, directory in attempts.each(root, workflow):
+            for name, directory in attempts.list_attempts(root, workflow):
                 self._add(name, records.read_state(directory) or {})
         ancestors, parent = [os.getpid()], processes.read_process(os.getpid())
         while parent is not None and parent.ppid > 1:
@@ -124,7 +124,7 @@ class _Scene:
         """Return attempts of this machine without a pair and a recorded end. Several machines may share a root over NFS."""
         found = []
         for workflow in attempts.workflows(self._root):
-            for name, directory in attempts.each(self._root, workflow):
+            for name, directory in attempts.list_attempts(self._root, workflow):
                 state = records.read_state(directory)
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
@@ -133,41 +133,41 @@ class _Scene:
                     found.append(name)
         return found
 
-    def leftovers(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Claim]]:
+    def find(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Leftover]]:
         """Return every living leftover, also those that may not be killed. By default, all current processes are checked."""
         everything = list(processes.list_processes()) if everything is None else everything
         found = {}
         for process in everything:
             if not process.is_alive:
                 continue
-            claim = self.claim(process)
-            if claim is not None:
-                found[process.pid] = (process, claim)
-        for process, claim in list(found.values()):
-            if claim.is_ours:
+            leftover = self.explain(process)
+            if leftover is not None:
+                found[process.pid] = (process, leftover)
+        for process, leftover in list(found.values()):
+            if leftover.is_ours:
                 for below in processes.only_descendants(everything, process.pid, self._ancestors):
                     if below.pid not in found and not _is_guarded(below):
-                        found[below.pid] = (below, claim)
+                        found[below.pid] = (below, leftover)
         return [found[pid] for pid in sorted(found)]
 
     def to_kill(self, everything: List[Process]) -> List[Process]:
         """Return the processes to kill: this root's leftovers and their descendants."""
-        return [process for process, claim in self.leftovers(everything) if claim.is_ours]
+        return [process for process, leftover in self.find(everything) if leftover.is_ours]
 
     def is_ours(self, process: Process) -> bool:
         """Whether this process is a leftover that is to be killed."""
-        claim = self.claim(process)
-        return claim is not None and claim.is_ours
+        leftover = self.explain(process)
+        return leftover is not None and leftover.is_ours
 
-    def claim(self, process: Process) -> Optional[_Claim]:
+    def explain(self, process: Process) -> Optional[_Leftover]:
         """Return why a process is a leftover; None if it is not one."""
         if process.pid in self._ancestors or process.pid <= 1:
             return None
-        claim = self._by_mark(process) or self._by_session(process) or self._by_cgroup(process)
-        return None if claim is None or _is_guarded(process) else claim
+        leftover = self._by_mark(process) or self._by_session(process) or self._by_cgroup(process)
+        return None if leftover is None or _is_guarded(process) else leftover
 
-    def _by_mark(self, process: Process) -> Optional[_Claim]:
-        name = processes.mark_of(process.pid)
+    def _by_mark(self, process: Process) -> Optional[_Leftover]:
+        name = processes.attempt_of(process.pid)
         if name is None:
             return None
         try:
@@ -181,14 +181,14 @@ class _Scene:
             return None
         root = directory[: -len(name) - 1]
         if os.path.realpath(root) not in root_directory.roots(self._root):
-            return _Claim(name, "it belongs to another root, {}".format(root), False)
+            return _Leftover(name, "it belongs to another root, {}".format(root), False)
         why = _why(directory)
         try:
-            return _Claim(name, why, os.stat(directory).st_uid == os.getuid())
+            return _Leftover(name, why, os.stat(directory).st_uid == os.getuid())
         except OSError:
-            return _Claim(name, why, _owner(process.pid) == os.getuid())  # it is gone
+            return _Leftover(name, why, _owner(process.pid) == os.getuid())  # it is gone
 
-    def _by_session(self, process: Process) -> Optional[_Claim]:
+    def _by_session(self, process: Process) -> Optional[_Leftover]:
         for name, state in self._sessions.get(process.sid, ()):
             start = int(state["command"].get("start") or 0)
             leader = processes.read_process(process.sid)
@@ -201,17 +201,17 @@ class _Scene:
             # A free id can be reused. It was not free while the command and the processes that it had started lived.
             if end is not None and processes.started_at(process) > float(end["ended_at"]) + _SLACK_S:
                 continue
-            return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
+            return _Leftover(name, _why(directory), _owner(process.pid) == os.getuid())
         return None
 
-    def _by_cgroup(self, process: Process) -> Optional[_Claim]:
+    def _by_cgroup(self, process: Process) -> Optional[_Leftover]:
         name = self._cgroups.get(process_tree.cgroup_of(process.pid)) if self._cgroups else None
         if name is None:
             return None
         directory = attempts.directory_of(self._root, name)
         if not os.path.isdir(directory) or orphans.is_watched(directory):
             return None
-        return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
+        return _Leftover(name, _why(directory), _owner(process.pid) == os.getuid())
 
     def containers(self) -> List[Tuple[Json, Json]]:
         """Return every container of an ended attempt, and the data that ``remove`` needs."""
@@ -265,16 +265,16 @@ def _owner(pid: int) -> Optional[int]:
         return None
 
 
-def _describe(found: List[Tuple[Process, _Claim]]) -> List[Json]:
+def _describe(found: List[Tuple[Process, _Leftover]]) -> List[Json]:
     gpus: Dict[int, List[int]] = {}
-    for one in gpu_users.find() if found else []:
+    for one in gpu_users.list_gpu_users() if found else []:
         gpus.setdefault(int(str(one["pid"])), []).append(int(str(one["gpu"])))
     rows = []
-    for process, claim in found:
+    for process, leftover in found:
         owner = _owner(process.pid)
         rows.append({
             "pid": process.pid, "name": processes.name_of(process.pid), "user": "" if owner is None else user_name(owner),
-            "attempt": claim.attempt, "age_s": max(0.0, round(now() - processes.started_at(process), 1)),
-            "gpus": gpus.get(process.pid, []), "why": claim.why, "is_ours": claim.is_ours,
+            "attempt": leftover.attempt, "age_s": max(0.0, round(now() - processes.started_at(process), 1)),
+            "gpus": gpus.get(process.pid, []), "why": leftover.why, "is_ours": leftover.is_ours,
         })  # fmt: skip
     return rows

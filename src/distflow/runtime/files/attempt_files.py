@@ -18,8 +18,8 @@ import stat
 from typing import BinaryIO, Dict, List, Optional
 
 from distflow.runtime.files import log_files, masking
-from distflow.runtime.files.blobs import is_whole, path_of, take
-from distflow.runtime.files.safe_files import check_mounts, inside
+from distflow.runtime.files.blobs import is_complete, link_blob, path_of
+from distflow.runtime.files.safe_files import check_mounts, path_inside
 from distflow.runtime.guard import output
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
@@ -90,7 +90,7 @@ def place(root: str, directory: str, launch: Json) -> None:
         _place(root, directory, file)
     place_secrets(directory, launch.get("secret_files") or [])
     for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
-        os.makedirs(inside(directory, folder), exist_ok=True)
+        os.makedirs(path_inside(directory, folder), exist_ok=True)
     write_launch(directory, launch)
 
 
@@ -132,7 +132,7 @@ def _place(root: str, directory: str, file: Json) -> None:
     first = os.path.normpath(relative).split("/")[0]
     if first in _RESERVED or log_files.is_output(first):
         raise OpError("bad_request", "{!r} is reserved for distflow's own files".format(relative))
-    path = inside(directory, relative)
+    path = path_inside(directory, relative)
     try:
         if not file.get("is_tar") and _place_by_link(root, file, path):
             return
@@ -145,7 +145,7 @@ def _place(root: str, directory: str, file: Json) -> None:
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(source, path, _mode_of(file))
-                if file.get("blob") is not None and not is_whole(path_of(root, file["blob"])):
+                if file.get("blob") is not None and not is_complete(path_of(root, file["blob"])):
                     raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
     except OSError as error:
         raise OpError.from_os(error, "cannot place the file `{}`".format(relative)) from error
@@ -157,7 +157,7 @@ def _content(root: str, file: Json) -> BinaryIO:
     if file.get("data") is not None:
         return io.BytesIO(binascii.a2b_base64(file["data"]))
     path = path_of(root, file.get("blob"))
-    if not is_whole(path):
+    if not is_complete(path):
         raise _not_staged(file)
     return open(path, "rb")
 
@@ -168,13 +168,13 @@ def _not_staged(file: Json) -> OpError:
 
 def _place_by_link(root: str, file: Json, path: str) -> bool:
     """Place the blob itself as the file, by a link. Returns False if it must be copied."""
-    if file.get("blob") is None or not is_whole(path_of(root, file["blob"])):
+    if file.get("blob") is None or not is_complete(path_of(root, file["blob"])):
         return False
     os.makedirs(os.path.dirname(path), exist_ok=True)
     new = path + ".new"
     if os.path.lexists(new):
         os.unlink(new)
-    if not take(path_of(root, file["blob"]), new):
+    if not link_blob(path_of(root, file["blob"]), new):
         return False
     os.chmod(new, _mode_of(file))
     os.rename(new, path)
@@ -227,7 +227,7 @@ def place_secrets(directory: str, entries: List[Json]) -> None:
     try:
         home = _fill_memory(directory, contents) or _fill_folder(os.path.join(directory, SECRETS_ON_DISK), contents)
         for position, entry in enumerate(entries):
-            link = inside(directory, str(entry["path"]))
+            link = path_inside(directory, str(entry["path"]))
             os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
             if os.path.islink(link):
                 os.unlink(link)

@@ -7,10 +7,10 @@ import fcntl
 import os
 from typing import Callable, Iterator, List, Tuple
 
-from distflow.protocol.attempts import is_attempt_name, is_uuid
+from distflow.protocol.names import is_attempt_name, is_uuid
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, log_files, records, root_directory
-from distflow.runtime.files.safe_files import is_named
+from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.guard import control, runner
 from distflow.runtime.guard.control import AttemptHandles
 from distflow.runtime.leases import gpu_users, node_leases
@@ -20,17 +20,17 @@ from distflow.runtime.wire import Json, OpError
 __all__ = [
     "TaskIsLocked",
     "create",
-    "directories",
     "directory_of",
-    "each",
     "holder_of",
     "is_reachable",
-    "keep_place",
+    "list_attempts",
     "lock_files",
     "lock_task",
     "read_status",
     "remove",
+    "workflow_directories",
     "workflows",
+    "write_ticket",
 ]
 
 _TRIES = 100
@@ -52,7 +52,7 @@ def directory_of(root: str, attempt: object) -> str:
     earlier = root_directory.earlier_root(root)
     if earlier is not None and not os.path.isdir(here):
         there = os.path.join(earlier, *parts)
-        if os.path.join(earlier, parts[0]) in directories(root, parts[0]) and _is_recorded("/".join(parts), there):
+        if os.path.join(earlier, parts[0]) in workflow_directories(root, parts[0]) and _is_recorded("/".join(parts), there):
             return there
     return here
 
@@ -60,10 +60,10 @@ def directory_of(root: str, attempt: object) -> str:
 def workflows(root: str) -> List[str]:
     """Return the uuids of all workflows that have a directory which provably comes from distflow."""
     found = (name for one in root_directory.roots(root) if os.path.isdir(one) for name in os.listdir(one) if is_uuid(name))
-    return sorted(name for name in set(found) if directories(root, name))
+    return sorted(name for name in set(found) if workflow_directories(root, name))
 
 
-def directories(root: str, workflow: str) -> List[str]:
+def workflow_directories(root: str, workflow: str) -> List[str]:
     """Return a workflow's directories: in the private directory, and where an earlier version created it.
 
     Each provably comes from distflow. No other directory may be removed.
@@ -100,9 +100,9 @@ def _is_recorded(attempt: str, directory: str) -> bool:
     return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
 
 
-def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
+def list_attempts(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
     """Yield the name and the directory of every attempt of a workflow."""
-    for top in directories(root, workflow):
+    for top in workflow_directories(root, workflow):
         yield from _below(top)
 
 
@@ -217,7 +217,7 @@ def _make_task(directory: str) -> int:
             if number + 1 == _TRIES:
                 raise
             continue
-        if is_named(lock, parent):
+        if has_name(lock, parent):
             return lock
         os.close(lock)
     raise TaskIsLocked("the directory of this task keeps being removed")
@@ -251,12 +251,12 @@ def holder_of(attempt: str, request: Json) -> Json:
     }  # fmt: skip
 
 
-def keep_place(attempt: str, waits: Json) -> None:
+def write_ticket(attempt: str, waits: Json) -> None:
     """Write a ticket for a lease that is released because its gang ``waits`` for another node, if it does."""
     asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
     if any(asks.values()):
         with contextlib.suppress(OpError):  # the next lease reports what is wrong with the directory
-            node_leases.keep_place(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
+            node_leases.write_ticket(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
 
 
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:

@@ -19,12 +19,12 @@ from typing import List, Optional
 
 from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory
-from distflow.runtime.files.safe_files import is_named
+from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.guard.process_tree import size_text
 from distflow.runtime.probes.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "Part", "earlier_blobs", "is_whole", "missing", "path_of", "take"]
+__all__ = ["BLOBS", "Part", "earlier_blobs", "is_complete", "link_blob", "missing", "path_of"]
 
 BLOBS = "blobs"
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -40,7 +40,7 @@ def path_of(root: str, name: object) -> str:
         raise OpError("bad_request", "`hash` must be a SHA-256 in hexadecimal")
     path = os.path.join(root, BLOBS, name)
     if not os.path.lexists(path):
-        _take_over(root, name)
+        _adopt_earlier(root, name)
     return path
 
 
@@ -63,10 +63,10 @@ def _is_ours(path: str) -> bool:
     except OSError:
         return False
     is_own = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
-    return is_own and _NAME.fullmatch(os.path.basename(path)) is not None and is_whole(path)
+    return is_own and _NAME.fullmatch(os.path.basename(path)) is not None and is_complete(path)
 
 
-def _take_over(root: str, name: str) -> None:
+def _adopt_earlier(root: str, name: str) -> None:
     """Move a blob that an earlier version left. It may be the only copy."""
     earlier = root_directory.earlier_root(root)
     there = os.path.join(earlier or root, BLOBS, name)
@@ -88,7 +88,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     lacking, needed = [], 0
     for blob in blobs:
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not is_whole(path, size):
+        if not is_complete(path, size):
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
     free = free_bytes(directory)
@@ -100,7 +100,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     return lacking
 
 
-def is_whole(path: str, size: Optional[int] = None) -> bool:
+def is_complete(path: str, size: Optional[int] = None) -> bool:
     """Whether the blob is complete and unchanged.
 
     Pass its ``size`` if it is known, because a power cut may leave a mark without content.
@@ -114,7 +114,7 @@ def is_whole(path: str, size: Optional[int] = None) -> bool:
     return info.st_mtime_ns % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
 
 
-def take(path: str, new: str) -> bool:
+def link_blob(path: str, new: str) -> bool:
     """Link a complete blob to ``new`` if no other attempt has it. Returns False if it must be copied."""
     if not _keeps_marks(os.path.dirname(path)) or os.stat(path).st_nlink > 1:
         return False
@@ -170,7 +170,7 @@ def _open_locked(path: str) -> Optional[int]:
         except BlockingIOError:
             os.close(fd)
             return None
-        if is_named(fd, path):
+        if has_name(fd, path):
             return fd
         os.close(fd)  # it was finished or removed while we opened it
 

@@ -18,8 +18,8 @@ from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempts
-from distflow.runtime.files.blobs import BLOBS, Part, is_whole, path_of
-from distflow.runtime.files.safe_files import inside
+from distflow.runtime.files.blobs import BLOBS, Part, is_complete, path_of
+from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
@@ -53,7 +53,7 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     entries = list(_walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
     packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, on_progress)
-    _note(directory, packed)
+    _write_note(directory, packed)
     return packed
 
 
@@ -72,7 +72,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     If there is nothing to pack, ``files`` is 0 and there is no blob. Raises ``busy`` if all its files keep changing.
     """
     directory = attempts.directory_of(root, attempt)
-    path = inside(directory, place)
+    path = path_inside(directory, place)
     top, base = os.path.split(path)
     if not os.path.isdir(directory):
         raise OpError("not_found", "`{}` no longer exists".format(directory))
@@ -94,10 +94,10 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
             packed = _pack(root, attempt + "/" + place, top, members, left_out, on_progress)
         except OpError as error:
             failure = error  # a file may have been removed or truncated while it was read
-        after = {name: _print_of(info) for name, info in _below(top, base)}
+        after = {name: _fingerprint(info) for name, info in _below(top, base)}
         files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
         fresh = (began - _SETTLED_S, file_system_now(root) + _SETTLED_S)
-        changed = {name for name, info in files if after.get(name) != _print_of(info) or fresh[0] < info.st_mtime < fresh[1]}
+        changed = {name for name, info in files if after.get(name) != _fingerprint(info) or fresh[0] < info.st_mtime < fresh[1]}
         if not changed:
             if packed is None:
                 raise failure or OpError("internal", "nothing was packed")
@@ -123,10 +123,10 @@ def _target(output: str, name: str) -> Tuple[str, bool]:
     if target == top or target.startswith(top + os.sep):
         return target, True
     if not os.path.isfile(target):
-        said = (
+        text = (
             "the link `{}` in its output points to `{}`, a directory outside of the output; copy its target, or remove the link"
         )
-        raise OpError("bad_request", said.format(name, os.readlink(path)))
+        raise OpError("bad_request", text.format(name, os.readlink(path)))
     return target, False
 
 
@@ -150,7 +150,7 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
     return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
 
 
-def _print_of(info: os.stat_result) -> Tuple[int, int, int]:
+def _fingerprint(info: os.stat_result) -> Tuple[int, int, int]:
     return info.st_size, info.st_mtime_ns, info.st_ino
 
 
@@ -169,7 +169,7 @@ def _pack(
         raise
     digest = sink.digest.hexdigest()
     part.finish(path_of(root, digest))
-    return {"hash": digest, "size": sink.size, "files": len(members), "left_out": _few(left_out)}
+    return {"hash": digest, "size": sink.size, "files": len(members), "left_out": _shortened(left_out)}
 
 
 def _packed_before(root: str, directory: str) -> Optional[Json]:
@@ -177,7 +177,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
         with open(os.path.join(directory, PACKED), "rb") as file:
             packed = decode_object(file.read(MAX_BYTES + 1))
         path = path_of(root, packed["hash"])
-        if not is_whole(path) or packed["size"] != os.stat(path).st_size:
+        if not is_complete(path) or packed["size"] != os.stat(path).st_size:
             return None  # tasks can write this file, so it is not trusted
         left_out = [str(name) for name in packed["left_out"]]
         return {"hash": packed["hash"], "size": packed["size"], "files": int(packed["files"]), "left_out": left_out}
@@ -185,7 +185,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
         return None
 
 
-def _note(directory: str, packed: Json) -> None:
+def _write_note(directory: str, packed: Json) -> None:
     # A temporary file of its own: the sender of a broken connection may be writing the same note.
     fd, new = tempfile.mkstemp(prefix=PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -267,6 +267,6 @@ class _Sink:
         return len(data)
 
 
-def _few(names: List[str]) -> List[str]:
+def _shortened(names: List[str]) -> List[str]:
     more = ["and {} more".format(len(names) - _MAX_NAMED)] if len(names) > _MAX_NAMED else []
     return names[:_MAX_NAMED] + more

@@ -7,7 +7,7 @@ from typing import IO, Any, Iterable, Optional, Set, Tuple
 
 from distflow.runtime.wire import OpError
 
-__all__ = ["check_mounts", "inside", "is_named", "publish", "reserve_bytes"]
+__all__ = ["check_mounts", "has_name", "path_inside", "publish", "reserve_bytes"]
 
 
 _RESERVE = 512 << 20
@@ -37,7 +37,7 @@ def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
     return max(0, reserve + coming - found.f_bavail * found.f_frsize), reserve
 
 
-def is_named(fd: int, name: str, directory: Optional[int] = None) -> bool:
+def has_name(fd: int, name: str, directory: Optional[int] = None) -> bool:
     """Whether an open file still has this name; it may have been removed meanwhile.
 
     ``name`` is a path, or a name in the open ``directory``.
@@ -48,7 +48,7 @@ def is_named(fd: int, name: str, directory: Optional[int] = None) -> bool:
         return False
 
 
-def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
+def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
     """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside, directly or through a link.
 
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.

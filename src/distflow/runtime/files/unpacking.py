@@ -8,7 +8,7 @@ import shutil
 import tarfile
 from typing import BinaryIO, Optional, Pattern, Set
 
-from distflow.runtime.files.safe_files import inside
+from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.wire import OpError
 
 __all__ = ["EARLIEST_S", "file_time", "unpack"]
@@ -43,10 +43,10 @@ def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", com
         _refuse_links_outside(top)
 
 
-def file_time(said: float) -> float:
-    """Return the time for a file whose archive or store reports that it was modified at ``said``, at least ``EARLIEST_S``."""
+def file_time(modified_at: float) -> float:
+    """Return the time to set for a file that its archive or store reports as ``modified_at``: at least ``EARLIEST_S``."""
     # Not ``max`` alone: an extended header can say NaN.
-    return min(said, _LATEST_S) if said >= EARLIEST_S else EARLIEST_S
+    return min(modified_at, _LATEST_S) if modified_at >= EARLIEST_S else EARLIEST_S
 
 
 class _Member(tarfile.TarInfo):
@@ -88,7 +88,7 @@ def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str
             os.symlink(member.linkname, path)
             _refuse_outside(top, path)
         elif member.islnk():
-            source = inside(top, os.path.normpath(member.linkname))
+            source = path_inside(top, os.path.normpath(member.linkname))
             _clear(path)
             os.link(source, path, follow_symlinks=False)
             _refuse_outside(top, path)
@@ -109,7 +109,7 @@ def _matcher(only: str) -> Optional[Pattern[str]]:
 def _place_of(top: str, name: str, known: Set[str]) -> str:
     """Return a member's path, and create its directory."""
     seen = len(known)
-    path = inside(top, name, known)
+    path = path_inside(top, name, known)
     if len(known) > seen:
         os.makedirs(os.path.dirname(path), exist_ok=True)
     return path

@@ -1,1 +1,1 @@
-"""Runner and keeper: the two processes that start, watch and stop the command of one attempt."""
+"""Runner and keeper: the two processes (the pair) that start, watch and stop the command of one attempt."""

@@ -24,7 +24,7 @@ __all__ = [
     "Spawned",
     "environment",
     "exec_program",
-    "fill",
+    "fill_placeholders",
     "prepare_exec",
     "read_failure",
     "spawn",
@@ -58,7 +58,7 @@ class Spawned(NamedTuple):
         return {"pid": self.pid, "start": self.start, "cgroup": self.cgroup}
 
 
-def fill(launch: Json, directory: str) -> Json:
+def fill_placeholders(launch: Json, directory: str) -> Json:
     """Return the launch with every placeholder replaced by the attempt's directory."""
 
     def text(value: str) -> str:

@@ -175,7 +175,7 @@ class AttemptHandles(NamedTuple):
     def sign_locks(self, pid: int) -> None:
         """Write the holder's entry, with this process id, into the lock files."""
         for fd in self.locks:
-            lease_files.sign(fd, dict(lease_files.read(fd) or {}, **dict(self.holder, pid=pid)))
+            lease_files.write_holder(fd, dict(lease_files.read_holder(fd) or {}, **dict(self.holder, pid=pid)))
 
     def unlock(self) -> None:
         """Release the GPUs and the port, for all processes that share these descriptors."""

@@ -87,7 +87,7 @@ class GangLink:
 
     def fail(self, why: str) -> None:
         """Report to the gang that this keeper's task failed."""
-        self._take({"task": str(self._gang["task"]), "why": why[:_MAX_TEXT]})
+        self._spread_failure({"task": str(self._gang["task"]), "why": why[:_MAX_TEXT]})
 
     def tick(self) -> None:
         """Disconnect peers that have not proved themselves in time, and reconnect to the hub."""
@@ -173,12 +173,12 @@ class GangLink:
         elif "failed" in message:
             failed = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_MAX_TEXT]}
             peer.knows_failure = True
-            self._take(failed)
+            self._spread_failure(failed)
         else:  # the peer has just proved itself
             self._tries = 0
             self._send_failure_to(peer)
 
-    def _take(self, failure: Json) -> None:
+    def _spread_failure(self, failure: Json) -> None:
         if self._failure is None:
             self._failure = failure
             if failure["task"] != self._gang["task"]:
@@ -263,7 +263,7 @@ class _Peer:
             *lines, rest = bytes(self._received).split(b"\n")
             self._received = bytearray(rest)
             for line in lines:
-                self._take(line)
+                self._handle_line(line)
             if len(rest) > _MAX_LINE:
                 raise ValueError("a line is longer than {} bytes".format(_MAX_LINE))
         except BlockingIOError:
@@ -276,7 +276,7 @@ class _Peer:
         if not data:
             self._on_message(self, None)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         """Handle a line. Raises ``ValueError`` if no keeper of the gang wrote it."""
         if not self._peer_number:
             if not _NUMBER.fullmatch(line):

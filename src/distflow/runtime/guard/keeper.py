@@ -91,7 +91,7 @@ class _Keeper:
         self._state: Json = records.first_state(handles, runner)
         records.write_state(handles.state, self._state)
         handles.sign_locks(runner)
-        self._agents = AgentConnections(handles.listener, self._selector, self._requested)
+        self._agents = AgentConnections(handles.listener, self._selector, self._on_request)
         self._read_from(self._output.add(output_read))
 
     def _listen_to_signals(self) -> None:
@@ -112,7 +112,7 @@ class _Keeper:
 
     def serve(self) -> None:
         """Run until the attempt is over, then write the record."""
-        while not self._is_over():
+        while not self._advance():
             was_attended = self._agents.is_any_connected  # until now: the keeper of a quiet task may have slept for an hour
             for key, _ in self._selector.select(self._pause()):
                 key.data()
@@ -146,7 +146,8 @@ class _Keeper:
 
     # -- one round: events and their consequences
 
-    def _is_over(self) -> bool:
+    def _advance(self) -> bool:
+        """Handle deadlines and ended processes. Returns whether the attempt is over."""
         self._orphaned = self._orphaned or os.getppid() != self._runner
         if self._orphaned and not self._killing:
             self._reason = self._reason or (EndReason.RUNNER_DIED if self._exit is None else None)
@@ -157,27 +158,27 @@ class _Keeper:
             self._stop(grace_s, "its keeper received SIGTERM: the node is shutting down, or a user stopped it by hand")
         if self._command is None:
             if time.monotonic() >= self._deadline:
-                self._start_is_late()
+                self._handle_late_start()
             return self._reason is not None
-        return self._has_ended(self._command)
+        return self._advance_command(self._command)
 
-    def _start_is_late(self) -> None:
+    def _handle_late_start(self) -> None:
         """Release the lease if no agent is connected. While one is, the attempt's files may still be on their way."""
         if self._agents.is_any_connected and self._reason is None:
             self._deadline = time.monotonic() + self._handles.start_timeout_s
         else:
             self._reason = self._reason or EndReason.START_TIMEOUT
 
-    def _has_ended(self, spawned: command.Spawned) -> bool:
+    def _advance_command(self, spawned: command.Spawned) -> bool:
         ended, are_left = processes.reap()
         for pid, status in ended:
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
                 self._killed.add(pid)
             if pid == spawned.pid:
                 self._exit = dict(records.as_exit(status), ended_at=now())
-                self._take_failure()
+                self._note_exec_failure()
                 self._change(exit=self._exit)  # the next steps may be slow, and only this process knows how the command ended
-                self._take_container_end(self._exit)
+                self._note_container_end(self._exit)
                 self._report_to_gang(self._exit)
                 self._remove_container()
                 # Remaining processes get TERM too, and the rest of the grace period.
@@ -201,7 +202,7 @@ class _Keeper:
             self._memory = None
             self._kill()
 
-    def _take_container_end(self, end: Json) -> None:
+    def _note_container_end(self, end: Json) -> None:
         if self._container is not None and self._reason is None:
             from distflow.runtime.guard import containers
 
@@ -215,7 +216,7 @@ class _Keeper:
             if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or EndReason.EXITED, end):
                 self._gang.fail(self._message or records.describe_exit(end))
 
-    def _gang_failed(self, task: str, why: str) -> None:
+    def _on_gang_failure(self, task: str, why: str) -> None:
         """Stop, because the keeper of another task of the gang reported its failure."""
         # This task may have ended before, without having been reaped yet.
         has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
@@ -236,7 +237,7 @@ class _Keeper:
 
             self._message = containers.remove(self._container) or self._message
 
-    def _take_failure(self) -> None:
+    def _note_exec_failure(self) -> None:
         """Find out whether the exec failed. Call it once, after the child ended: only then is the answer known."""
         spawned, failure = self._command, None
         if spawned is not None:
@@ -275,7 +276,7 @@ class _Keeper:
         if self._handles.gpu_ids and self._command is not None:
             from distflow.runtime.leases import gpu_users
 
-            left = gpu_users.await_empty(self._handles.gpu_ids, self._handles.attempt)
+            left = gpu_users.wait_until_empty(self._handles.gpu_ids, self._handles.attempt)
             if left:
                 known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
 
@@ -289,13 +290,13 @@ class _Keeper:
         pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._handles.directory, known["error"])
         is_killed = number == signal.SIGKILL or code == _KILLED_CODE
         container_id = records.read_text(self._handles.directory, "container.id") if self._container is not None else ""
-        return kernel_log.ask(
+        return kernel_log.find_entries(
             self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, container_id, self._handles.other_gpus
         )
 
     # -- requests
 
-    def _requested(self, request: Json, answer: Callable[[Json], None]) -> None:
+    def _on_request(self, request: Json, answer: Callable[[Json], None]) -> None:
         op = request.get("op")
         if op == "prepare":
             if self._command is None:
@@ -307,7 +308,9 @@ class _Keeper:
                 if self._launch.get("gang"):
                     from distflow.runtime.guard import gang_link
 
-                    self._gang = gang_link.GangLink(self._launch["gang"], self._handles.link, self._selector, self._gang_failed)
+                    self._gang = gang_link.GangLink(
+                        self._launch["gang"], self._handles.link, self._selector, self._on_gang_failure
+                    )
                 self._change(phase="prepared")
             answer({})
         elif op == "start":
@@ -384,9 +387,9 @@ class _Keeper:
     # -- output
 
     def _read_from(self, source: Source) -> None:
-        self._selector.register(source.pipe, selectors.EVENT_READ, lambda: self._take_output(source))
+        self._selector.register(source.pipe, selectors.EVENT_READ, lambda: self._read_output(source))
 
-    def _take_output(self, source: Source) -> None:
+    def _read_output(self, source: Source) -> None:
         lost, got = self._output.lost, source.pump()
         if got == 0:
             self._selector.unregister(source.pipe)

@@ -19,7 +19,7 @@ from distflow.runtime.guard import process_tree
 from distflow.runtime.leases import gpu_users
 from distflow.runtime.wire import Json
 
-__all__ = ["Kill", "Line", "ask", "judge", "kills", "named_pids", "parse", "xids"]
+__all__ = ["Kill", "Line", "find_entries", "gpu_errors", "kills", "named_pids", "parse", "select_entries"]
 
 _READ_ALL, _SIZE = 3, 10
 _MAX_BYTES = 4 * 1024 * 1024
@@ -35,7 +35,7 @@ _JOURNAL = re.compile(r"^\S+ kernel: ")
 _RELEVANT = re.compile(r"Killed process \d|oom-kill:|killed as a result of limit of|NVRM: Xid")
 _KILLED = re.compile(r"Killed process (\d+)")
 _UID = re.compile(r"\b(?:UID[: ]|uid=)(\d+)")
-_PLACE = re.compile(r"task_memcg=([^,]+)|Task in (\S+) killed")
+_CGROUP = re.compile(r"task_memcg=([^,]+)|Task in (\S+) killed")
 _CONSTRAINT = re.compile(r"oom-kill:.*\bpid=(\d+)")
 _XID = re.compile(r"NVRM: Xid\b")
 _NAMED = re.compile(rb"(?i)\bp(?:id|rocess)\W{0,3}(\d{1,7})\b|\b(\d{1,7}) Killed\b")
@@ -60,7 +60,7 @@ class Kill(NamedTuple):
     """The kernel's lines about it: the exceeded limit, and the kill."""
 
 
-def ask(
+def find_entries(
     began_at: Optional[float],
     ended_at: float,
     pids: Collection[int],
@@ -81,19 +81,19 @@ def ask(
         began, ended = here - (at - (began_at or ended_at)), here - (at - ended_at)
         lines = parse(_syslog() or _journal())
         seen = [line for line in lines if began - slack_s <= line.at <= ended + slack_s]
-        me, place = os.getuid(), _memory_cgroup()
+        me, own_cgroup = os.getuid(), _memory_cgroup()
 
         def is_likely(kill: Kill) -> bool:
             if container:
                 return is_killed and container in (kill.cgroup or "")
-            return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and _is_at(kill.cgroup, place)
+            return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and _is_in(kill.cgroup, own_cgroup)
 
-        return judge(seen, pids, is_likely, other_gpus)
+        return select_entries(seen, pids, is_likely, other_gpus)
     except Exception:  # the end of the attempt must be reported whatever an unusual kernel logs
         return None
 
 
-def xids() -> List[str]:
+def gpu_errors() -> List[str]:
     """Return the last GPU errors since the boot; none where the log is not readable."""
     try:
         found = [line.text[:_MAX_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
@@ -126,12 +126,12 @@ def kills(lines: List[Line]) -> Iterator[Kill]:
         pid = int(match.group(1))
         relevant = [*(text for text in before[-1:] if _is_about(text, pid)), line.text]
         uids = [uid.group(1) for uid in map(_UID.search, relevant) if uid]
-        places = [place.group(1) or place.group(2) for place in map(_PLACE.search, relevant) if place]
-        yield Kill(line.at, pid, int(uids[0]) if uids else None, places[0] if places else None, relevant)
+        cgroups = [match.group(1) or match.group(2) for match in map(_CGROUP.search, relevant) if match]
+        yield Kill(line.at, pid, int(uids[0]) if uids else None, cgroups[0] if cgroups else None, relevant)
         before = []
 
 
-def judge(
+def select_entries(
     lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
 ) -> Optional[Json]:
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
@@ -177,14 +177,14 @@ def _is_about(text: str, pid: int) -> bool:
 def _memory_cgroup() -> str:
     """Return this process's memory cgroup, which its descendants share unless they are moved."""
     with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
-        places = dict(line.rstrip("\n").split(":", 2)[1:] for line in file)
-    return places.get("memory") or places.get("") or "/"
+        cgroups = dict(line.rstrip("\n").split(":", 2)[1:] for line in file)
+    return cgroups.get("memory") or cgroups.get("") or "/"
 
 
-def _is_at(cgroup: Optional[str], place: str) -> bool:
+def _is_in(cgroup: Optional[str], own_cgroup: str) -> bool:
     """Whether a killed process was in this process's cgroup, or in an attempt's cgroup below it."""
-    return cgroup == place or (
-        cgroup is not None and process_tree.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == place
+    return cgroup == own_cgroup or (
+        cgroup is not None and process_tree.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == own_cgroup
     )
 
 

@@ -1,4 +1,4 @@
-"""The runner: the outer process of the pair. It waits for the keeper, and completes its duties if it was killed."""
+"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if that was killed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     output = Output(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
-    # before the ranks end: a pipe loses its content when its last process ends
+    # Opened before the ranks end, because a pipe loses its content when its last process ends.
     output.add_ranks(open_rank_pipes(handles.directory))
     container_error = None
     if state.get("container"):
@@ -118,7 +118,9 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     from distflow.runtime.guard import kernel_log
 
     ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
-    known["kernel"] = kernel_log.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=handles.other_gpus)
+    known["kernel"] = kernel_log.find_entries(
+        state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=handles.other_gpus
+    )
     known["message"] = killer.message or container_error or "the task's keeper {}".format(_describe_status(keeper_status))
     end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **known)
     os.fsync(records.write_end(handles.dir_fd, handles.record, end))

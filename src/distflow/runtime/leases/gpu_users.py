@@ -11,10 +11,18 @@ import time
 from typing import Collection, Dict, FrozenSet, List, Optional, Tuple
 
 from distflow.runtime.probes.facts import nvidia_smi, user_name
-from distflow.runtime.processes import mark_of, output_of
+from distflow.runtime.processes import attempt_of, output_of
 from distflow.runtime.wire import Json
 
-__all__ = ["GpuUser", "address_of", "addresses_of_others", "await_empty", "find", "is_xid_of_another", "read_gpus"]
+__all__ = [
+    "GpuUser",
+    "address_of",
+    "addresses_of_others",
+    "is_xid_of_another",
+    "list_gpu_users",
+    "read_gpus",
+    "wait_until_empty",
+]
 
 
 _TOOL_S = 10.0
@@ -27,14 +35,14 @@ GpuUser = Dict[str, object]
 """A process on a GPU: ``gpu`` (index), ``pid``, ``words`` (its description)."""
 
 
-def find() -> List[GpuUser]:
+def list_gpu_users() -> List[GpuUser]:
     """Return every visible process on a GPU; none if ``nvidia-smi`` is missing or fails."""
     smi = nvidia_smi()
     return _users(smi, _gpus(smi)) if smi is not None else []
 
 
 def read_gpus(with_users: bool) -> Json:
-    """Return the data for a lease: ``users``, as ``find`` returns them, and ``gpu_addresses`` by index.
+    """Return the data for a lease: ``users``, as ``list_gpu_users`` returns them, and ``gpu_addresses`` by index.
 
     The addresses are read now, because a GPU that later falls off the bus is no longer listed.
     """
@@ -68,14 +76,14 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
     return users
 
 
-def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
+def wait_until_empty(gpu_ids: Collection[int], attempt: str) -> str:
     """Wait until no process of an ended attempt is on its GPUs: drivers release GPUs later than processes end.
 
     Returns a description of the remaining processes if that takes too long; empty if they are unknown.
     """
     deadline = time.monotonic() + _EMPTY_S
     while True:
-        left = [one for one in find() if one["gpu"] in gpu_ids and _is_of(int(str(one["pid"])), attempt)]
+        left = [one for one in list_gpu_users() if one["gpu"] in gpu_ids and _is_of(int(str(one["pid"])), attempt)]
         if not left:
             return ""
         if time.monotonic() >= deadline:
@@ -84,12 +92,12 @@ def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
 
 
 def _is_of(pid: int, attempt: str) -> bool:
-    """Whether a process belongs to the attempt, or has ended and therefore did so until now."""
-    return mark_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
+    """Whether a process belongs to the attempt. One that has ended counts too: the driver has not released its GPU yet."""
+    return attempt_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
 
 
 def _sees_all_processes() -> bool:
-    """Whether the driver's process ids are valid in this namespace. In a container they are not."""
+    """Whether the driver's process ids are valid in this namespace, which they are not in a container."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
     except OSError:
@@ -102,7 +110,7 @@ def _description(pid: str, name: str, memory: str) -> str:
     except OSError:
         who = []
     who += [os.path.basename(name), *(["{} MiB".format(memory)] if memory.isdigit() else [])]
-    origin = "left by a task of distflow (see `distflow node reap`)" if mark_of(int(pid)) else "which distflow did not start"
+    origin = "left by a task of distflow (see `distflow node reap`)" if attempt_of(int(pid)) else "which distflow did not start"
     return "pid {} ({}), {}".format(pid, ", ".join(who), origin)
 
 

@@ -15,7 +15,7 @@ import time
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from distflow.runtime import processes
-from distflow.runtime.files.safe_files import is_named
+from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
@@ -31,9 +31,9 @@ __all__ = [
     "machine_of",
     "open_directory",
     "open_lock",
-    "read",
-    "said_of",
-    "sign",
+    "read_held",
+    "read_holder",
+    "write_holder",
 ]
 
 
@@ -77,11 +77,11 @@ def _refuse_open_to_all(directory: int, path: str) -> None:
     if info.st_uid == os.getuid():
         os.fchmod(directory, stat.S_IMODE(info.st_mode) | stat.S_ISVTX)
         return
-    said = (
+    text = (
         "the lease directory `{}` is writable for all users (mode {:o}) and has no sticky bit, so that any user could "
         "remove leases; ask {} to run `chmod +t {}`, or set another `lease_dir`"
     )
-    raise OpError("permission", said.format(path, stat.S_IMODE(info.st_mode), user_name(info.st_uid), path))
+    raise OpError("permission", text.format(path, stat.S_IMODE(info.st_mode), user_name(info.st_uid), path))
 
 
 def foreign_owner(path: str) -> str:
@@ -128,20 +128,20 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
                 return -1, "{} is not a regular file".format(name)
             _flock(fd)
         except BlockingIOError:
-            who = holder_name(read(fd), holder.get("attempt"))
+            who = holder_name(read_holder(fd), holder.get("attempt"))
             os.close(fd)
             return -1, who
         except OSError as error:
             os.close(fd)
             return -1, "{}: {}".format(name, error.strerror)
-        if is_named(fd, name, directory):
+        if has_name(fd, name, directory):
             break
         os.close(fd)  # it was removed after we opened it
-    sign(fd, holder)
+    write_holder(fd, holder)
     return fd, ""
 
 
-def sign(fd: int, holder: Json) -> None:
+def write_holder(fd: int, holder: Json) -> None:
     """Write the holder into a lock file. A file with a second name (a hard link) may be anyone's, so it is not changed."""
     try:
         if os.fstat(fd).st_nlink > 1:
@@ -154,20 +154,20 @@ def sign(fd: int, holder: Json) -> None:
         pass  # no write permission, or a full disk: only the lock matters
 
 
-def read(fd: int) -> Optional[Json]:
+def read_holder(fd: int) -> Optional[Json]:
     """Return the record in a lock file; None if there is none.
 
     Another user may have written anything into it, within bounds.
     """
     try:
-        said: Json = decode_object(os.pread(fd, _MOST_BYTES, 0))
+        record: Json = decode_object(os.pread(fd, _MOST_BYTES, 0))
     except (OSError, ValueError):
         return None
-    return said
+    return record
 
 
 def _flock(fd: int) -> None:
-    """Lock a file. Raises ``BlockingIOError`` if it is held. Shared locks of readers (``said_of``) are waited for."""
+    """Lock a file. Raises ``BlockingIOError`` if it is held. Shared locks of readers (``read_held``) are waited for."""
     for _ in range(_LOOKS):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +179,7 @@ def _flock(fd: int) -> None:
     raise BlockingIOError(errno.EWOULDBLOCK, "other processes keep checking it")
 
 
-def said_of(directory: int, name: str) -> Optional[Json]:
+def read_held(directory: int, name: str) -> Optional[Json]:
     """Return the record of a held lock file; None if the file is not held or not accessible.
 
     Another user may have written anything; an invalid record becomes an empty one. The check takes the lock as shared for an
@@ -193,7 +193,7 @@ def said_of(directory: int, name: str) -> Optional[Json]:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        return read(fd) or {}
+        return read_holder(fd) or {}
     except OSError:
         return None
     finally:
@@ -209,22 +209,22 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}/[A-Za-z0-9][A-Za-z0-9_.-]{
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}")
 
 
-def holder_name(said: Optional[Json], attempt: object) -> str:
+def holder_name(record: Optional[Json], attempt: object) -> str:
     """Return the name of a lease's holder: ``spin-1/worker (alice)``, or ``alice``. ``attempt`` is the asking attempt."""
-    said = said or {}
-    theirs, ours = str(said.get("attempt") or "").split("/"), str(attempt or "").split("/")
+    record = record or {}
+    theirs, ours = str(record.get("attempt") or "").split("/"), str(attempt or "").split("/")
     if len(theirs) == len(ours) == 4 and theirs[:2] == ours[:2]:
         if theirs[3] != ours[3]:
             return "an earlier attempt of this group, which is ending"
         return "this group's own task {}".format(theirs[2][:100])
-    user, label = str(said.get("user") or ""), label_of(said)
+    user, label = str(record.get("user") or ""), label_of(record)
     user = user if _USER.fullmatch(user) else "an unknown user"
     return "{} ({})".format(label, user) if label else user
 
 
-def label_of(said: Json) -> str:
+def label_of(record: Json) -> str:
     """Return the workflow and task that hold a lease, such as ``spin-1/worker``; empty if the lock file does not name them."""
-    label = str(said.get("label") or "")
+    label = str(record.get("label") or "")
     return label if _LABEL.fullmatch(label) else ""
 
 

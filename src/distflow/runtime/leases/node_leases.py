@@ -24,12 +24,12 @@ from distflow.runtime.leases.lease_files import (
     lock,
     open_directory,
     open_lock,
-    said_of,
+    read_held,
 )
 from distflow.runtime.leases.tickets import Kept
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Held", "Wanted", "keep_place", "list_holders", "take"]
+__all__ = ["Held", "Wanted", "list_holders", "take", "write_ticket"]
 
 
 _ATTEMPTS_AT_ANY_PORT = 200
@@ -79,22 +79,22 @@ def take(
             number, lock, sockets = _take_port(directory, port, holder)
             held = held._replace(port=number, locks=held.locks + [lock], port_sockets=sockets)
         if waits:
-            tickets.remove(directory, holder["attempt"])
+            tickets.remove_ticket(directory, holder["attempt"])
     except BaseException as error:
         held.close()
         if waits and isinstance(error, OpError) and error.kind == "busy":
-            tickets.leave(directory, holder, asks)
+            tickets.write_ticket(directory, holder, asks)
         raise
     finally:
         os.close(directory)
     return held
 
 
-def keep_place(lease_dir: str, holder: Json, asks: Dict[str, int]) -> None:
+def write_ticket(lease_dir: str, holder: Json, asks: Dict[str, int]) -> None:
     """Write a ticket for a task that releases its lease because not all nodes of its gang are available yet."""
     directory = open_directory(lease_dir)
     try:
-        tickets.leave(directory, holder, asks)
+        tickets.write_ticket(directory, holder, asks)
     finally:
         os.close(directory)
 
@@ -123,17 +123,17 @@ def _take_gpus(
             held.gpu_ids.append(gpu)
             held.locks.append(fd)
         else:
-            others.append((gpu, holder_name(said_of(directory, name), holder.get("attempt"))))
+            others.append((gpu, holder_name(read_held(directory, name), holder.get("attempt"))))
     if len(held.gpu_ids) < gpus:
         free = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
         raise OpError("busy", "{}. In use: {}".format(free, in_use(others)) if others else free)
     reserved = min(kept.amounts.get("gpus", 0), len(gpu_ids)) if gpus else 0
     if reserved:
         taken = set(held.gpu_ids) | {one["gpu"] for one in users}
-        idle = [gpu for gpu in gpu_ids if gpu not in taken and said_of(directory, "gpu-{}.lock".format(int(gpu))) is None]
+        idle = [gpu for gpu in gpu_ids if gpu not in taken and read_held(directory, "gpu-{}.lock".format(int(gpu))) is None]
         if len(idle) < reserved:
-            said = "{} of {} GPUs are free and {} are kept for {}, whose gang has waited longer"
-            raise OpError("busy", said.format(len(idle) + gpus, len(gpu_ids), reserved, kept.words))
+            text = "{} of {} GPUs are free and {} are kept for {}, whose gang has waited longer"
+            raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, kept.names))
 
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:
@@ -155,7 +155,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
     number = int(port)
     held, _ = lock(directory, "port-{}.lock".format(number), holder)
     if held < 0:
-        who = holder_name(said_of(directory, "port-{}.lock".format(number)), holder.get("attempt"))
+        who = holder_name(read_held(directory, "port-{}.lock".format(number)), holder.get("attempt"))
         raise OpError("port_taken", "port {} is in use by {}".format(number, who))
     try:
         return number, held, _bind(number)
@@ -244,8 +244,8 @@ def _take_shares(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> Li
             reserved = min(kept.amounts.get(name, 0), have)
             if reserved and used + want + reserved > have:
                 unit, called = _UNITS[name]
-                said = "{:.4g} {} are kept for {}, whose gang has waited longer"
-                raise OpError("busy", said.format(reserved / unit, called, kept.words))
+                text = "{:.4g} {} are kept for {}, whose gang has waited longer"
+                raise OpError("busy", text.format(reserved / unit, called, kept.names))
         return [_lock_own_file(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
     finally:
         os.close(gate)
@@ -269,11 +269,11 @@ def _locked_shares(directory: int) -> List[Json]:
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):
             if number >= _MAX_FILES or len(names) >= _MAX_SHARES:
-                said = "the lease directory contains more than {} files; ask root to remove those that no process locks"
-                raise OpError("busy", said.format(number))
+                text = "the lease directory contains more than {} files; ask root to remove those that no process locks"
+                raise OpError("busy", text.format(number))
             if _SHARE_NAME.fullmatch(entry.name):
                 names.append(entry.name)
-    return [said for said in (said_of(directory, name) for name in names) if said]
+    return [record for record in (read_held(directory, name) for name in names) if record]
 
 
 def _lock_own_file(directory: int, holder: Json) -> int:
@@ -310,27 +310,27 @@ def list_holders(lease_dir: str) -> Json:
     Checking a lock takes it as shared for an instant, so a concurrent lease waits that long.
     """
     found: Dict[Tuple[str, str], Json] = {}
-    for kind, number, said in _held_locks(lease_dir):
-        holder = found.setdefault((str(said.get("user")), str(said.get("attempt"))), _holder(said))
+    for kind, number, record in _held_locks(lease_dir):
+        holder = found.setdefault((str(record.get("user")), str(record.get("attempt"))), _holder(record))
         if kind == "claim":
             for name in ("cpus", "memory"):
-                holder[name] = min(holder[name] + amount_of(said.get(name)), _MAX_AMOUNT)
+                holder[name] = min(holder[name] + amount_of(record.get(name)), _MAX_AMOUNT)
         else:
             holder["gpus" if kind == "gpu" else "ports"].append(number)
     for holder in found.values():
         holder["gpus"].sort()
         holder["ports"].sort()
     held = {gpu for holder in found.values() for gpu in holder["gpus"]}
-    foreign = [user for user in gpu_users.find() if user["gpu"] not in held]
+    foreign = [user for user in gpu_users.list_gpu_users() if user["gpu"] not in held]
     return {"holders": [found[key] for key in sorted(found)], "foreign": foreign}
 
 
-def _holder(said: Json) -> Json:
+def _holder(record: Json) -> Json:
     return {
-        "user": str(said.get("user") or "")[:100],
-        "attempt": str(said.get("attempt") or "")[:500],
-        "label": label_of(said),
-        "pid": amount_of(said.get("pid")) or None,
+        "user": str(record.get("user") or "")[:100],
+        "attempt": str(record.get("attempt") or "")[:500],
+        "label": label_of(record),
+        "pid": amount_of(record.get("pid")) or None,
         "gpus": [],
         "ports": [],
         "cpus": 0,
@@ -350,9 +350,9 @@ def _held_locks(lease_dir: str) -> List[Tuple[str, int, Json]]:
     try:
         for name in sorted(os.listdir(directory))[:_MAX_LOCKS]:
             match = _LOCK_NAME.fullmatch(name)
-            said = said_of(directory, name) if match else None
-            if match and said is not None:
-                found.append((match.group(1), int(match.group(2)), said))
+            record = read_held(directory, name) if match else None
+            if match and record is not None:
+                found.append((match.group(1), int(match.group(2)), record))
     finally:
         os.close(directory)
     return found

@@ -23,7 +23,7 @@ from distflow.runtime.leases import lease_files
 from distflow.runtime.leases.lease_files import holder_name
 from distflow.runtime.wire import Json
 
-__all__ = ["NAME", "Kept", "kept_for_others", "leave", "remove"]
+__all__ = ["NAME", "Kept", "kept_for_others", "remove_ticket", "write_ticket"]
 
 NAME = re.compile(r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json")
 _FRESH_S = 20.0
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
     amounts: Dict[str, int]
     """Amounts of ``gpus``, ``cpus`` and ``memory`` (bytes)."""
-    words: str
+    names: str
     """Names of those gangs, for messages."""
 
 
@@ -54,40 +54,40 @@ def kept_for_others(directory: int, attempt: str) -> Kept:
     gangs: Dict[Tuple[int, str], Kept] = {}
     for name in os.listdir(directory)[:_MOST] if at - since < _RESPECT_S else ():
         match = NAME.fullmatch(name)
-        said = _read(directory, name, int(match.group(1)), at) if match else None
-        if not said or said["gang"] == _gang(attempt) or said["since"] >= since:
+        ticket = _read(directory, name, int(match.group(1)), at) if match else None
+        if not ticket or ticket["gang"] == _gang(attempt) or ticket["since"] >= since:
             continue
-        owner, gang = said["owner"], said["gang"]
-        oldest[owner] = min(oldest.get(owner, (said["since"], gang)), (said["since"], gang))
+        owner, gang = ticket["owner"], ticket["gang"]
+        oldest[owner] = min(oldest.get(owner, (ticket["since"], gang)), (ticket["since"], gang))
         before = gangs.get((owner, gang), Kept(dict.fromkeys(_AMOUNTS, 0), ""))
-        amounts = {one: before.amounts[one] + said[one] for one in _AMOUNTS}
-        gangs[owner, gang] = Kept(amounts, holder_name(said, None))
+        amounts = {one: before.amounts[one] + ticket[one] for one in _AMOUNTS}
+        gangs[owner, gang] = Kept(amounts, holder_name(ticket, None))
     ahead = [gangs[owner, gang] for owner, (_, gang) in oldest.items()]
-    return Kept({one: sum(kept.amounts[one] for kept in ahead) for one in _AMOUNTS}, ", ".join(kept.words for kept in ahead))
+    return Kept({one: sum(kept.amounts[one] for kept in ahead) for one in _AMOUNTS}, ", ".join(kept.names for kept in ahead))
 
 
-def leave(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
+def write_ticket(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
     """Write or renew the ticket of a waiting task. If that fails, the task only loses its place in the queue."""
     at, task = now(), _task(str(holder["attempt"]))
     for one in [one for one, (_, last) in _waiting.items() if at - last > _FORGOTTEN_S]:
         del _waiting[one]
     since = _waiting.get(task, (at, at))[0]
     _waiting[task] = (since, at)
-    said = dict(holder, gang=_gang(str(holder["attempt"])), since=since, **amounts)
+    ticket = dict(holder, gang=_gang(str(holder["attempt"])), since=since, **amounts)
     name = _name(task)
     new = "{}.{}".format(name, os.getpid())
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags, 0o644, dir_fd=directory), "w") as file:
             os.fchmod(file.fileno(), 0o644)  # other users read it
-            json.dump(said, file)
+            json.dump(ticket, file)
         os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
         _unlink(directory, new)
 
 
-def remove(directory: int, attempt: str) -> None:
-    """Remove the ticket of a task that has its lease. If the lease is released, ``leave`` restores its place."""
+def remove_ticket(directory: int, attempt: str) -> None:
+    """Remove the ticket of a task that has its lease. If the lease is released, ``write_ticket`` restores its place."""
     _unlink(directory, _name(_task(attempt)))
 
 
@@ -100,15 +100,20 @@ def _read(directory: int, name: str, owner: int, at: float) -> Dict[str, Any]:
     try:
         info = os.fstat(fd)
         is_sound = stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_uid == owner
-        said = lease_files.read(fd) if is_sound and abs(at - info.st_mtime) < _FRESH_S else None
+        ticket = lease_files.read_holder(fd) if is_sound and abs(at - info.st_mtime) < _FRESH_S else None
     except OSError:
         return {}
     finally:
         os.close(fd)
-    since = (said or {}).get("since")
-    if said is None or isinstance(since, bool) or not isinstance(since, (int, float)) or not isinstance(said.get("gang"), str):
+    since = (ticket or {}).get("since")
+    if (
+        ticket is None
+        or isinstance(since, bool)
+        or not isinstance(since, (int, float))
+        or not isinstance(ticket.get("gang"), str)
+    ):
         return {}
-    return dict(said, owner=owner, **{one: lease_files.amount_of(said.get(one)) for one in _AMOUNTS})
+    return dict(ticket, owner=owner, **{one: lease_files.amount_of(ticket.get(one)) for one in _AMOUNTS})
 
 
 def _task(attempt: str) -> str:

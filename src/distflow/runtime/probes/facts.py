@@ -16,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["free_bytes", "gather", "is_quick", "nvidia_smi", "user_name"]
+__all__ = ["free_bytes", "gather_facts", "is_quick", "nvidia_smi", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
@@ -32,7 +32,7 @@ def user_name(uid: Optional[int] = None) -> str:
         return str(uid)
 
 
-def gather(root: str) -> Json:
+def gather_facts(root: str) -> Json:
     """Return all facts. Takes as long as ``nvidia-smi``, if the node has it (``is_quick``)."""
     gpus = _gpus()
     return {
@@ -61,7 +61,7 @@ def free_bytes(path: str) -> int:
 
 
 def is_quick() -> bool:
-    """Whether ``gather`` runs no program, so that heartbeats are not delayed."""
+    """Whether ``gather_facts`` runs no program, so that heartbeats are not delayed."""
     return nvidia_smi() is None
 
 

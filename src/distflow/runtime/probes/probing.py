@@ -1,7 +1,7 @@
 """Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and commands as tasks run them.
 
 Output of tools (``nvidia-smi``, ``busctl``) is returned unchanged, and the submitter parses it. Measuring may take long, so the
-functions return work for a child of the agent.
+functions return jobs for a child of the agent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
 
 
 def probe(root: str, request: Json) -> Callable[[], Json]:
-    """Return the work that measures the node."""
+    """Return a job that measures the node."""
     lease_dir, paths = str(request["lease_dir"]), [str(path) for path in request.get("paths") or []]
 
     def work() -> Json:
@@ -57,7 +57,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
 
 
 def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
-    """Return the work that runs a command to its end in the environment of tasks."""
+    """Return a job that runs a command to its end in the environment of tasks."""
     argv = [str(word) for word in request["argv"]]
     launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
     prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
@@ -159,7 +159,7 @@ def _owners(apps: str) -> Dict[str, Json]:
             uid = os.stat("/proc/" + pid).st_uid
         except OSError:
             continue  # in another container, or gone
-        owners[pid] = {"user": user_name(uid), "attempt": processes.mark_of(int(pid))}
+        owners[pid] = {"user": user_name(uid), "attempt": processes.attempt_of(int(pid))}
     return owners
 
 
@@ -172,10 +172,10 @@ def _logind() -> Json:
         in_session = False
     name = "org.freedesktop.login1"
     bus = ["get-property", name, "/org/freedesktop/login1", name + ".Manager"]
-    said = _tool("busctl", *bus, *_LOGIND) if in_session else None
+    answer = _tool("busctl", *bus, *_LOGIND) if in_session else None
     return {
         "in_session": in_session,
-        "properties": said["stdout"].split("\n")[: len(_LOGIND)] if said and said["exit_code"] == 0 else [],
+        "properties": answer["stdout"].split("\n")[: len(_LOGIND)] if answer and answer["exit_code"] == 0 else [],
     }
 
 
@@ -243,7 +243,7 @@ def _conditions() -> Json:
         "shm": _shm(),
         "limits": {name: _soft(limit) for name, limit in _LIMITS.items()},
         "has_rdma": _has_rdma(),
-        "xids": kernel_log.xids(),
+        "xids": kernel_log.gpu_errors(),
     }
 
 

@@ -1,6 +1,6 @@
 """Reachability of nodes: listening sockets for a limited time, and connections to those of other nodes.
 
-The agent itself owns the sockets. Connecting may take long, so it is work for a child process.
+The agent itself owns the sockets. Connecting may take long, so it is a job for a child process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def reach(request: Json) -> Callable[[], Json]:
-    """Return the work that connects to each target. ``results`` are in the same order."""
+    """Return a job that connects to each target. Its ``results`` are in the same order."""
     targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
     timeout_s = min(float(request.get("limit_s") or 5.0), _MAX_TIME_S)
 
@@ -79,19 +79,19 @@ def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:
     begin = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
-            heard, wanted = b"", word.encode() + b"\n"
-            while len(heard) < len(wanted):
-                data = connection.recv(len(wanted) - len(heard))
+            received, expected = b"", word.encode() + b"\n"
+            while len(received) < len(expected):
+                data = connection.recv(len(expected) - len(received))
                 if not data:
                     break
-                heard += data
+                received += data
     except socket.gaierror as error:
         return {"kind": "no_name", "message": error.strerror or str(error)}
     except socket.timeout:
         return {"kind": "timeout", "message": "no answer within {:g} s".format(timeout_s)}
     except OSError as error:
         return {"kind": _KINDS.get(error.errno or 0, "other"), "message": error.strerror or str(error)}
-    if heard != wanted:
+    if received != expected:
         return {"kind": "stranger", "message": "another program answers there"}
     return {"kind": "ok", "ms": round((time.monotonic() - begin) * 1000, 3)}
 

@@ -42,7 +42,7 @@ _RANK = {b"RANK", b"LOCAL_RANK"}
 
 
 def collect(root: str, request: Json) -> Callable[[], Json]:
-    """Return the work that inspects every process of the attempt.
+    """Return a job that inspects every process of the attempt.
 
     Its result has ``processes``, ``collectives`` and ``tool``, which is null without py-spy. Raises ``not_running`` for an
     attempt that does not run.
@@ -85,7 +85,7 @@ def _processes_of(attempt: str, state: Json) -> List[processes.Process]:
     return [
         one
         for one in everything
-        if one.is_alive and one.pid not in ours and (one.pid in below or processes.carries(one.pid, mark))
+        if one.is_alive and one.pid not in ours and (one.pid in below or processes.has_variable(one.pid, mark))
     ]
 
 
@@ -152,21 +152,21 @@ def _py_spy_threads(process: Optional[subprocess.Popen[bytes]], until: float) ->
         process.communicate()
         return None, "py-spy did not respond"
     if process.returncode != 0:
-        said = [line.strip() for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
-        return None, (said[-1] if said else "py-spy failed")[:500]
+        lines = [line.strip() for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
+        return None, (lines[-1] if lines else "py-spy failed")[:500]
     try:
         return [_thread(one) for one in decode_json(out.decode("utf-8", "replace"), max_bytes=_MAX_OUTPUT_BYTES)], None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, "py-spy's output cannot be parsed"
 
 
-def _thread(said: Json) -> Json:
+def _thread(thread: Json) -> Json:
     """Return the needed part of py-spy's data on a thread, without values of variables."""
     frames = [
         {"function": one["name"], "file": one.get("short_filename") or one["filename"], "line": one["line"]}
-        for one in (said.get("frames") or [])[:_MAX_FRAMES]
+        for one in (thread.get("frames") or [])[:_MAX_FRAMES]
     ]
-    return {"name": str(said.get("thread_name") or ""), "is_active": bool(said.get("active")), "frames": frames}
+    return {"name": str(thread.get("thread_name") or ""), "is_active": bool(thread.get("active")), "frames": frames}
 
 
 def _heartbeat_age(directory: str) -> Optional[float]:
@@ -324,11 +324,11 @@ def collect_collectives(directory: str) -> List[Json]:
     finally:
         os.close(at)
     until = time.monotonic() + _ANSWER_S
-    said = [validated_collectives(_read_answer(caller, until)) for caller in callers if caller is not None]
-    return sorted((one for one in said if one is not None), key=lambda one: int(one["rank"]))
+    answers = [validated_collectives(_read_answer(caller, until)) for caller in callers if caller is not None]
+    return sorted((one for one in answers if one is not None), key=lambda one: int(one["rank"]))
 
 
-def validated_collectives(said: Any) -> Optional[Json]:
+def validated_collectives(answer: Any) -> Optional[Json]:
     """Return an answer in the fixed form; None if it is invalid."""
     try:
         groups = [
@@ -340,9 +340,9 @@ def validated_collectives(said: Any) -> Optional[Json]:
                 "is_over": bool(one["is_over"]),
                 "entered": int(one["entered"]),
             }
-            for one in said["groups"][:_MAX_GROUPS]
+            for one in answer["groups"][:_MAX_GROUPS]
         ]
-        return {"rank": int(said["rank"]), "groups": groups}
+        return {"rank": int(answer["rank"]), "groups": groups}
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -358,15 +358,15 @@ def _connect_to(address: str) -> Optional[socket.socket]:
 
 
 def _read_answer(caller: socket.socket, until: float) -> Any:
-    said = b""
+    received = b""
     with caller:
         try:
-            while len(said) <= _MAX_ANSWER_BYTES:
+            while len(received) <= _MAX_ANSWER_BYTES:
                 caller.settimeout(max(_MIN_ANSWER_S, until - time.monotonic()))
                 more = caller.recv(65536)
                 if not more:
-                    return decode_json(said.decode("utf-8", "replace"))
-                said += more
+                    return decode_json(received.decode("utf-8", "replace"))
+                received += more
         except (OSError, ValueError):  # it does not release the interpreter's lock, or it is exiting
             pass
     return None

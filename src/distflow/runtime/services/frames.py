@@ -5,9 +5,9 @@ and gives it its name. Both ends use this module: ``receiver`` and ``sender`` on
 ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind (0 plain, 1
 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
-``Peer`` is the submitter at a service's standard input and output. A broken connection does not end: the kernel may notice it
-only after hours, and the service would stay on the node until then. The submitter therefore sends an empty line or an empty
-frame every few seconds if it has nothing else to send. If it is silent, the service exits.
+``Peer`` is the submitter at a service's standard input and output. The kernel may notice a broken connection only after hours,
+and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every few
+seconds if it has nothing else to send. If it is silent, the service exits.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _error_of(data: bytes) -> OpError:
     """Return the error that a frame carries."""
     try:
         content = decode_object(data)
-        return OpError(str(content["kind"]), str(content["message"]))
+        return OpError.from_json({"kind": content["kind"], "message": content["message"]})
     except (ValueError, KeyError) as error:
         return OpError("bad_request", "the sender reported an error that cannot be decoded: {}".format(error))
 

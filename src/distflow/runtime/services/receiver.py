@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from distflow.runtime import processes
-from distflow.runtime.files.blobs import is_whole, path_of
+from distflow.runtime.files.blobs import is_complete, path_of
 from distflow.runtime.services.frames import Gone, Peer, receive
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError
@@ -40,7 +40,7 @@ def _serve_one(root: str, peer: Peer) -> bool:
     try:
         blob = decode_object(line)
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not receive(peer, path, blob["hash"], size, peer.send, is_here=is_whole):
+        if not receive(peer, path, blob["hash"], size, peer.send, is_here=is_complete):
             raise Gone
         peer.send({"done": True})
         return True

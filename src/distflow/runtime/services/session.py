@@ -97,7 +97,7 @@ def _launch(directory: str, request: Json) -> Json:
     if status["phase"] != "running":
         raise OpError("not_running", "it is not running on this node ({})".format(status["phase"]))
     with open(os.path.join(directory, attempt_files.LAUNCH), "rb") as file:
-        launch = command.fill(decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE), directory)
+        launch = command.fill_placeholders(decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE), directory)
     launch["argv"] = list(request["argv"])
     launch["secret_env"] = dict(request.get("secret_env") or {})
     if request.get("plain"):

@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +29,8 @@ from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from distflow.protocol.names import Operation
 
 CORPUS = [json.loads(line) for line in Path("tests/corpora/agent_messages.jsonl").read_text().splitlines()]
 """What a real agent said, with the operation that it answered."""
@@ -194,7 +196,7 @@ def test_whatever_a_node_says_is_taken_refused_or_ends_the_connection(mutation: 
         if op == "hello" and not isinstance(answer, NodeError):
             observed.connection._welcomed(link, answer, keys)
 
-    link.send(op or "ping", answered)
+    link.send(cast("Operation", op or "ping"), answered)
     if isinstance(message, dict) and "event" not in message:
         message["id"] = 2  # of the first request behind the ping
     observed.wire.send(json.dumps(message).encode() + b"\n")

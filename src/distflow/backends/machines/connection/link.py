@@ -18,6 +18,7 @@ from distflow.backends.machines.connection.shapes import check_answer, check_eve
 from distflow.backends.steady import now
 from distflow.errors import AgentError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock, best_clock
+from distflow.protocol.names import Operation
 from distflow.runtime.wire import LineReader, encode
 from distflow.transports.base import Channel
 
@@ -70,7 +71,7 @@ class AgentLink:
         self.ping_s = ping_s
         self._numbers = itertools.count(1)
         self._state = threading.Lock()
-        self._waiting: dict[int, tuple[str, Callable[[Result | NodeError], None]]] = {}
+        self._waiting: dict[int, tuple[Operation, Callable[[Result | NodeError], None]]] = {}
         self._error: NodeUnreachable | None = None
         self._is_closing = False
         self._has_ended = threading.Event()
@@ -87,7 +88,7 @@ class AgentLink:
             thread.start()
 
     def request(
-        self, op: str, *, timeout_s: float = 30.0, then: Callable[[Result], None] | None = None, **fields: object
+        self, op: Operation, *, timeout_s: float = 30.0, then: Callable[[Result], None] | None = None, **fields: object
     ) -> Result:
         """Send a request and wait for the answer.
 
@@ -118,7 +119,7 @@ class AgentLink:
             raise answer
         return answer
 
-    def send(self, op: str, callback: Callable[[Result | NodeError], None], **fields: object) -> None:
+    def send(self, op: Operation, callback: Callable[[Result | NodeError], None], **fields: object) -> None:
         """Send a request. ``callback`` gets the answer or the error, exactly once."""
         self._ask(op, callback, fields)
 
@@ -151,7 +152,7 @@ class AgentLink:
         """Return the offset of the node's clock from ours, as measured by pings; ``None`` before the first answer."""
         return self._clock.clock
 
-    def _ask(self, op: str, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
+    def _ask(self, op: Operation, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
         number = next(self._numbers)
         with self._state:
             has_ended = self._has_ended.is_set()
@@ -215,12 +216,13 @@ class AgentLink:
                 raise ValueError(f"the event `{str(message['event'])[:_WORDS]}` could not be handled")
             return
         with self._state:
-            op, callback = self._waiting.pop(message["id"], ("", None))
-        if callback is None:
+            asked = self._waiting.pop(message["id"], None)
+        if asked is None:
             return  # the answer came too late
+        op, callback = asked
         self._call(callback, self._answer(op, message))
 
-    def _answer(self, op: str, message: dict[str, Any]) -> Result | AgentError:
+    def _answer(self, op: Operation, message: dict[str, Any]) -> Result | AgentError:
         if message.get("ok") is not True:
             error = message.get("error")
             told = error if isinstance(error, dict) else {}

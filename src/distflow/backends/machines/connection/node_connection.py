@@ -38,6 +38,7 @@ from distflow.backends.machines.connection.transfers import Blob, Fetched, bring
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
+from distflow.protocol.names import Operation
 from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery, InputRequest
@@ -139,7 +140,7 @@ class Connection:
         for key in unwanted:
             self._give_back(link, key)
 
-    def send(self, op: str, answered: Answered, **fields: Any) -> None:
+    def send(self, op: Operation, answered: Answered, **fields: Any) -> None:
         """Send a request to the agent.
 
         ``answered`` is called once, from another thread, or at once if there is no connection.
@@ -150,7 +151,7 @@ class Connection:
             return
         link.send(op, answered, **fields)
 
-    def request(self, op: str, **fields: Any) -> Mapping[str, Any]:
+    def request(self, op: Operation, **fields: Any) -> Mapping[str, Any]:
         """Send a request to the agent and wait for the answer. Raises ``AgentError`` or ``NodeUnreachable``."""
         link = self._link
         if link is None:

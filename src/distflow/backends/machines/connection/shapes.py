@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from distflow.protocol.names import Operation
+
 __all__ = ["check_answer", "check_event"]
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -239,7 +241,7 @@ class _EofEvent(_Form):
     size: _Count = 0
 
 
-_ANSWERS: Mapping[str, type[_Form]] = {
+_ANSWERS: Mapping[Operation, type[_Form]] = {
     "hello": _Hello,
     "ping": _Ping,
     "lease": _Lease,
@@ -264,7 +266,7 @@ _EVENTS: Mapping[str, type[_Form]] = {
 }
 
 
-def check_answer(op: str, answer: Mapping[str, Any]) -> None:
+def check_answer(op: Operation, answer: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if an answer to ``op`` does not have the required form."""
     _check(f"the answer to `{op}`", _ANSWERS.get(op), answer)
 
