@@ -13,10 +13,10 @@ from distflow.runtime.files import log_files
 from distflow.runtime.files.log_files import Segment
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREDIT", "PIECE", "LogStreams"]
+__all__ = ["LogStreams"]
 
-PIECE = 32 * 1024
-CREDIT = 256 * 1024
+_PIECE = 32 * 1024
+_CREDIT = 256 * 1024
 
 
 class _LogStream:
@@ -26,7 +26,7 @@ class _LogStream:
         self.directory = directory
         self.segment = segment
         self.offset = offset
-        self.credit = CREDIT
+        self.credit = _CREDIT
         self.has_ended = False
         self.fd: Optional[int] = None
 
@@ -57,7 +57,7 @@ class _LogStream:
             if self.fd is None:
                 path = os.path.join(self.directory, self.segment.name)
                 self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            return os.pread(self.fd, min(PIECE, self.credit), self.offset)
+            return os.pread(self.fd, min(_PIECE, self.credit), self.offset)
         except FileNotFoundError:
             return b""  # this segment has been removed
         except OSError:
@@ -104,7 +104,7 @@ class LogStreams:
         """Note that the supervisor has processed ``size`` bytes. Ignored for a stream that has ended."""
         log = self._streams.get(stream)
         if log is not None:
-            log.credit = min(CREDIT, log.credit + max(0, size))
+            log.credit = min(_CREDIT, log.credit + max(0, size))
             self.pump()
 
     def on_output(self, attempt: str, has_ended: bool) -> None:

@@ -18,7 +18,7 @@ from distflow.runtime import processes
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
-__all__ = ["Loop", "fork_job", "outcome", "read_result"]
+__all__ = ["Loop"]
 
 
 _MAX_PAUSE_S = 3600.0  # epoll's timeout is limited
@@ -78,10 +78,10 @@ class Loop:
         ``done`` gets the result or the error.
         """
         if is_quick:
-            done(outcome(work))
+            done(_outcome(work))
             return
         try:
-            pid, fd = fork_job(work)
+            pid, fd = _fork_job(work)
         except OSError as error:
             done(OpError.from_os(error, "cannot create a process"))
             return
@@ -100,7 +100,7 @@ class Loop:
             os.close(fd)
             result: Union[Json, OpError]
             try:
-                result = read_result(bytes(text))
+                result = _read_result(bytes(text))
             except OpError as error:
                 result = error
             done(result)
@@ -116,7 +116,7 @@ class Loop:
         self.children.difference_update(pid for pid, _ in ended)
 
 
-def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
+def _fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
     """Run ``work`` in a child that dies with this process. Returns the child's id and a descriptor to read its result."""
     read, write = os.pipe()
     parent = os.getpid()
@@ -136,7 +136,7 @@ def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
     return pid, read
 
 
-def outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
+def _outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
     """Return the result of ``work``, or its failure as an ``OpError``."""
     try:
         return work()
@@ -156,7 +156,7 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
         processes.reset_limits()
         if processes.die_with_parent(signal.SIGKILL, parent):
             processes.rename_self("df-job")
-            result = outcome(work)
+            result = _outcome(work)
             reply = {"ok": False, "error": result.as_json()} if isinstance(result, OpError) else {"ok": True, "result": result}
             with os.fdopen(write, "w", encoding="utf-8") as pipe:
                 json.dump(reply, pipe)
@@ -164,7 +164,7 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
         os._exit(0)
 
 
-def read_result(text: bytes) -> Json:
+def _read_result(text: bytes) -> Json:
     """Decode a child's result. Raises the ``OpError`` with which the work failed."""
     try:
         result = decode_object(text, max_bytes=MAX_LINE)

@@ -19,7 +19,7 @@ from distflow.runtime.files import attempts, records
 from distflow.runtime.guard import command, control
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
 
-__all__ = ["PairLink", "Watch", "Watches"]
+__all__ = ["Watch", "Watches"]
 
 
 _STUCK_S = 5.0
@@ -32,7 +32,7 @@ class Watch:
     def __init__(self, attempt: str, directory: str) -> None:
         self.attempt = attempt
         self.directory = directory
-        self.link: Optional[PairLink] = None
+        self.link: Optional[_PairLink] = None
         self.reported: Optional[Json] = None
         """The status that was reported last."""
         self.is_new = False
@@ -168,7 +168,7 @@ class Watches:
         watch.is_unresponsive = False
         try:
             on_news, on_disconnect = (lambda news: self._on_news(watch, news)), (lambda: self._on_disconnect(watch))
-            watch.link = PairLink(self._loop, watch.directory, on_news, on_disconnect)
+            watch.link = _PairLink(self._loop, watch.directory, on_news, on_disconnect)
         except BlockingIOError:
             watch.is_unresponsive = True
             self._loop.later(0.2, lambda: self._connect(watch))  # the keeper is dead, and the busy runner accepts no connection
@@ -234,7 +234,7 @@ def _signal(pid: int, number: int) -> None:
 _Answered = Callable[[Optional[Json], Optional[OpError]], None]
 
 
-class PairLink:
+class _PairLink:
     """Sends requests to the keeper and receives its notifications.
 
     ``on_gone`` is called once, when the connection ends. After it, every open request is answered with ``(None, None)``.

@@ -20,11 +20,11 @@ from distflow.runtime.leases import lease_files
 from distflow.runtime.probes.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["TRASH", "clean", "recall", "remove_tree", "survey", "uninstall"]
+__all__ = ["clean", "recall", "survey", "uninstall"]
 
 
 _KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
-TRASH = ".trash"
+_TRASH = ".trash"
 """Directory of files that are being removed."""
 
 
@@ -57,10 +57,10 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
         for _, directory in list(attempts.list_attempts(root, workflow)):
             for entry in list(os.scandir(directory)):
                 if entry.name not in _KEPT and not log_files.is_output(entry.name):
-                    remove_tree(entry.path)
+                    _remove_tree(entry.path)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
     # Moved away first, so that a partly removed workflow does not look complete.
-    trash = os.path.join(root, TRASH)
+    trash = os.path.join(root, _TRASH)
     hidden = []
     for number, top in enumerate(tops):
         os.makedirs(trash, mode=0o700, exist_ok=True)
@@ -72,9 +72,9 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     if os.path.isdir(trash):
         for name in os.listdir(trash):  # also leftovers of earlier or interrupted removals
             with contextlib.suppress(OSError):
-                remove_tree(os.path.join(trash, name))
+                _remove_tree(os.path.join(trash, name))
     for path in hidden:
-        remove_tree(path)
+        _remove_tree(path)
     return {"freed_bytes": before}
 
 
@@ -82,7 +82,7 @@ def _alive(root: str, workflow: str) -> List[str]:
     return [attempt for attempt, directory in attempts.list_attempts(root, workflow) if orphans.may_live(directory)]
 
 
-def remove_tree(path: str) -> None:
+def _remove_tree(path: str) -> None:
     """Remove a file or directory, if it exists. Raises ``OSError`` naming the obstacle, such as files of a container's root."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):
@@ -119,11 +119,11 @@ def _measure(top: str) -> Tuple[int, float]:
 
 _BLOB_NAME = re.compile(r"\.unmarked|(pack-)?[0-9a-f]{16,64}(\.part|\.new|\.[0-9]+-[0-9]+\.part)?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_DIRECTORIES = ("images", TRASH, "runtime")
+_DIRECTORIES = ("images", _TRASH, "runtime")
 _EARLIER = {
     BLOBS: _BLOB_NAME,
     "images": re.compile(r"[0-9a-f]{32}\.sif"),
-    TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
+    _TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
     "runtime": _DIGEST,
 }
 """Names of files that an earlier version left and that cannot be proved to be distflow's."""
@@ -182,7 +182,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
     """Remove workflows, then the private directory, then ``root`` itself if it is empty."""
     for workflow in attempts.workflows(root):
-        removed.extend(path for path in attempts.workflow_directories(root, workflow) if _try(remove_tree, path, left))
+        removed.extend(path for path in attempts.workflow_directories(root, workflow) if _try(_remove_tree, path, left))
     earlier = root_directory.earlier_root(root)
     if earlier is not None:
         _remove_earlier(root, earlier, removed, left)
@@ -204,7 +204,7 @@ def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
             elif _try(os.rmdir, path, left):
                 removed.append(path)
         elif name in _DIRECTORIES:
-            if os.path.lexists(path) and _try(remove_tree, path, left):
+            if os.path.lexists(path) and _try(_remove_tree, path, left):
                 removed.append(path)
         else:
             left.append("{}: it does not belong to distflow".format(path))
@@ -218,7 +218,7 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
     """Remove files that an earlier version left in the configured directory and that provably come from distflow."""
     mine = {BLOBS: earlier_blobs(root), "runtime": [path for path in _listed(earlier, "runtime") if _is_runtime(path)]}
     for name, paths in mine.items():
-        emptied = [path for path in paths if _try(remove_tree, path, left)]
+        emptied = [path for path in paths if _try(_remove_tree, path, left)]
         folder = os.path.join(earlier, name)
         unmarked = os.path.join(folder, ".unmarked")
         if emptied and os.listdir(folder) == [".unmarked"]:

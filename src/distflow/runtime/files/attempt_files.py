@@ -35,7 +35,6 @@ __all__ = [
     "place",
     "place_secrets",
     "remove_secrets",
-    "write_launch",
     "write_memo",
 ]
 
@@ -91,10 +90,10 @@ def place(root: str, directory: str, launch: Json) -> None:
     place_secrets(directory, launch.get("secret_files") or [])
     for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
         os.makedirs(path_inside(directory, folder), exist_ok=True)
-    write_launch(directory, launch)
+    _write_launch(directory, launch)
 
 
-def write_launch(directory: str, launch: Json) -> None:
+def _write_launch(directory: str, launch: Json) -> None:
     """Write ``launch.json`` without the secrets."""
     path = os.path.join(directory, LAUNCH)
     public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files", "gang")}

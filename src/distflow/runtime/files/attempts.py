@@ -21,7 +21,6 @@ __all__ = [
     "TaskIsLocked",
     "create",
     "directory_of",
-    "holder_of",
     "is_reachable",
     "list_attempts",
     "lock_files",
@@ -242,7 +241,7 @@ def create(root: str, request: Json, umask: int) -> int:
         os.close(task)
 
 
-def holder_of(attempt: str, request: Json) -> Json:
+def _holder_of(attempt: str, request: Json) -> Json:
     """Return the attempt's entry for lock files and tickets. The request's ``label`` is its name for people."""
     label = str(request.get("label") or "")[:200]
     workflow = attempt.split("/", 1)[0]
@@ -256,11 +255,11 @@ def write_ticket(attempt: str, waits: Json) -> None:
     asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
     if any(asks.values()):
         with contextlib.suppress(OpError):  # the next lease reports what is wrong with the directory
-            node_leases.write_ticket(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
+            node_leases.write_ticket(str(waits["lease_dir"]), _holder_of(attempt, waits), asks)
 
 
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
-    holder = holder_of(attempt, request)
+    holder = _holder_of(attempt, request)
     gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
     wanted = {name: (int(pair[0]), int(pair[1])) for name, pair in (request.get("wanted") or {}).items()}
     held = node_leases.take(

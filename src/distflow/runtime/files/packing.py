@@ -23,9 +23,9 @@ from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["PACKED", "check_output", "pack_output", "pack_place"]
+__all__ = ["check_output", "pack_output", "pack_place"]
 
-PACKED = "packed.json"
+_PACKED = "packed.json"
 _CHUNK = 1 << 20
 _MAX_NAMED = 3
 """Number of left-out files that are named; further ones are counted."""
@@ -174,7 +174,7 @@ def _pack(
 
 def _packed_before(root: str, directory: str) -> Optional[Json]:
     try:
-        with open(os.path.join(directory, PACKED), "rb") as file:
+        with open(os.path.join(directory, _PACKED), "rb") as file:
             packed = decode_object(file.read(MAX_BYTES + 1))
         path = path_of(root, packed["hash"])
         if not is_complete(path) or packed["size"] != os.stat(path).st_size:
@@ -187,10 +187,10 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
 
 def _write_note(directory: str, packed: Json) -> None:
     # A temporary file of its own: the sender of a broken connection may be writing the same note.
-    fd, new = tempfile.mkstemp(prefix=PACKED + ".", dir=directory)
+    fd, new = tempfile.mkstemp(prefix=_PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(packed, file)
-    os.rename(new, os.path.join(directory, PACKED))
+    os.rename(new, os.path.join(directory, _PACKED))
 
 
 def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:

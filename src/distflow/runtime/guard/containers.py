@@ -25,10 +25,10 @@ from distflow.runtime.guard.process_tree import size_text
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "engines", "enter", "identify", "labeled", "login_folder", "pull", "remove", "why_ended", "wrap"]
+__all__ = ["engines", "enter", "identify", "labeled", "login_folder", "pull", "remove", "why_ended", "wrap"]
 
 
-CREATED = "container.id"
+_CREATED = "container.id"
 """File that the container program writes after it has created the container."""
 
 _ENGINES = ("docker", "podman")
@@ -103,7 +103,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
         return _run_with_apptainer(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "run", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt, *_limits(container)]
-    words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
+    words += ["--cidfile", os.path.join(directory, _CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
     words += ["--volume", "{0}:{0}".format(directory), "--workdir", cwd]
     for mount in container.get("mounts") or []:
         words += ["--volume", mount]
@@ -197,7 +197,7 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
 
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
     """Return reason and message if the container or the kernel ended the command, else two Nones. Call it before ``remove``."""
-    if exit_code == 125 and not os.path.exists(os.path.join(directory, CREATED)):
+    if exit_code == 125 and not os.path.exists(os.path.join(directory, _CREATED)):
         return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
     if exit_code == 137 and known.get("memory"):
         why = _ran_out(known)

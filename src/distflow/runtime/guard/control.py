@@ -18,10 +18,10 @@ from typing import Callable, FrozenSet, List, NamedTuple, Optional, Set
 from distflow.runtime.leases import lease_files
 from distflow.runtime.wire import Json, LineReader, OpError, encode
 
-__all__ = ["CONTROL", "AgentConnections", "AttemptHandles", "connect", "listen"]
+__all__ = ["AgentConnections", "AttemptHandles", "connect", "listen"]
 
 
-CONTROL = "control"
+_CONTROL = "control"
 
 _Answer = Callable[[Json], None]
 _Requested = Callable[[Json, _Answer], None]
@@ -29,7 +29,7 @@ _Requested = Callable[[Json, _Answer], None]
 
 def _address(dir_fd: int) -> str:
     # Socket addresses are limited to 107 bytes; a path through the directory's descriptor is always short.
-    return "/proc/self/fd/{}/{}".format(dir_fd, CONTROL)
+    return "/proc/self/fd/{}/{}".format(dir_fd, _CONTROL)
 
 
 def listen(dir_fd: int) -> int:
@@ -37,7 +37,7 @@ def listen(dir_fd: int) -> int:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_address(dir_fd))
-        os.chmod(CONTROL, 0o600, dir_fd=dir_fd)
+        os.chmod(_CONTROL, 0o600, dir_fd=dir_fd)
         listener.listen(64)
     except OSError:
         listener.close()

@@ -19,7 +19,7 @@ from distflow.runtime.files.log_files import Segment
 from distflow.runtime.files.masking import Mask, Stream
 from distflow.runtime.wire import Json
 
-__all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "make_rank_pipes", "open_rank_pipes", "rank_variables"]
+__all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "open_rank_pipes", "rank_variables"]
 
 
 READ = 65536
@@ -58,7 +58,7 @@ class Output:
         """Apply the launch's settings for output. Returns the pipes of its ranks, which are now read too."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
-        return self.add_ranks(make_rank_pipes(directory, launch.get("ranks")))
+        return self.add_ranks(_make_rank_pipes(directory, launch.get("ranks")))
 
     def add_ranks(self, pipes: Dict[int, int]) -> List[Source]:
         """Add the pipes of ranks."""
@@ -306,7 +306,7 @@ exec "$python" "$@"
 """
 
 
-def make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
+def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
     """Create and open the pipes of the ranks ``[first, count]``; none where the file system has no FIFOs."""
     first, count = ranks or (0, 0)
     folder, pipes = os.path.join(directory, RANKS), {}  # type: str, Dict[int, int]

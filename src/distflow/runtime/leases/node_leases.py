@@ -29,7 +29,7 @@ from distflow.runtime.leases.lease_files import (
 from distflow.runtime.leases.tickets import Kept
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Held", "Wanted", "list_holders", "take", "write_ticket"]
+__all__ = ["Held", "list_holders", "take", "write_ticket"]
 
 
 _ATTEMPTS_AT_ANY_PORT = 200
@@ -55,7 +55,7 @@ def take(
     gpu_ids: Sequence[int],
     port: Union[str, int, None],
     holder: Json,
-    wanted: Optional[Wanted] = None,
+    wanted: Optional[_Wanted] = None,
     users: Sequence[GpuUser] = (),
 ) -> Held:
     """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
@@ -205,7 +205,7 @@ def _bind(port: int) -> List[int]:
         raise
 
 
-Wanted = Dict[str, Tuple[int, int]]
+_Wanted = Dict[str, Tuple[int, int]]
 """The requested and the total amount of ``cpus`` and ``memory`` (bytes)."""
 
 _SHARE_NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
@@ -223,7 +223,7 @@ _GATE_PAUSE_S = 0.005
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
-def _take_shares(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
+def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> List[int]:
     """Get a promise. Returns the descriptor that holds it, or none if nothing is asked for.
 
     Raises ``busy`` with the holders of the rest. ``kept`` is left for others.

@@ -29,7 +29,7 @@ from distflow.runtime.guard import command
 from distflow.runtime.untrusted import decode_json
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["add_tracebacks", "collect", "collect_collectives", "parse_tracebacks", "validated_collectives"]
+__all__ = ["collect", "collect_collectives", "validated_collectives"]
 
 
 _PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
@@ -60,7 +60,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
         found = [_inspect(process) for process in _processes_of(attempt, state)[:_MAX_PROCESSES]]
         if tool is not None:
             _add_python_threads(tool, [one for one in found if one["is_python"]], env)
-        add_tracebacks(found, directory)
+        _add_tracebacks(found, directory)
         return {
             "tool": tool,
             "processes": found,
@@ -197,7 +197,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python[0-9.]+)/")
 
 
-def add_tracebacks(found: List[Json], directory: str) -> None:
+def _add_tracebacks(found: List[Json], directory: str) -> None:
     """Ask Python processes without a known stack for theirs, all at once. Processes that cannot be asked are not changed."""
     asked: List[Tuple[Json, str, int]] = []
     for one in found:
@@ -209,11 +209,11 @@ def add_tracebacks(found: List[Json], directory: str) -> None:
     until = time.monotonic() + _DUMP_S
     for one, path, begin in asked:
         text = _dump_in(path, begin, until)
-        one["threads"] = parse_tracebacks(text, directory) or None
+        one["threads"] = _parse_tracebacks(text, directory) or None
         one["error"] = None if one["threads"] else "it did not write its stacks after SIGUSR1"
 
 
-def parse_tracebacks(text: str, directory: str) -> List[Json]:
+def _parse_tracebacks(text: str, directory: str) -> List[Json]:
     """Return the threads of a faulthandler dump. The main thread is the last one in it, and is named so."""
     threads: List[Json] = []
     for line in text.split("\n"):
