@@ -151,9 +151,9 @@ def test_a_python_that_is_not_there_is_named_with_the_one_that_is(hosts: Hosts) 
     hosts.configure(gpu1=", python: /opt/none/bin/python")
     (error,) = errors(hosts.check(code=3))
     assert (error["about"], error["nodes"]) == ("python", ["gpu1"])
-    assert error["message"] == "its python /opt/none/bin/python is not there"
+    assert error["message"] == "its python /opt/none/bin/python does not exist"
     assert error["hint"].startswith("set `python` of the node; /")
-    assert error["hint"].endswith("python3 is there")
+    assert error["hint"].endswith("python3 exists")
 
 
 def test_a_python_that_is_too_old_says_so(hosts: Hosts) -> None:
@@ -169,7 +169,7 @@ def test_a_python_that_is_too_old_says_so(hosts: Hosts) -> None:
     (error,) = errors(hosts.check(code=3))
     assert (error["about"], error["nodes"]) == ("python", ["gpu1"])
     assert error["message"] == f"its python {old} is Python 3.6.9; 3.8 or newer is needed"
-    assert error["hint"].endswith("python3 is there")
+    assert error["hint"].endswith("python3 exists")
 
 
 @pytest.mark.parametrize("has_runtime", [False])

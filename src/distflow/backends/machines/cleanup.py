@@ -62,8 +62,7 @@ def clean_node(
 ) -> Cleaned:
     """Remove the directories of all workflows on a node that are not running and were not written to for ``older_than_s``.
 
-    Ages are measured with the clock of the node's file system. ``unfinished`` workflows (uuids) are never removed. If the node
-    is unreachable, the result contains an error; no exception is raised.
+    Ages are measured with the clock of the node's file system. ``unfinished`` workflows (uuids) are never removed.
     """
     try:
         with link_to(pool, node) as link:
@@ -135,10 +134,7 @@ class Reaped:
 
 
 def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
-    """Kill every leftover on a node, and check again. With ``is_dry_run``, only report them.
-
-    If the node is unreachable, the result contains an error; no exception is raised.
-    """
+    """Kill every leftover on a node, and check again. With ``is_dry_run``, only report them."""
     try:
         with link_to(pool, node) as link:
             answer = link.request("reap", dry_run=is_dry_run, timeout_s=_REAP_S)

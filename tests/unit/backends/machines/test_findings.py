@@ -295,7 +295,7 @@ def test_entries_with_one_lease_directory_are_named(gpus: int, grade: Grade) -> 
     all_of_them = verdict([*nodes, node("gpu3", facts=facts)], [])
     assert all_of_them.can_run is (not gpus)
     if gpus:
-        assert all_of_them.text == "a gang cannot run on all 3 nodes: gpu1, gpu3 count once"
+        assert all_of_them.text == "a gang cannot run on all 3 nodes: gpu1, gpu3 are the same machine, or share leases"
     # Machines that share a directory over the network are not one machine, and take each other's GPUs for their own.
     apart = [node(name, facts=facts | {"boot_id": name, "machine": "network nas:/x 7"}) for name in ("gpu1", "gpu2")]
     (found,) = judge_nodes(apart)
@@ -393,7 +393,7 @@ def test_the_probe_of_python_is_python_and_is_understood() -> None:
 @pytest.mark.parametrize(
     ("code", "version", "trouble"),
     [
-        (127, "", "is not there"),
+        (127, "", "does not exist"),
         (126, "", "cannot be executed"),
         (0, "2.7.18", "is Python 2.7.18; 3.8 or newer is needed"),
         (0, "3.7.16", "is Python 3.7.16; 3.8 or newer is needed"),
@@ -489,7 +489,7 @@ def test_an_all_reduce_that_fails_keeps_a_gang_from_running_and_a_slow_one_is_to
     assert verdict(nodes, tries(2), fast).findings == ()
     slow = verdict(nodes, tries(2), AllReduce(nodes=names, times=((1 << 20, 1.0),)))
     assert slow.can_run
-    assert slow.findings[0].message == "an all-reduce moves 1.0 MB/s only"
+    assert slow.findings[0].message == "an all-reduce reaches only 1.0 MB/s"
     failed = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
     assert not failed.can_run
     assert failed.text == "a gang cannot run on both nodes: an all-reduce between them failed"

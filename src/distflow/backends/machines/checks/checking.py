@@ -216,7 +216,7 @@ def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> Boot
     why = python_trouble(done.exit_code, done.stdout.decode("utf-8", "replace"))
     if not why:
         return error
-    there = f"; {found} is there" if found and found != node.python else ""
+    there = f"; {found} exists" if found and found != node.python else ""
     return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{there}")
 
 

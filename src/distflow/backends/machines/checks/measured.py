@@ -142,10 +142,10 @@ def python_trouble(exit_code: int, version: str) -> str:
     """Return why a python cannot run an agent, or an empty string if it can.
 
     >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
-    ('is Python 2.7.18; 3.8 or newer is needed', '', 'is not there')
+    ('is Python 2.7.18; 3.8 or newer is needed', '', 'does not exist')
     """
     if exit_code in (126, 127):
-        return "is not there" if exit_code == 127 else "cannot be executed"
+        return "does not exist" if exit_code == 127 else "cannot be executed"
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < (3, 8):
         return f"is Python {version}; 3.8 or newer is needed"

@@ -72,7 +72,7 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce 
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
     if cut:
         why.append(f"{few(cut)} do not all reach each other")
-    why += [f"{few(finding.nodes)} count once" for finding in alike if finding.grade is Grade.ERROR]
+    why += [f"{few(finding.nodes)} are the same machine, or share leases" for finding in alike if finding.grade is Grade.ERROR]
     if any(finding.grade is Grade.ERROR for finding in together):
         why.append("an all-reduce between them failed")
     all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"
@@ -263,4 +263,4 @@ def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
         hint = (
             "slower than gigabit Ethernet: is `address` on the fast network, and does its link run at full speed (`ethtool`)?"
         )
-        yield warning("all-reduce", found.nodes, f"an all-reduce moves {found.best / 1e6:.1f} MB/s only", hint)
+        yield warning("all-reduce", found.nodes, f"an all-reduce reaches only {found.best / 1e6:.1f} MB/s", hint)
