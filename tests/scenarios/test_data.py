@@ -69,7 +69,7 @@ def test_incomplete_work_does_not_exit_with_0(cli: Cli, s3: S3Server) -> None:
         (["delete", "s3://b/run"], 3, "nothing at s3://b/run"),
         (["delete", "/"], 2, "is a whole machine"),
         (["check", "s3://none", "-a", "WRITE"], 3, "no such bucket"),
-        (["check", "ftp://b"], 2, "not a scheme that distflow supports"),
+        (["check", "ftp://b"], 2, "does not support the scheme `ftp://`"),
     ):
         done = cli.run("data", *arguments)
         assert (done.code, done.out) == (code, ""), arguments

@@ -226,10 +226,10 @@ def test_validate_knows_this_machines_credentials(cli: Cli) -> None:
     spec = cli.spec(SPEC)
     # A machine without any only checks specs.
     done = cli.run("workflow", "validate", spec)
-    assert (done.code, done.err.count("warning: there is no credential")) == (0, 2), done.err
+    assert (done.code, done.err.count("warning: this machine has no credential")) == (0, 2), done.err
     assert not cli.state.exists()
     refused = cli.run("workflow", "submit", spec)
-    assert (refused.code, refused.err.count("error: there is no credential")) == (2, 2), refused.err
+    assert (refused.code, refused.err.count("error: this machine has no credential")) == (2, 2), refused.err
     keep(cli, "wandbb", ENV, key="api_key")
     keep(cli, "deploy", AUTH, key="auth", kind="REGISTRY")
     done = cli.run("workflow", "validate", spec, "-t", "json")
