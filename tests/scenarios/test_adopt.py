@@ -76,13 +76,13 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     text = other.run("workflow", "adopt")
     assert text.code == 0, text.err
     assert text.out == (
-        "waits-2: adopted\n  its id was waits-1, which another one has here\n"
-        "  this machine did not sign its record; read `distflow workflow spec waits-2` before you restart it\n"
+        "waits-2: adopted\n  its id was waits-1, which another workflow has on this machine\n"
+        "  this machine did not sign its record; read its spec (`distflow workflow spec waits-2`) before you restart it\n"
         "  the values of --set-env are gone (TOKEN): a restart needs them again\nfails-1: adopted\n"
-        "  this machine did not sign its record; read `distflow workflow spec fails-1` before you restart it\n"
+        "  this machine did not sign its record; read its spec (`distflow workflow spec fails-1`) before you restart it\n"
     )
     assert adopt(other) == []
-    assert other.run("workflow", "adopt").out == "the nodes hold nothing that the store does not know\n"
+    assert other.run("workflow", "adopt").out == "The nodes have no workflow that is not in the store.\n"
 
     failed = other.await_status("fails-1", "FAILED")
     task = failed["groups"][0]["tasks"][0]
@@ -115,7 +115,7 @@ def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) ->
     store.rename(away)
     # A supervisor that has the old file open would never see the new one.
     refused = cli.run("workflow", "adopt")
-    assert (refused.code, "a supervisor is at work with it" in refused.err) == (5, True)
+    assert (refused.code, "a supervisor is still using it" in refused.err) == (5, True)
     away.rename(store)
     cli.kill_supervisor()
     store.write_bytes(b"no longer a database" * 1000)
@@ -126,7 +126,7 @@ def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) ->
     assert (broken.code, "is damaged" in broken.err, "workflow adopt" in broken.err) == (5, True, True)
 
     would = cli.run("workflow", "adopt", "--dry-run")
-    assert (would.code, "would be kept aside" in would.err) == (0, True)
+    assert (would.code, "would be renamed" in would.err) == (0, True)
     assert store.read_bytes().startswith(b"not a database")
     done = cli.run("workflow", "adopt")
     assert done.code == 0, done.err
@@ -203,7 +203,7 @@ def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
     for one in (cli, other):
         (told,) = adopt(one)
         assert (told["name"], told["adopted"]) == (runs, False)
-        assert f"did not sign its record, and it would write to file://{home}" in told["why"]
+        assert f"did not sign its record, and its outputs would go to file://{home}" in told["why"]
     # The same record unchanged is one of this machine's own, also without the store that it came from.
     note.write_text(signed)
     (told,) = adopt(cli)

@@ -56,11 +56,11 @@ def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli:
 def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
     _submitted(cli)
     for arguments, words in (
-        (["again-1"], "again-1 had TOKEN from --set-env, which is not kept\ngive it again: --set-env TOKEN=…"),
+        (["again-1"], "give the secrets of again-1 again, because they are not stored: TOKEN\nuse --set-env TOKEN=…"),
         (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
         (["again-7"], "there is no workflow 'again-7'\nnear it: again-1"),
         (["again-1", "--label", "team=a b"], "`a b` is not a valid label value"),
-        (["again-1", "--priority", "urgent"], "'urgent' is not a priority"),
+        (["again-1", "--priority", "urgent"], "`urgent` is not a priority"),
         (["nothing.yaml"], "nothing.yaml"),
     ):
         done = cli.run("workflow", "submit", *arguments)

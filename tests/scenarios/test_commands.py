@@ -75,7 +75,7 @@ def test_names_that_are_not_text_are_refused(cli: Cli) -> None:
     for arguments in (["submit", f"{folder}/spec.yaml"], ["query", "caf\udce9"], ["list", "--name", "caf\udce9"]):
         done = cli.run("workflow", *arguments)
         assert done.code == 2, done.err
-        assert "is not UTF-8" in done.err
+        assert "is not valid UTF-8" in done.err
     assert "There are no workflows yet" in cli.run("workflow", "list").out
 
 

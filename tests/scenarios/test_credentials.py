@@ -75,14 +75,14 @@ def test_a_terminal_is_asked_and_does_not_show_the_value(cli: Cli) -> None:
 def test_errors_are_refused_without_the_secret_value(cli: Cli) -> None:
     name = ("credential", "set", "one")
     cases = {
-        name: "give the payload with --payload, or with --payload-file",
-        (*name, "--payload", f"a={VALUE}", "--payload-file", "b=-"): "give the payload with --payload, or with --payload-file",
-        (*name, "--payload", VALUE): "--payload number 1 is not of the form KEY=VALUE",
-        (*name, "--payload", f"a={VALUE}", f"a={VALUE}"): "the key a is given twice",
+        name: "give the payload with either --payload or --payload-file",
+        (*name, "--payload", f"a={VALUE}", "--payload-file", "b=-"): "give the payload with either --payload or --payload-file",
+        (*name, "--payload", VALUE): "value 1 of --payload is not of the form KEY=VALUE",
+        (*name, "--payload", f"a={VALUE}", f"a={VALUE}"): "the key `a` is given twice",
         (*name, "--payload-file", f"a={VALUE}"): "--payload-file a: the file cannot be read: No such file or directory",
         (*name, "--payload-file", "a=/dev/null"): "the payload has an empty key or value: a",
-        (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of one key only",
-        (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: it is no text",
+        (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of only one key",
+        (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: the value is not valid UTF-8 text",
         (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "a REGISTRY credential has no key 'password'",
         ("credential", "delete", "one"): "there is no credential 'one'\nno credentials exist",
     }

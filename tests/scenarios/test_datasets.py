@@ -19,7 +19,7 @@ def test_versions_are_made_shown_fetched_and_removed(where: str, cli: Cli, reque
         path = cli.folder / "distflow.yaml"
         path.write_text("datasets: s3://b/sets\n" + path.read_text())
     none = cli.run("dataset", "list")
-    assert (none.code, none.out, none.err) == (0, "", "there are no datasets\n")
+    assert (none.code, none.out, none.err) == (0, "", "There are no datasets yet.\n")
     (cli.folder / "data").mkdir()
     (cli.folder / "data" / "x.pt").write_text("1\n")
     (cli.folder / "data" / "y.txt").write_text("22\n")
@@ -38,8 +38,8 @@ def test_versions_are_made_shown_fetched_and_removed(where: str, cli: Cli, reque
     assert cli.run("dataset", "delete", "mnist:1").out == "deleted mnist:1\n"
     for arguments, code, words in (
         (["download", "mnist:1", "got"], 2, "has no version 1"),
-        (["download", "mnist", "got", "-x", "z"], 2, "nothing of mnist:2 is matched"),
-        (["upload", "mnist:3", "data"], 2, "a new one gets the next number"),
+        (["download", "mnist", "got", "-x", "z"], 2, "no file of mnist:2 matches"),
+        (["upload", "mnist:3", "data"], 2, "a new version gets the next number"),
         (["upload", "a/b", "data"], 2, "not a valid dataset name"),
         (["delete", "mnist"], 2, "--all"),
         (["info", "none"], 2, "no dataset `none`"),

@@ -87,7 +87,7 @@ def test_events_during_a_full_state_disk_are_read_afterwards(small: Cli) -> None
     wait_until(lambda: cli.supervisor() is None, 30, "it can write nothing down")
     told = cli.run("workflow", "query", ident)
     assert (told.code, "Status       RUNNING" in told.out) == (0, True)
-    assert f"none can be, as the disk of {cli.state} is full" in told.err
+    assert f"none can start, because the disk of {cli.state} is full" in told.err
     refused = cli.run("workflow", "submit", cli.spec(SPEC, "other.yaml"))
     assert (refused.code, "No space left on device" in refused.err) == (5, True)
     # Its log lies on the same disk, and has what there was room for.
@@ -131,7 +131,7 @@ def test_output_never_takes_the_reserve_and_supervision_continues(middling: Cli)
     found = os.statvfs(cli.state)
     assert found.f_bavail * found.f_frsize > 2 << 20
     told = cli.run("workflow", "query", ident)
-    assert "has less than 3.2 MiB free: new output stays on its nodes" in told.err
+    assert "has less than 3.2 MiB of free space, so new output stays on the nodes" in told.err
     go.touch()
     # What matters is written down while the disk is as full as that.
     assert cli.await_status(ident, "FAILED")["groups"][0]["first_cause"]["exit_code"] == 7

@@ -82,9 +82,9 @@ def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     text = cli.run("node", "reap", "--dry-run")
     assert text.code == 0
     assert "would stop" in text.out
-    assert f"local: the end of 1 that nobody watched would be recorded: {workflow}/" in text.out
+    assert f"local: the end of 1 attempt would be recorded: {workflow}/" in text.out
     assert attempt.split("/")[0] not in text.out + text.err
-    assert "nothing was stopped: this was a dry run" in text.err
+    assert "Dry run: nothing was stopped." in text.err
     assert sleep in [pid for pid, _ in cli.processes()]
 
     done = cli.run("node", "reap", "--node", "local")
@@ -141,7 +141,7 @@ def test_an_uninstalled_node_keeps_only_foreign_files(cli: Cli) -> None:
     assert not cli.leases.exists()
     text = cli.run("node", "uninstall", "--yes")
     assert text.out == (
-        f"local: removed, but for:\n  {cli.root}/blobs: it contains files that do not belong to distflow\n"
+        f"local: removed, except:\n  {cli.root}/blobs: it contains files that do not belong to distflow\n"
         f"  {cli.root}/mine.txt: it does not belong to distflow\n"
     )
     for path in users[2:]:

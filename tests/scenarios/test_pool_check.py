@@ -199,7 +199,7 @@ def test_a_preflight_starts_nothing_on_a_node_that_cannot_run_it(hosts: Hosts) -
     done = hosts.cli.run("workflow", "submit", spec, "--preflight")
     assert (done.code, done.out) == (3, "")
     assert "gpu2" in done.err
-    assert done.err.splitlines()[-1] == "nothing was started; all of it: distflow pool check --pool lab"
+    assert done.err.splitlines()[-1] == "Nothing was started. Details: distflow pool check --pool lab"
     assert json.loads(hosts.cli.run("workflow", "list", "-t", "json").out) == {"workflows": []}
     hosts.servers["gpu2"].start()
     done = hosts.cli.run("workflow", "submit", spec, "--preflight", "--wait")

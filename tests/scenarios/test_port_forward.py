@@ -64,7 +64,7 @@ def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) 
         _get(dead)
     assert f"nothing answers on its port {unused}" in process.stderr.readline()
     taken = place.run("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs}")
-    assert (taken.code, f"port {ours} of localhost cannot be listened on" in taken.err) == (2, True)
+    assert (taken.code, f"cannot listen on port {ours} of localhost" in taken.err) == (2, True)
     process.send_signal(signal.SIGINT)
     assert _end(process)[0] == 130
     process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs}")
@@ -85,12 +85,12 @@ def _is_open(port: int) -> bool:
 @pytest.mark.parametrize(
     ("ports", "words"),
     [
-        ("a", "'a' is no port"),
-        ("0", "'0' is no port"),
-        ("70000", "'70000' is no port"),
+        ("a", "`a` is not a port"),
+        ("0", "`0` is not a port"),
+        ("70000", "`70000` is not a port"),
         ("9-9", "the range 9-9 is empty"),
-        ("1-2:3", "2 ports here, and 1 there"),
-        ("80:1,80:2", "names a port of this machine twice"),
+        ("1-2:3", "differ in length: 2 and 1"),
+        ("80:1,80:2", "has a local port twice"),
         ("1000-1099", "at most 30"),
     ],
 )

@@ -73,11 +73,14 @@ def test_impossible_restarts_are_reported(cli: Cli) -> None:
     for ident, words in (
         (
             "stages-1",
-            "stages-1 completed: there is nothing to restart\nto run all of it again: distflow workflow submit stages-1",
+            (
+                "stages-1 completed, so there is nothing to restart\n"
+                "to run the whole workflow again: distflow workflow submit stages-1"
+            ),
         ),
         (running, "long-1 has not ended: "),
         ("stages-7", "there is no workflow 'stages-7'"),
-        ("nothing", "'nothing' is no id of a workflow"),
+        ("nothing", "`nothing` is not the id of a workflow"),
     ):
         done = cli.run("workflow", "restart", ident)
         assert (done.code, done.out) == (2, "")
@@ -95,12 +98,12 @@ def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli:
     shutil.rmtree(cli.folder / node / "distflow-node" / cli.query("stages-1")["uuid"])
     done = cli.run("workflow", "restart", "stages-1")
     assert done.code == 3
-    assert f"{node}: what prepare of stages-1 wrote cannot be fetched: " in done.err
+    assert f"{node}: the output of prepare of stages-1 cannot be fetched: " in done.err
     lab.servers[node].stop()
     lab.configure(connect_timeout="2s")
     done = cli.run("workflow", "restart", "stages-1")
     assert done.code == 3
-    assert f"{node}: what prepare of stages-1 wrote cannot be fetched: " in done.err
+    assert f"{node}: the output of prepare of stages-1 cannot be fetched: " in done.err
     assert cli.run("workflow", "query", "stages-2").code == 2
     # All of it can still be run again.
     lab.servers[node].start()
@@ -142,7 +145,7 @@ def test_a_later_workflow_reads_the_outputs_of_an_earlier_one(backend: str, cli:
     assert lines[1:] == ["0"]
     for name, words in (
         ("stages-1:missing", "stages-1 has no task `missing`"),
-        ("stages-1:rate", "rate of stages-1 never ran, so it wrote nothing"),
+        ("stages-1:rate", "rate of stages-1 never ran, so it has no output"),
         ("stages:x", "`stages:x` is not a task"),
     ):
         refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))

@@ -202,7 +202,7 @@ def test_an_elastic_gang_continues_without_a_lost_host(lab: Lab) -> None:
     wait_until(lambda: cli.query(ident)["groups"][0]["left_out"] == ["worker-1"], 60)
     tasks = cli.await_running(ident)
     assert lost not in [task["node_name"] for task in tasks.values()]
-    assert "runs without worker-1, for want of room (elastic)" in cli.run("workflow", "query", ident).out
+    assert "runs without worker-1, because the pool has too little room (elastic)" in cli.run("workflow", "query", ident).out
     for number, task in enumerate(("master", "worker-0")):
         wait_until(lambda task=task: "in all" in cli.logs(ident, "--task", task, "--retry-id", "1"), 60)  # type: ignore[misc]
         expected = f"node {number} of 2, 4 ranks, 4 in all"

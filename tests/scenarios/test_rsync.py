@@ -128,11 +128,11 @@ def test_failed_copies_are_reported(place: Cli) -> None:
         assert "'file' is not of the form LOCAL:REMOTE" in refused("upload", workflow, "file")
         assert "':x' is not of the form REMOTE:LOCAL" in refused("download", workflow, ":x")
         assert "did you mean `helper`?" in refused("upload", workflow, "helpre", "file:x")
-        assert "one pair of paths is copied at a time" in refused("upload", workflow, "main", "file:x", "file:y")
+        assert "only one pair of paths can be given" in refused("upload", workflow, "main", "file:x", "file:y")
         assert "file is no directory" in refused("download", workflow, "made.txt:file")
         said = refused("download", workflow, "no-such-file:.", code=3)
         assert "no-such-file" in said
-        assert "rsync ended with code 23 (some files could not be copied)\nits own words stand above" in said
+        assert "rsync ended with code 23 (some files could not be copied)\nsee the messages of rsync above" in said
     assert f"main has ended: COMPLETED\nits output: distflow workflow logs {workflow}" in refused("upload", workflow, "file:x")
 
 
@@ -141,7 +141,7 @@ def test_a_missing_local_rsync_is_reported(cli: Cli, tmp_path_factory: pytest.Te
         cli.environment["PATH"] = str(_programs_without_rsync(tmp_path_factory.mktemp("bin")))
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
         assert (done.code, done.out) == (2, "")
-        assert "rsync is not found on this machine\ninstall it" in done.err
+        assert "rsync is not installed on this machine\ninstall it" in done.err
         cli.environment["PATH"] = os.environ["PATH"]
 
 
@@ -161,7 +161,7 @@ def test_a_missing_rsync_on_the_node_is_reported(cli: Cli, tmp_path_factory: pyt
         cli.await_log(workflow, "up")
         done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
         assert (done.code, done.out) == (3, "")
-        assert "gpu1: rsync is not found in the task's PATH there\ninstall it there" in done.err
+        assert "gpu1: rsync is not in the PATH of the task\ninstall it on the node" in done.err
         go.touch()
         cli.await_status(workflow, "COMPLETED")
         lab.await_nothing_left()

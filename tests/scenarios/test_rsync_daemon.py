@@ -67,7 +67,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     place.await_log(workflow, "up")
     done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
     assert (done.code, done.out) == (0, ""), done.err
-    assert f"{src} is copied to main until it has ended; log: {place.state}/rsync/" in done.err
+    assert f"{src} is copied to main until the task has ended. Log: {place.state}/rsync/" in done.err
     there = work_of(place, "main") / "src"
     await_text(there / "train.py", "first")
     (src / "train.py").write_text("second")
@@ -78,7 +78,9 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     # One for each task; another task has its own.
     done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
     assert done.code == 2
-    assert f"files are copied to main of {workflow} already\nend that one first: distflow workflow rsync stop" in done.err
+    assert (
+        f"a background copy to main of {workflow} is already running\nstop it first: distflow workflow rsync stop" in done.err
+    )
     assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
     await_text(work_of(place, "helper") / "own" / "train.py", "second")
     wait_until(lambda: sum(one["last_synced"] is not None for one in status(place)) == 2, 60)
@@ -94,7 +96,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
     done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
     assert (done.code, done.out) == (2, "")
-    assert f"nothing copies files to {workflow} helper in the background" in done.err
+    assert f"there is no background copy to {workflow} helper" in done.err
     (src / "train.py").write_text("third")
     await_text(there / "train.py", "third")
     assert (work_of(place, "helper") / "own" / "train.py").read_text() == "second"
@@ -140,7 +142,7 @@ def test_a_failure_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
     workflow = cli.submit(spec(cli))
     cli.await_log(workflow, "up")
     for words, said in (
-        (("--poll-interval", "2"), "--poll-interval is for --daemon: without it, files are copied once"),
+        (("--poll-interval", "2"), "--poll-interval needs --daemon"),
         (("--daemon", "--poll-interval", "0"), "0.1"),
     ):
         done = cli.run("workflow", "rsync", "upload", workflow, "src:.", *words)
@@ -165,6 +167,6 @@ def test_a_failure_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
     await_text(blocked / "train.py", "second")
     done = cli.run("workflow", "rsync", "stop", "-t", "json")
     assert [(one["task_name"], one["status"]) for one in json.loads(done.out)["daemons"]] == [("main", "STOPPED")]
-    assert cli.run("workflow", "rsync", "stop").out == "Nothing copies files in the background.\n"
+    assert cli.run("workflow", "rsync", "stop").out == "There are no background copies.\n"
     go(cli)
     cli.await_status(workflow, "COMPLETED")

@@ -88,7 +88,7 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
     (pools.folder / "distflow.yaml").write_text(text.replace("  there:", "  elsewhere:"))
     done = pools.run("pool", "list")
     assert "here (default)" in done.out
-    assert "has no pool 'there', which your profile prefers" in done.err
+    assert "does not have the default pool of your profile, `there`" in done.err
     assert pools.run("profile", "unset", "pool").code == 0
     assert (pool_of(), pools.run("pool", "list").err) == ("here", "")
 
@@ -96,11 +96,11 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
 def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
     for words, said in (
         (["set", "pool", "hree"], "there is no pool 'hree'\ndid you mean `here`?"),
-        (["set", "notifications", "email", "slack"], "distflow sends no notifications"),
-        (["set", "notifications"], "distflow sends no notifications"),
-        (["set", "pool"], "takes the name of one pool"),
-        (["set", "pool", "here", "there"], "takes the name of one pool"),
-        (["set", "colour", "green"], "there is nothing to set that is called 'colour'"),
+        (["set", "notifications", "email", "slack"], "distflow does not send notifications"),
+        (["set", "notifications"], "distflow does not send notifications"),
+        (["set", "pool"], "needs the name of one pool"),
+        (["set", "pool", "here", "there"], "needs the name of one pool"),
+        (["set", "colour", "green"], "`colour` is not a setting of the profile"),
     ):
         done = pools.run("profile", *words)
         assert (done.code, said in done.err) == (2, True), done.err
@@ -118,7 +118,7 @@ def test_validate_takes_the_labels_of_submit(cli: Cli) -> None:
         assert (done.code, said in done.err) == (2, True), done.err
     many = [word for number in range(16) for word in ("--label", f"l{number}=x")]
     done = cli.run("workflow", "validate", spec, *many)
-    assert (done.code, "at most 16 labels; these are 17" in done.err) == (2, True), done.err
+    assert (done.code, "at most 16 labels, not 17" in done.err) == (2, True), done.err
 
 
 def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
@@ -134,10 +134,10 @@ def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
     assert answer == [{"task": "a", "retry_id": 0, "error": error}]
     none = cli.run("workflow", "logs", "bad-1", "-t", "b", "--error")
     assert (none.code, none.out) == (0, "")
-    assert "b wrote no error file; what it printed, standard error too: distflow workflow logs bad-1 --task b" in none.err
+    assert "b has not written an error file. Its output: distflow workflow logs bad-1 --task b" in none.err
     for words in (["--error"], ["--error", "-t", "a", "-t", "b"], ["--error", "-t", "a", "-f"]):
         refused = cli.run("workflow", "logs", "bad-1", *words)
-        assert (refused.code, "--error shows one task's error file" in refused.err) == (2, True)
+        assert (refused.code, "--error prints the error file of one task" in refused.err) == (2, True)
 
 
 def test_an_error_file_that_is_not_unicode_stops_nothing(cli: Cli) -> None:
@@ -163,11 +163,11 @@ def test_cancel_tries_every_id_and_names_every_one_that_failed(cli: Cli) -> None
     assert [(one["name"], one.get("error", "")) for one in answer["workflows"]] == [
         ("nothing-7", "there is no workflow 'nothing-7'"),
         ("one-1", ""),
-        ("over-1", "over-1 has ended already: COMPLETED"),
+        ("over-1", "over-1 has already ended: COMPLETED"),
         ("two-1", ""),
     ]
     assert "there is no workflow 'nothing-7'" in done.err
-    assert "over-1 has ended already" in done.err
+    assert "over-1 has already ended" in done.err
     for name in ("one-1", "two-1"):
         assert cli.query(name)["status"] == "FAILED_CANCELED"
         assert "wrong data" in cli.run("workflow", "events", name).out

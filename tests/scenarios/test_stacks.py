@@ -53,7 +53,7 @@ def test_the_rank_that_is_elsewhere_is_named(lab: Lab) -> None:
     assert "3 processes here: master on " in done.out
     assert "all_reduce (" in done.out
     last = done.out.splitlines()[-1]
-    assert last.startswith("elsewhere than most: worker on ")
+    assert last.startswith("different from most: worker on ")
     assert last.endswith(", rank 3)")
     one = json.loads(cli.run("workflow", "stacks", workflow, "--task", "worker", "--format-type", "json").out)
     assert [task["task"] for task in one["tasks"]] == ["worker"]

@@ -88,7 +88,7 @@ def test_the_exit_code_does_not_depend_on_a_reader(cli: Cli) -> None:
 @pytest.mark.parametrize("command", [["workflow", "list"], ["schema"], ["workflow", "query", "--help"]])
 def test_a_full_disk_for_the_output_is_not_reported_as_a_bug(cli: Cli, command: list[str]) -> None:
     done = _run(cli, *command, shell='"$@" > /dev/full')
-    said = "error: what the output is written to: No space left on device; free some space and try again\n"
+    said = "error: standard output: No space left on device; free some space and try again\n"
     assert (done.returncode, done.stderr) == (5, said)
 
 
@@ -107,7 +107,7 @@ def test_wait_does_not_report_an_unseen_completion(cli: Cli) -> None:
     assert process.wait(60) == 4
     assert process.stderr is not None
     with process.stderr:
-        assert "w-1 goes on, and nobody reads" in process.stderr.read()
+        assert "w-1 continues to run, but the reader of its logs has exited" in process.stderr.read()
     assert cli.run("workflow", "cancel", "w-1", "--force", "--wait", "30").code == 0
 
 
@@ -153,7 +153,7 @@ def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
     done = _run(cli, "workflow", "submit", str(path), "--dry-run", "--scripts", "/dev/null/x")
     assert (done.returncode, "--scripts: /dev/null/x" in done.stderr) == (2, True)
     done = _run(cli, "workflow", "validate", str(path), shell='mkdir gone && cd gone && rmdir ../gone && "$@"')
-    assert (done.returncode, "the working directory is not there any more" in done.stderr) == (2, True)
+    assert (done.returncode, "the working directory no longer exists" in done.stderr) == (2, True)
 
 
 def test_an_end_of_input_is_not_a_value_for_a_credential(cli: Cli) -> None:

@@ -52,7 +52,7 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     name, pool, platform, cpus, memory, gpus, tasks = shown.out.splitlines()[-2].split()
     assert (name, pool, platform, cpus, gpus, tasks) == ("local", "local", "-", "6/64", "3/3", "3")
     assert memory.startswith("5/")
-    assert "no node was asked" in shown.err
+    assert "No node was contacted" in shown.err
     free = cli.run("resource", "list", "--mode", "free").out.splitlines()[-2].split()
     assert [free[3], free[5], free[6]] == ["58", "0", "3"]
     (node,) = json.loads(cli.run("resource", "list", "-t", "json").out)["resources"]
@@ -91,9 +91,9 @@ def test_tasks_and_their_leases_are_listed(cli: Cli) -> None:
     assert json.loads(cli.run("resource", "list", "-t", "json").out)["resources"][0]["tasks"] == []
     for arguments, words in (
         (["task", "list", "-s", "RUNING"], "did you mean `RUNNING`?"),
-        (["task", "list", "-v", "-S"], "exclude each other"),
+        (["task", "list", "-v", "-S"], "cannot be combined"),
         (["resource", "list", "-p", "nowhere"], "there is no pool `nowhere`"),
-        (["resource", "list", "-p", "local", "--all"], "exclude each other"),
+        (["resource", "list", "-p", "local", "--all"], "cannot be combined"),
     ):
         done = cli.run(*arguments)
         assert (done.code, words in done.err) == (2, True), done.err

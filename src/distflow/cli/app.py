@@ -42,9 +42,9 @@ _PAIRS = ("--set", "--set-string", "--set-env", "--payload", "--payload-file")
 
 
 _WITHOUT_SERVER = MappingProxyType(
-    dict.fromkeys(("login", "logout", "token", "user"), "nobody signs in: nodes are reached as SSH reaches them")
-    | {"app": "submit the file of the spec: distflow workflow submit FILE"}
-    | {"config": "pools and nodes are in a file: distflow.yaml, or the one that DISTFLOW_CONFIG names"}
+    dict.fromkeys(("login", "logout", "token", "user"), "there is no sign-in: distflow connects to nodes with SSH")
+    | {"app": "submit a spec: distflow workflow submit FILE"}
+    | {"config": "pools and nodes are configured in distflow.yaml, or in the file that DISTFLOW_CONFIG names"}
 )
 """Commands of OSMO that need its server, and what to do instead."""
 
@@ -53,21 +53,23 @@ class _Root(LazyGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or ``None``. Raise ``InputError`` for a command of OSMO that needs its server."""
         if cmd_name in _WITHOUT_SERVER:
-            raise InputError(f"`distflow {cmd_name}` does not exist: there is no server", hint=_WITHOUT_SERVER[cmd_name])
+            raise InputError(
+                f"`distflow {cmd_name}` does not exist, because distflow has no server", hint=_WITHOUT_SERVER[cmd_name]
+            )
         return super().get_command(ctx, cmd_name)
 
     table = commands(
         {
-            "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and end workflows."),
-            "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
-            "pool": ("distflow.cli.pool:pool_app", "Show the pools that workflows can run in, and check their nodes."),
-            "resource": ("distflow.cli.pool:resource_app", "Show what the nodes have, and what is in use of it."),
-            "train": ("distflow.cli.train:app", "Choose a training strategy, and measure how ranks communicate."),
+            "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
+            "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
+            "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
+            "resource": ("distflow.cli.pool:resource_app", "Show the resources of nodes, and which are in use."),
+            "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication."),
             "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
-            "dataset": ("distflow.cli.dataset:app", "Named, versioned collections of files."),
-            "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
-            "profile": ("distflow.cli.pool:profile_app", "Say which pool you mean when you name none."),
-            "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),
+            "dataset": ("distflow.cli.dataset:app", "Manage named, versioned collections of files."),
+            "node": ("distflow.cli.node:app", "Remove leftover processes and files from nodes."),
+            "profile": ("distflow.cli.pool:profile_app", "Set your default pool."),
+            "credential": ("distflow.cli.credential:app", "Store secrets that tasks use by name."),
             "schema": ("distflow.cli.about:schema_app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.about:version_app", "Print distflow's version."),
         }
@@ -77,8 +79,8 @@ class _Root(LazyGroup):
 app = typer.Typer(
     cls=_Root,
     name="distflow",
-    help="Distributed training on machines that you can SSH to: one YAML file, one command, one gang.",
-    epilog="First steps: distflow workflow submit workflow_specs/hello_world.yaml --wait",
+    help="Run distributed training on machines that you can reach over SSH: one YAML file, one command.",
+    epilog="Example: distflow workflow submit workflow_specs/hello_world.yaml --wait",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -235,12 +237,10 @@ def _handle_other_error(error: Exception) -> int:
         return 2
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
         # Arguments can be any bytes, but distflow stores and sends text. Do not print the argument: it can be a secret.
-        _print_error("error: an argument, or the name of a file, is not UTF-8")
+        _print_error("error: an argument or the name of a file is not valid UTF-8")
         return 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _print_error(
-            f"error: {error.filename or 'what the output is written to'}: {error.strerror}; free some space and try again"
-        )
+        _print_error(f"error: {error.filename or 'standard output'}: {error.strerror}; free some space and try again")
         return _FULL
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
@@ -252,7 +252,7 @@ def _handle_other_error(error: Exception) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        _print_error(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it")
+        _print_error(f"error: a bug in distflow: {error!r}\nThe traceback is in {path}. Please report it.")
     except OSError:
         _print_error(f"error: a bug in distflow:\n{text}")
     return _BUG

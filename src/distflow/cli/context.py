@@ -43,7 +43,7 @@ def complete_workflow(incomplete: str) -> list[str]:
 WorkflowArgument = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="The workflow: its id (<name>-<n>) or uuid.", show_default=False, autocompletion=complete_workflow
+        metavar="ID", help="The id (<name>-<n>) or uuid of the workflow.", show_default=False, autocompletion=complete_workflow
     ),
 ]
 

@@ -29,13 +29,13 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 _FormatOption = Annotated[
-    Format | None, typer.Option("--format-type", "-t", help="text for people, json for programs (one document).")
+    Format | None, typer.Option("--format-type", "-t", help="Print text for people, or one JSON document for programs.")
 ]
 
 
 @app.callback()
 def _credential(context: typer.Context, format_type: _FormatOption = None) -> None:
-    """Keep secrets on this machine, and give them to tasks by name."""
+    """Store secrets that tasks use by name."""
     context.obj = format_type  # OSMO accepts this option before the subcommand
 
 
@@ -47,7 +47,7 @@ def _credential(context: typer.Context, format_type: _FormatOption = None) -> No
 )
 def set_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What specs call it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the credential in specs.")],
     kind: Annotated[
         CredentialType,
         typer.Option("--type", case_sensitive=False, help="GENERIC for tasks, REGISTRY for images, DATA for storage URLs."),
@@ -57,7 +57,7 @@ def set_command(
         typer.Option(
             "--payload",
             metavar="KEY=VALUE",
-            help="A value, in sight of `ps` and of the shell's history; may be repeated.",
+            help="A value; may be repeated. It is visible in `ps` and in the shell's history.",
         ),
     ] = None,
     payload_file: Annotated[
@@ -65,20 +65,22 @@ def set_command(
         typer.Option(
             "--payload-file",
             metavar="KEY=FILE",
-            help="A file that holds the value, or `-`: standard input; in a terminal you are asked for it. May be repeated.",
+            help="A file with the value; may be repeated. `-` reads standard input, or asks for the value in a terminal.",
         ),
     ] = None,
     format_type: _FormatOption = None,
 ) -> None:
-    """Keep a credential: one value or more under a name. It is never shown again.
+    """Store a credential: a name with one or more values.
 
-    A value need not stand on the command line: `--payload-file KEY=-` reads it from standard input. Line breaks at the end of a
-    file are not part of the value. Keys of REGISTRY: auth, registry, username; of DATA: access_key_id, access_key, endpoint
-    (such as s3://bucket), region, override_url, addressing_style. A second DATA or REGISTRY credential for the same endpoint or
-    registry takes the place of the first.
+    The values are never shown again. To keep a value off the command line, use `--payload-file KEY=-`, which reads it from
+    standard input. Line breaks at the end of a file are not part of the value.
+
+    The keys of REGISTRY are auth, registry and username. The keys of DATA are access_key_id, access_key, endpoint (such as
+    s3://bucket), region, override_url and addressing_style. A new DATA or REGISTRY credential for the same endpoint or registry
+    replaces the old one.
     """
     if bool(payload) == bool(payload_file):
-        raise InputError("give the payload with --payload, or with --payload-file", hint="not with both, and not with none")
+        raise InputError("give the payload with either --payload or --payload-file")
     values = _values(payload) if payload else _files(payload_file or [])
     with open_client() as client:
         made = set_credential(client, name, kind, values)
@@ -90,7 +92,7 @@ def set_command(
 
 @app.command("list", epilog="Example: distflow credential list -t json")
 def list_command(context: typer.Context, format_type: _FormatOption = None) -> None:
-    """List the credentials, without their values."""
+    """List credentials, without their values."""
     with open_client() as client:
         found = list_credentials(client)
     if _is_json(context, format_type):
@@ -105,10 +107,13 @@ def list_command(context: typer.Context, format_type: _FormatOption = None) -> N
 @app.command("delete", epilog="Example: distflow credential delete wandb")
 def delete_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which one.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the credential.")],
     format_type: _FormatOption = None,
 ) -> None:
-    """Forget a credential. Workflows that were submitted before keep what they were given until they end."""
+    """Delete a credential.
+
+    Workflows that were submitted earlier keep their copies of its values until they end.
+    """
     with open_client() as client:
         delete_credential(client, name)
     if _is_json(context, format_type):
@@ -130,7 +135,7 @@ def _values(items: Sequence[str]) -> dict[str, Secret]:
     for position, item in enumerate(items, 1):
         key, equals, value = item.partition("=")
         if not equals:
-            raise InputError(f"--payload number {position} is not of the form KEY=VALUE")
+            raise InputError(f"value {position} of --payload is not of the form KEY=VALUE")
         _add(found, key, value)
     return found
 
@@ -138,18 +143,18 @@ def _values(items: Sequence[str]) -> dict[str, Secret]:
 def _files(items: Sequence[str]) -> dict[str, Secret]:
     found: dict[str, Secret] = {}
     if sum(item.partition("=")[2] == "-" for item in items) > 1 and not sys.stdin.isatty():
-        raise InputError("standard input can be the value of one key only", hint="name files for the others")
+        raise InputError("standard input can be the value of only one key", hint="use files for the other keys")
     for position, item in enumerate(items, 1):
         key, equals, path = item.partition("=")
         if not equals or not path:
-            raise InputError(f"--payload-file number {position} is not of the form KEY=FILE")
+            raise InputError(f"value {position} of --payload-file is not of the form KEY=FILE")
         _add(found, key, _read(key, path).rstrip("\r\n"))
     return found
 
 
 def _add(found: dict[str, Secret], key: str, value: str) -> None:
     if key in found:
-        raise InputError(f"the key {key} is given twice")
+        raise InputError(f"the key `{key}` is given twice")
     found[key] = Secret(value)
 
 
@@ -170,8 +175,8 @@ def _read(key: str, path: str) -> str:
         return data.decode()
     except OSError as error:
         # Do not print the path, because it can be the secret value itself, given by mistake.
-        hint = "write KEY=FILE, or KEY=- to give the value on standard input"
+        hint = "use KEY=FILE, or KEY=- to read the value from standard input"
         raise InputError(f"--payload-file {key}: the file cannot be read: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError:
-        hint = "store it as base64, and decode it in the task"
-        raise InputError(f"--payload-file {key}: it is no text", hint=hint) from None
+        hint = "encode it with base64, and decode it in the task"
+        raise InputError(f"--payload-file {key}: the value is not valid UTF-8 text", hint=hint) from None

@@ -29,18 +29,20 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="Such as s3://bucket/path; also gs, az, azure, sftp, file, and http(s) to read.")
+    str,
+    typer.Argument(
+        metavar="URL", help="A URL such as s3://bucket/path. Schemes: s3, gs, az, azure, sftp, file, and http(s) for reading."
+    ),
 ]
 RegexOption = Annotated[
     str,
-    typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path it matches, from the start of that."),
+    typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path matches from its start."),
 ]
-ThreadsOption = Annotated[int, typer.Option("--threads", "-T", min=1, max=256, help="Files that are moved at the same time.")]
-ProcessesOption = Annotated[
-    int | None, typer.Option("--processes", "-p", min=1, help="Taken and not used: threads are enough.")
-]
+ThreadsOption = Annotated[int, typer.Option("--threads", "-T", min=1, max=256, help="The number of parallel transfers.")]
+ProcessesOption = Annotated[int | None, typer.Option("--processes", "-p", min=1, help="Ignored; accepted because OSMO has it.")]
 BenchmarkOption = Annotated[
-    Path | None, typer.Option("--benchmark-out", "-b", metavar="DIR", help="Write there, as JSON, how long it took.")
+    Path | None,
+    typer.Option("--benchmark-out", "-b", metavar="DIR", help="Write the measured times as JSON into this directory."),
 ]
 
 
@@ -69,10 +71,10 @@ def upload(
     benchmark_out: BenchmarkOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write files below a URL; a directory keeps its name.
+    """Upload files below a URL.
 
-    What is there already, with the sum that the store tells, is not sent again. Each file is looked at afterwards. What was
-    interrupted is made whole by the same command.
+    A directory keeps its name. Files that exist there with the same checksum are skipped, and each uploaded file is verified.
+    Repeat the command to continue an interrupted upload.
     """
     with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
         moved = upload_data(client, url, paths, regex=regex, threads=threads, on_progress=line.update)
@@ -83,17 +85,18 @@ def upload(
 @app.command(epilog="Example: distflow data download s3://bucket/run7 results --regex '.*\\.pt$'")
 def download(
     url: UrlArgument,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it must be there.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An existing directory.")],
     regex: RegexOption = "",
-    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Skip files that exist with the right content.")] = False,
     processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
     threads: ThreadsOption = 8,
     benchmark_out: BenchmarkOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Fetch what a URL names into a directory: paths are relative to the URL, one object keeps its name.
+    """Download the data at a URL into a directory.
 
-    A file appears when it is whole and has the sum that the store tells. Half a file is gone on with by the same command.
+    Paths are relative to the URL, and a single object keeps its name. A file appears after it is complete and its checksum is
+    verified. Repeat the command to continue an interrupted download.
     """
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
         moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.update)
@@ -104,19 +107,22 @@ def download(
 @app.command("list", epilog="Examples: distflow data list s3://bucket/run7  ·  distflow data list -r s3://bucket files.txt")
 def list_command(
     url: UrlArgument,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Write the list there; it must not be there yet.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Write the list to this new file.")] = None,
     regex: RegexOption = "",
-    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only paths that begin so.")] = "",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Every object, not one line for each folder.")] = False,
-    no_pager: Annotated[bool, typer.Option("--no-pager", help="Taken for OSMO's sake: there is no pager.")] = False,  # noqa: ARG001
+    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only paths that begin with this text.")] = "",
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="List every object instead of one line per folder.")
+    ] = False,
+    no_pager: Annotated[bool, typer.Option("--no-pager", help="Ignored; accepted because OSMO has it.")] = False,  # noqa: ARG001
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List what lies at a URL, one relative path in each line; a folder's ends with a slash."""
+    """List the objects at a URL.
+
+    Each line has one relative path. The path of a folder ends with a slash.
+    """
     source = parse_data_url(url)
     if file is not None and file.exists():
-        raise InputError(f"{file} is there already", hint="name another file")
+        raise InputError(f"{file} exists already", hint="name a new file")
     with open_client() as client:
         found = list_data(client, url, regex=regex, prefix=prefix)
     rows = _rows(source, found, recursive)
@@ -139,9 +145,9 @@ def list_command(
 
 @app.command(epilog="Example: distflow data delete s3://bucket/run7 --regex 'checkpoints/'")
 def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption = Format.TEXT) -> None:
-    """Remove the objects at a URL, without asking. `distflow data list -r` shows them first.
+    """Delete the objects at a URL, without confirmation.
 
-    A symbolic link is removed itself; the files that it leads to stay.
+    List them first with `distflow data list -r`. For a symbolic link, the link is deleted and not its target.
     """
     goal = parse_data_url(url, writes=True)
     with open_client() as client:
@@ -156,13 +162,13 @@ def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption 
 def check(
     url: UrlArgument,
     access_type: Annotated[
-        _Access, typer.Option("--access-type", "-a", case_sensitive=False, help="What is to be allowed.")
+        _Access, typer.Option("--access-type", "-a", case_sensitive=False, help="The access to check.")
     ] = _Access.READ,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Find out whether a URL can be read, written or deleted at, by doing so: an empty object is written and removed.
+    """Check that you can read, write or delete at a URL.
 
-    Ends with another code than 0 when it cannot.
+    The access is performed: to check writing, an empty object is written and deleted. The exit code is not 0 if it fails.
     """
     goal = parse_data_url(url, writes=access_type is not _Access.READ)
     try:
@@ -195,7 +201,7 @@ def _report(
     if format_type is Format.JSON:
         print(json.dumps(body, indent=2))
         return
-    there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} there already" if moved.skipped else ""
+    there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
     print(f"{verb}ed {_count(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
 
 

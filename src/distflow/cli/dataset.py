@@ -26,23 +26,26 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME[:VERSION]", help="Such as mnist, mnist:3 or mnist:latest.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME[:VERSION]", help="The dataset, such as mnist, mnist:3 or mnist:latest.")
+]
 RegexOption = Annotated[
-    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose path it matches, from the start of that.")
+    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose path matches from its start.")
 ]
 
 
 @app.callback()
 def _dataset() -> None:
-    """Keep named collections of files, in versions that never change.
+    """Manage named, versioned collections of files.
 
-    They lie below the URL that `datasets` of the configuration names, else in the state directory.
+    A version never changes. Datasets are stored at the URL that `datasets` in the configuration names, or else in the state
+    directory.
     """
 
 
 @app.command("list", epilog="Example: distflow dataset list --format-type json")
 def list_command(format_type: FormatOption = Format.TEXT) -> None:
-    """List the datasets, each with its latest version."""
+    """List datasets with their latest versions."""
     with open_client() as client:
         found = list_datasets(client)
     if format_type is Format.JSON:
@@ -50,7 +53,7 @@ def list_command(format_type: FormatOption = Format.TEXT) -> None:
         print(json.dumps({"datasets": rows}, indent=2))
         return
     if not found:
-        print("there are no datasets", file=sys.stderr)
+        print("There are no datasets yet.", file=sys.stderr)
         return
     cells = [
         (
@@ -68,7 +71,7 @@ def list_command(format_type: FormatOption = Format.TEXT) -> None:
 
 @app.command(epilog="Examples: distflow dataset info mnist  ·  distflow dataset info mnist:3")
 def info(name: NameArgument, format_type: FormatOption = Format.TEXT) -> None:
-    """Show the versions of a dataset; with a version, the files that it holds."""
+    """Show the versions of a dataset, or the files of one version."""
     plain_name, _ = parse_dataset(name)
     with open_client() as client:
         found = read_versions(client, name)
@@ -84,25 +87,29 @@ def info(name: NameArgument, format_type: FormatOption = Format.TEXT) -> None:
 
 @app.command(epilog="Example: distflow dataset upload mnist data/mnist/*")
 def upload(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, - and _.")],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of letters, digits, - and _.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories. A directory keeps its name.")],
     regex: RegexOption = "",
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Make a new version of a dataset from files of this machine. It is there when all of it is."""
+    """Create a version of a dataset from local files.
+
+    The version becomes visible only after all its files are uploaded.
+    """
     _make(name, paths, regex, format_type, is_update=False)
 
 
 @app.command(epilog="Example: distflow dataset update mnist labels.csv")
 def update(
     name: NameArgument,
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories. A directory keeps its name.")],
     regex: RegexOption = "",
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Make a new version of what the latest one holds, or the named one, and of files of this machine over it.
+    """Create a version of a dataset by adding files.
 
-    What is taken over is not sent again.
+    The new version has the files of the latest version, or of VERSION, and local files, which replace files with the same path.
+    Unchanged files are not uploaded again.
     """
     _make(name, paths, regex, format_type, is_update=True)
 
@@ -110,12 +117,15 @@ def update(
 @app.command(epilog="Example: distflow dataset download mnist:3 data")
 def download(
     name: NameArgument,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of the dataset's name is made there.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The files go to DIR/NAME.")],
     regex: RegexOption = "",
-    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Skip files that exist with the right content.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Fetch a version of a dataset; each file is held against the SHA-256 of its manifest."""
+    """Download a version of a dataset.
+
+    Each file is verified with its SHA-256 checksum.
+    """
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
         manifest, moved = download_dataset(client, name, directory, regex=regex, resume=resume, on_progress=line.update)
     if format_type is Format.JSON:
@@ -128,15 +138,16 @@ def download(
 @app.command(epilog="Examples: distflow dataset delete mnist:3  ·  distflow dataset delete mnist --all")
 def delete(
     name: NameArgument,
-    all_versions: Annotated[bool, typer.Option("--all", help="All versions.")] = False,
+    all_versions: Annotated[bool, typer.Option("--all", help="Delete all versions.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Remove a version of a dataset, or all. Nobody is asked first; a number is not used again."""
+    """Delete a version of a dataset, or all, without confirmation.
+
+    The number of a deleted version is not used again.
+    """
     plain_name, _ = parse_dataset(name)
     if (":" in name) == all_versions:
-        raise InputError(
-            "name a version or say --all, one of the two", hint=f"`distflow dataset info {plain_name}` shows the versions"
-        )
+        raise InputError("name either a version or --all", hint=f"`distflow dataset info {plain_name}` shows the versions")
     with open_client() as client:
         gone = delete_versions(client, name, all_versions=all_versions)
     if format_type is Format.JSON:

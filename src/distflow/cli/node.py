@@ -42,22 +42,26 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 
 @app.callback()
 def _node() -> None:
-    """Look after what distflow keeps on the nodes."""
+    """Remove leftover processes and files from nodes."""
 
 
 def clean(
     pool: PoolOption = None,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", metavar="DURATION", help="Untouched for at least this long; else the pool's retention."),
+        typer.Option(
+            "--older-than",
+            metavar="DURATION",
+            help="Only workflows that ended at least this long ago. Default: the pool's `retention`.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Remove from the nodes what workflows left there and nobody needs: logs, outputs, files.
+    """Remove logs, outputs and files of ended workflows from nodes.
 
-    Workflows that are not over are never touched. Logs that are mirrored on this machine stay.
+    Unfinished workflows are never touched. Copies of logs on this machine stay.
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:
@@ -76,7 +80,7 @@ def _seconds(text: str) -> float:
     try:
         return float(parse_duration(text))
     except ValueError as error:
-        raise InputError(f"--older-than {text!r}: {error}", hint="for example 12h or 14d") from None
+        raise InputError(f"--older-than {text!r}: {error}", hint="use a duration such as 12h or 14d") from None
 
 
 def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
@@ -94,19 +98,19 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
     ]
     print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")
     if os.isatty(sys.stderr.fileno()) and dry_run:
-        print("nothing was removed: this was a dry run", file=sys.stderr)
+        print("Dry run: nothing was removed.", file=sys.stderr)
 
 
 def reap(
     pool: PoolOption = None,
     nodes: NodesOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Name what is left, stop nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the leftovers, without stopping them.")] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Find and stop what earlier attempts left on the nodes: processes and containers that nobody watches any more.
+    """Stop orphan processes and containers of earlier attempts.
 
-    A task that runs is never touched, whoever submitted it; what belongs to another root or user is named, and left alone.
+    Running tasks of any user are never touched. Leftovers of another root directory or user are listed, but not stopped.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
@@ -133,7 +137,7 @@ def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str]) -> DistflowE
         for left in one.found:
             if left.error:
                 what = left.name if left.pid is None else f"{left.name} (pid {left.pid})"
-                return NodeError(one.node, f"{what} is still there: {replace_uuids(left.error, ids)}")
+                return NodeError(one.node, f"{what} is still running: {replace_uuids(left.error, ids)}")
     return None
 
 
@@ -144,18 +148,18 @@ def _show_reaped(results: Sequence[Reaped], dry_run: bool, ids: Mapping[str, str
         print(table(header, rows, width=terminal_width(sys.stdout)), end="")
     for one in results:
         if one.settled:
-            verb = "would be recorded" if dry_run else "is recorded now"
+            verb = "would be recorded" if dry_run else "is now recorded"
             names = plain(replace_uuids(", ".join(one.settled), ids))
-            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {names}")
+            print(f"{one.node}: the end of {len(one.settled)} attempt{'s' * (len(one.settled) > 1)} {verb}: {names}")
     reached = sum(1 for one in results if not one.error)
     if not rows and reached:
-        print(f"nothing is left on {reached} node{'s' if reached > 1 else ''}")
+        print(f"no leftovers on {reached} node{'s' if reached > 1 else ''}")
     elif dry_run and reached:
-        print("nothing was stopped: this was a dry run", file=sys.stderr)
+        print("Dry run: nothing was stopped.", file=sys.stderr)
 
 
 def _reaped_row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]) -> tuple[str, ...]:
-    done = "left alone" if not left.is_ours else "would stop" if dry_run else "still there" if left.error else "stopped"
+    done = "skipped" if not left.is_ours else "would stop" if dry_run else "still running" if left.error else "stopped"
     return (
         node,
         "-" if left.pid is None else str(left.pid),
@@ -184,13 +188,13 @@ def _reaped_json(one: Reaped) -> dict[str, object]:
 def uninstall(
     pool: PoolOption = None,
     nodes: NodesOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Remove distflow from the nodes, with all that its tasks left there: outputs, logs, files, locks.
+    """Remove distflow and all outputs, logs and files of its tasks from nodes.
 
-    Refused on a node where a task lives. What is in its root and not distflow's stays, and is named.
+    A node with a running task is refused. Other files in the root directory are listed and stay.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
@@ -216,11 +220,11 @@ def uninstall(
 def _ask_first(nodes: Sequence[PoolNode]) -> None:
     names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
     if not sys.stdin.isatty():
-        raise InputError(f"this removes what tasks left on {names}", hint="add --yes when that is meant")
-    print(f"this removes distflow and all that its tasks left, outputs too, from: {names}", file=sys.stderr)
-    print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise InputError(f"this would remove distflow and all outputs of its tasks from {names}", hint="add --yes to confirm")
+    print(f"This removes distflow and all outputs of its tasks from {names}.", file=sys.stderr)
+    print("Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        print("nothing was removed", file=sys.stderr)
+        print("Nothing was removed.", file=sys.stderr)
         raise typer.Exit(0)
 
 
@@ -228,7 +232,7 @@ def _show_uninstalled(results: Sequence[Uninstalled]) -> None:
     for one in results:
         if one.error:
             continue
-        print(f"{one.node}: {'removed' if one.removed else 'nothing was there'}{', but for:' if one.left else ''}")
+        print(f"{one.node}: {'removed' if one.removed else 'not installed'}{', except:' if one.left else ''}")
         for left in one.left:
             print(f"  {plain(left)}")
 

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 __all__ = [
+    "ConnectTimeoutOption",
     "Format",
     "FormatOption",
     "HostfileOption",
@@ -31,7 +32,9 @@ class Format(str, Enum):
     JSON = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format-type", "-t", help="text for people, json for programs (one document).")]
+FormatOption = Annotated[
+    Format, typer.Option("--format-type", "-t", help="Print text for people, or one JSON document for programs.")
+]
 
 HostfileOption = Annotated[
     str | None,
@@ -39,13 +42,17 @@ HostfileOption = Annotated[
         "--hostfile",
         metavar="FILE",
         envvar="DISTFLOW_HOSTFILE",
-        help="Take the machines from this file (`gpu1 slots=8` in each line), reached over SSH.",
+        help="Use the machines in this file over SSH. Each line is like `gpu1 slots=8`.",
     ),
 ]
 
-PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool; else all of the configuration.")]
+PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool. Default: all pools.")]
 NodesOption = Annotated[
-    list[str] | None, typer.Option("--node", "-n", help="Only this node; may be given several times.", show_default=False)
+    list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.", show_default=False)
+]
+
+ConnectTimeoutOption = Annotated[
+    int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="The maximum time for the node to respond.")
 ]
 
 

@@ -36,7 +36,7 @@ pool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completi
 
 @pool_app.callback()
 def _pool() -> None:
-    """Show the pools that workflows can run in, and check their nodes."""
+    """List pools, and check their nodes."""
 
 
 @pool_app.command(
@@ -44,13 +44,14 @@ def _pool() -> None:
 )
 def list_command(
     pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
-    mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
+    mode: Annotated[Mode, typer.Option("--mode", "-m", help="Show used/total amounts, or free amounts.")] = Mode.USED,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List the pools of the configuration and their nodes, with what they have and what this user's workflows use of it.
+    """List pools and nodes with their resources.
 
-    No node is asked; `distflow resource list --live` does, and says who holds what.
+    The amounts come from the configuration, and usage from this user's workflows. No node is contacted: for the actual holders
+    of resources, use `distflow resource list --live`.
     """
     with open_client() as client:
         configuration = list_pools(client, pool or (), hosts=client.hosts(hostfile))
@@ -72,22 +73,22 @@ def list_command(
     "  ·  distflow pool check --path /data/train"
 )
 def check(
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="This pool; else the default one.")] = None,
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="The pool to check. Default: the default pool.")] = None,
     node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.")] = None,
     all_reduce: Annotated[
-        bool, typer.Option("--all-reduce", help="Sum over all nodes with torch, and show the bandwidth (some 10 s more).")
+        bool, typer.Option("--all-reduce", help="Also run an all-reduce with torch, and show its bandwidth (about 10 s more).")
     ] = False,
     path: Annotated[
         list[str] | None,
-        typer.Option("--path", help="Look whether this path of the nodes is there and holds the same; may be repeated."),
+        typer.Option("--path", help="Check that this path has the same contents on all nodes; may be repeated."),
     ] = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Find out whether a gang can run on the nodes of a pool, and what to do where it cannot.
+    """Check whether a gang can run on the nodes of a pool.
 
-    Logs in to each node, looks at its Python, disks, clock and GPUs, and lets every node connect to every other one. Starts no
-    task and holds no GPU. Exit code 3 when a gang cannot run on all of them.
+    The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
+    nodes. It starts no task and holds no GPU. The exit code is 3 if a gang cannot run on all nodes.
     """
     # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.nodes import check_json, check_text
@@ -149,7 +150,7 @@ resource_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_comp
 
 @resource_app.callback()
 def _resource() -> None:
-    """Look at the nodes of the pools, and at what is in use of them."""
+    """Show the resources of nodes, and which are in use."""
 
 
 @resource_app.command(
@@ -158,25 +159,24 @@ def _resource() -> None:
 )
 def list_resources(
     pool: Annotated[
-        list[str] | None, typer.Option("--pool", "-p", help="This pool, may be repeated; else the default one.")
+        list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated. Default: the default pool.")
     ] = None,
     platform: Annotated[
         list[str] | None, typer.Option("--platform", help="Only nodes of this platform; may be repeated.")
     ] = None,
-    all_pools: Annotated[bool, typer.Option("--all", "-a", help="All pools of the configuration.")] = False,
-    mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
-    live: Annotated[bool, typer.Option("--live", help="Ask the nodes who holds what of them, whoever that is.")] = False,
+    all_pools: Annotated[bool, typer.Option("--all", "-a", help="List the nodes of all pools.")] = False,
+    mode: Annotated[Mode, typer.Option("--mode", "-m", help="Show used/total amounts, or free amounts.")] = Mode.USED,
+    live: Annotated[bool, typer.Option("--live", help="Also ask the nodes which users and processes hold resources.")] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List nodes with what they have, and what distflow's own unfinished workflows use of it.
+    """List nodes with their total and used resources.
 
-    Nothing is reached: capacities are those of the configuration (`distflow pool check` asks the nodes), use is that of this
-    user's workflows in the state directory. With `--live` the nodes are asked, too: which attempts of all users of distflow
-    hold GPUs, CPUs, memory and ports there, and who else computes on a GPU.
+    Totals come from the configuration, and usage from this user's unfinished workflows. With `--live`, distflow also asks the
+    nodes which attempts of all users hold GPUs, CPUs, memory and ports, and which other processes use a GPU.
     """
     if pool and all_pools:
-        raise InputError("--pool and --all exclude each other")
+        raise InputError("--pool and --all cannot be combined")
     with open_client() as client:
         rows = list_nodes(client, pool or (), all_pools=all_pools, platforms=platform or (), hosts=client.hosts(hostfile))
         ids = workflow_ids(client) if live else {}
@@ -207,15 +207,15 @@ def list_resources(
 
 @resource_app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
 def resource_info(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name in its pool.")],
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="As a node of this pool only.")] = None,
-    platform: Annotated[str | None, typer.Option("--platform", "-pl", help="As a node of this platform only.")] = None,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the node.")],
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only in this pool.")] = None,
+    platform: Annotated[str | None, typer.Option("--platform", "-pl", help="Only nodes of this platform.")] = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Show all that is configured of a node, in every pool that has it, and what this user's workflows hold there.
+    """Show the configuration of a node and its usage by this user.
 
-    Nothing is reached: `distflow pool check` asks the node itself.
+    A node that is in several pools is shown once for each. The node is not contacted: for that, use `distflow pool check`.
     """
     with open_client() as client:
         rows = find_node(client, node, pool=pool, platform=platform, hosts=client.hosts(hostfile))
@@ -276,13 +276,13 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
 
 profile_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
-_NO_NOTIFICATIONS = "distflow sends no notifications: `distflow workflow submit --wait` returns when a workflow has ended"
-_KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="What: pool.")]
+_NO_NOTIFICATIONS = "distflow does not send notifications; `distflow workflow submit --wait` returns when a workflow has ended"
+_KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The setting. The only one is: pool.")]
 
 
 @profile_app.callback()
 def _profile() -> None:
-    """Say which pool you mean when you name none."""
+    """Set your default pool."""
 
 
 @profile_app.command("set", epilog="Example: distflow profile set pool lab")
@@ -290,14 +290,14 @@ def set_preference(
     key: _KeyArgument,
     values: Annotated[list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.")] = None,
 ) -> None:
-    """Prefer a pool, on this machine and for this user.
+    """Set this user's default pool on this machine.
 
-    It is taken where neither --pool nor the spec names one, and stands before the configuration's default_pool. Where the
-    configuration has no such pool, its default_pool is taken.
+    It is used if neither --pool nor the spec names a pool. It takes precedence over `default_pool` in the configuration, if the
+    configuration has a pool of this name.
     """
     _check_key(key)
     if values is None or len(values) != 1:
-        raise InputError("`distflow profile set pool` takes the name of one pool", hint="distflow pool list shows the pools")
+        raise InputError("`distflow profile set pool` needs the name of one pool", hint="`distflow pool list` shows the pools")
     with open_client() as client:
         prefer_pool(client, values[0])
     print(f"Set pool to {values[0]}.")
@@ -305,16 +305,16 @@ def set_preference(
 
 @profile_app.command("unset", epilog="Example: distflow profile unset pool")
 def unset_preference(key: _KeyArgument) -> None:
-    """Prefer no pool any more: the configuration's default_pool is meant again."""
+    """Use the default pool of the configuration again."""
     _check_key(key)
     with open_client() as client:
         prefer_pool(client, None)
-    print("No pool is preferred.")
+    print("Unset pool.")
 
 
 @profile_app.command("list", epilog="Example: distflow profile list -t json")
 def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
-    """Show which pool is meant when none is named, and which there are."""
+    """Show the default pool and all pools."""
     with open_client() as client:
         preferred, configuration = client.preferred_pool(), client.configuration()
     pools = list(configuration.pools)
@@ -335,6 +335,4 @@ def _check_key(key: str) -> None:
     if key == "notifications":
         raise InputError(_NO_NOTIFICATIONS)
     if key != "pool":
-        raise InputError(
-            f"there is nothing to set that is called {key!r}", hint="pool: the pool that is meant when none is named"
-        )
+        raise InputError(f"`{key}` is not a setting of the profile", hint="the only setting is `pool`, the default pool")

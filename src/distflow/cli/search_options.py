@@ -48,26 +48,22 @@ class Order(str, Enum):
     DESC = "desc"
 
 
-CountOption = Annotated[int, typer.Option("--count", "-c", min=1, help="Show the newest N.")]
-OffsetOption = Annotated[int, typer.Option("--offset", "-f", min=0, help="Skip the newest N.")]
-OrderOption = Annotated[Order, typer.Option("--order", "-o", help="asc has the newest at the bottom.")]
-PoolsOption = Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only those of this pool; may be repeated.")]
+CountOption = Annotated[int, typer.Option("--count", "-c", min=1, help="The maximum number of entries.")]
+OffsetOption = Annotated[int, typer.Option("--offset", "-f", min=0, help="Skip this number of newest entries.")]
+OrderOption = Annotated[Order, typer.Option("--order", "-o", help="The order by time: with asc, the newest entry is last.")]
+PoolsOption = Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only in this pool; may be repeated.")]
 PrioritiesOption = Annotated[
     list[str] | None,
-    typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="Only those of this priority; may be repeated."),
+    typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="Only with this priority; may be repeated."),
 ]
-UsersOption = Annotated[
-    list[str] | None, typer.Option("--user", "-u", help="Only those that this user submitted; may be repeated.")
-]
-AllUsersOption = Annotated[
-    bool, typer.Option("--all-users", "-a", help="Those of every user; so it is without --user too: the state is one user's.")
-]
+UsersOption = Annotated[list[str] | None, typer.Option("--user", "-u", help="Only submitted by this user; may be repeated.")]
+AllUsersOption = Annotated[bool, typer.Option("--all-users", "-a", help="Include all users. This is the default.")]
 
 
 def choose_users(users: Sequence[str] | None, all_users: bool) -> Sequence[str]:
     """Return the names of the users to filter by. Empty means all users. Raises ``InputError`` if both flags are given."""
     if users and all_users:
-        raise InputError("--user and --all-users exclude each other")
+        raise InputError("--user and --all-users cannot be combined")
     return users or ()
 
 
@@ -95,7 +91,7 @@ def _day(text: str | None, flag: str) -> float | None:
     try:
         return day_start(text)
     except (ValueError, OverflowError):
-        raise InputError(f"{flag} {text!r} is no day", hint="write it as YYYY-MM-DD, such as 2025-04-11") from None
+        raise InputError(f"{flag}: `{text}` is not a valid date", hint="use the form YYYY-MM-DD, such as 2025-04-11") from None
 
 
 def priorities(words: Sequence[str] | None) -> tuple[Priority, ...]:
@@ -120,7 +116,7 @@ def one_of(word: str, known: Sequence[str], one: str, several: str) -> str:
         from distflow.documents.text import did_you_mean
 
         article = "an" if one[0] in "aeiou" else "a"
-        raise InputError(f"{word!r} is not {article} {one}", hint=did_you_mean(word.upper(), known, what=several))
+        raise InputError(f"`{word}` is not {article} {one}", hint=did_you_mean(word.upper(), known, what=several))
     return word.upper()
 
 
@@ -130,12 +126,14 @@ def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     for text in texts or ():
         key, equals, selector = text.partition("=")
         if not equals:
-            raise InputError(f"--label {text!r} is not of the form KEY=SELECTOR", hint=f"any value: --label '{text}=*'")
+            raise InputError(
+                f"--label `{text}` is not of the form KEY=SELECTOR", hint=f"to match any value: --label '{text}=*'"
+            )
         label_key(key, "--label")
         try:
             label_globs(selector)
         except ValueError as error:
-            raise InputError(f"--label {text!r}: {error}") from None
+            raise InputError(f"--label `{text}`: {error}") from None
         found.append((key, selector))
     return tuple(found)
 
@@ -145,5 +143,7 @@ def label_key(key: str, flag: str) -> str:
     from distflow.spec.names import is_label_key
 
     if not is_label_key(key):
-        raise InputError(f"{flag} {key!r} is no key of a label", hint="[prefix/]name of letters, digits, `-`, `_` and `.`")
+        raise InputError(
+            f"{flag}: `{key}` is not a valid label key", hint="a key is [prefix/]name, of letters, digits, `-`, `_` and `.`"
+        )
     return key

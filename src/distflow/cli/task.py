@@ -45,46 +45,45 @@ _UNFINISHED = tuple(state.value for state in State if not state.is_final)
 
 @app.callback()
 def _task() -> None:
-    """Look at tasks across workflows."""
+    """List the tasks of all workflows."""
 
 
 @app.command("list", epilog="Examples: distflow task list  ·  distflow task list --node gpu1 -v  ·  distflow task list -W")
 def list_command(
     count: Annotated[
-        int | None, typer.Option("--count", "-c", min=1, max=1000, help=f"Show the newest N: {_COUNT}, or all for sums.")
+        int | None,
+        typer.Option(
+            "--count", "-c", min=1, max=1000, help=f"The maximum number of tasks. Default: {_COUNT}, or all for sums."
+        ),
     ] = None,
     offset: OffsetOption = 0,
     workflow_id: Annotated[
-        str | None, typer.Option("--workflow-id", "-w", metavar="TEXT", help="Only those of workflows with this in their id.")
+        str | None, typer.Option("--workflow-id", "-w", metavar="TEXT", help="Only of workflows whose ids contain this text.")
     ] = None,
     status: Annotated[
         list[str] | None,
-        typer.Option("--status", "-s", help="Only those of this status, may be repeated; else those that have not ended."),
+        typer.Option("--status", "-s", help="Only with this status; may be repeated. Default: unfinished tasks."),
     ] = None,
     user: UsersOption = None,
     all_users: AllUsersOption = False,
     pool: PoolsOption = None,
-    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only those on this node; may be repeated.")] = None,
+    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only on this node; may be repeated.")] = None,
     priority: PrioritiesOption = None,
-    started_after: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those started on this day or later.")
-    ] = None,
-    started_before: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those started before this day.")
-    ] = None,
+    started_after: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only started on this day or later.")] = None,
+    started_before: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only started before this day.")] = None,
     order: OrderOption = Order.ASC,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also what each asks of its node, and the sum.")] = False,
-    summary: Annotated[bool, typer.Option("--summary", "-S", help="Only sums, by user, pool and priority.")] = False,
-    by_workflow: Annotated[
-        bool, typer.Option("--aggregate-by-workflow", "-W", help="Only sums, by workflow; also with --summary.")
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also show the requested resources, and their sums.")
     ] = False,
+    summary: Annotated[bool, typer.Option("--summary", "-S", help="Show only sums, by user, pool and priority.")] = False,
+    by_workflow: Annotated[bool, typer.Option("--aggregate-by-workflow", "-W", help="Show only sums, by workflow.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List tasks across workflows, each with its latest attempt, the newest at the bottom."""
+    """List the latest attempts of tasks, the newest last."""
     if verbose and summary:
-        raise InputError("--verbose and --summary exclude each other")
+        raise InputError("--verbose and --summary cannot be combined")
     if pool and node:
-        raise InputError("--pool and --node exclude each other")
+        raise InputError("--pool and --node cannot be combined")
     known = sorted({*OSMO_STATUSES, *(status_of(state, reason) for state in State for reason in (None, *Reason))})
     wanted = [one_of(word, known, "status of a task", "statuses") for word in status or ()] or list(_UNFINISHED)
     after, before = days(started_after, started_before, "started")

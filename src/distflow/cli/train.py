@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 
 _GIB = 2**30
 _AUTOCAST = (
-    '    with torch.autocast("cuda", torch.bfloat16):  # in the program, around the forward pass; without it: --precision fp32'
+    '    with torch.autocast("cuda", torch.bfloat16):  # in your program, around the forward pass; or use --precision fp32'
 )
 
 
@@ -51,7 +51,7 @@ class Measurement(str, Enum):
 
 @app.callback()
 def _train() -> None:
-    """Choose a training strategy, and measure how ranks communicate."""
+    """Choose a training strategy, and measure communication."""
 
 
 @app.command(
@@ -60,19 +60,33 @@ def _train() -> None:
     "distflow train advise --params 350m --gpus 2 --gpu-memory 24Gi --precision fp32",
 )
 def advise_strategy(
-    params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters of the model: 7b, 350m, 1300000000.")],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs in all.")],
-    gpu_memory: Annotated[str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, such as 80Gi.")],
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of one machine.")] = 8,
-    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Layers; else guessed from the parameters.")] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Hidden size; else guessed.")] = None,
-    precision: Annotated[Precision, typer.Option("--precision", help="Of the arithmetic.")] = Precision.BF16,
-    optimizer: Annotated[Optimizer, typer.Option("--optimizer", help="Says how many states there are.")] = Optimizer.ADAMW,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", min=1, help="Sequences in one pass of a rank.")] = 1,
-    sequence: Annotated[int, typer.Option("--sequence", min=1, help="Tokens of a sequence.")] = 2048,
+    params: Annotated[
+        str,
+        typer.Option("--params", metavar="N", help="The number of parameters of the model, such as 7b, 350m or 1300000000."),
+    ],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="The total number of GPUs.")],
+    gpu_memory: Annotated[str, typer.Option("--gpu-memory", metavar="SIZE", help="The memory of one GPU, such as 80Gi.")],
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="The number of GPUs of one machine.")] = 8,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="The number of layers. Default: estimated from the parameters.")
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option("--hidden", min=1, help="The hidden size. Default: estimated from the parameters.")
+    ] = None,
+    precision: Annotated[Precision, typer.Option("--precision", help="The precision of the arithmetic.")] = Precision.BF16,
+    optimizer: Annotated[
+        Optimizer, typer.Option("--optimizer", help="The optimizer, which determines the size of its states.")
+    ] = Optimizer.ADAMW,
+    micro_batch: Annotated[
+        int, typer.Option("--micro-batch", min=1, help="The number of sequences in one forward pass of a rank.")
+    ] = 1,
+    sequence: Annotated[int, typer.Option("--sequence", min=1, help="The number of tokens in a sequence.")] = 2048,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Say which strategy a model of this size needs, with the arithmetic of the memory of each rank."""
+    """Recommend a training strategy for a model size.
+
+    The output shows how much memory each rank needs, and why.
+    """
     try:
         parameters, memory = parse_count(params), parse_bytes(gpu_memory)
     except ValueError as error:
@@ -100,13 +114,17 @@ def advise_strategy(
     epilog="Examples: distflow train bench allreduce --ranks 4  ·  distflow train bench scaling --ranks 2 --format-type json"
 )
 def bench(
-    what: Annotated[Measurement, typer.Argument(help="allreduce: bandwidth by size; scaling: speed over 1 … n ranks.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Ranks to start on this machine.")] = 2,
+    what: Annotated[
+        Measurement, typer.Argument(help="allreduce: bandwidth by message size. scaling: training speed with 1 to N ranks.")
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="The number of ranks to start on this machine.")] = 2,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Measure on this machine how fast ranks add up gradients, or how much faster more ranks train."""
+    """Measure all-reduce bandwidth or training speed on this machine."""
     if importlib.util.find_spec("torch") is None:
-        raise InputError("measuring needs torch, which is not installed here", hint="pip install 'distflow[train]'")
+        raise InputError(
+            "`distflow train bench` needs torch, which is not installed on this machine", hint="pip install 'distflow[train]'"
+        )
     command = [sys.executable, "-m", "distflow.train.bench", what.value, "--ranks", str(ranks), "--format", format_type.value]
     code = subprocess.run(command, check=False).returncode
     if code:
@@ -115,14 +133,14 @@ def bench(
 
 def _text(advice: Advice) -> str:
     model, chosen = advice.model, advice.chosen
-    usable = f"{advice.usable / _GIB:.1f} GiB usable of each GPU"
+    usable = f"{advice.usable / _GIB:.1f} GiB usable per GPU"
     lines = [f"{model.parameters:,} parameters, {model.layers} layers, hidden size {model.hidden}; {usable}", ""]
     if chosen is None:
-        lines += ["no strategy fits: use more GPUs, GPUs with more memory, or shorter sequences", ""]
+        lines += ["No strategy fits: use more GPUs, GPUs with more memory, or shorter sequences", ""]
     else:
         rows = [(line.what, f"{line.bytes / _GIB:.2f} GiB", line.formula) for line in chosen.lines]
-        arithmetic = table(("Each rank", "Memory", "From"), [*rows, ("in all", f"{chosen.bytes / _GIB:.2f} GiB", "")])
-        lines += [f"take {_name(chosen)}: {chosen.why}", "", f"    {_block(chosen)}"]
+        arithmetic = table(("Each rank", "Memory", "Computed as"), [*rows, ("total", f"{chosen.bytes / _GIB:.2f} GiB", "")])
+        lines += [f"Recommended: {_name(chosen)}: {chosen.why}", "", f"    {_block(chosen)}"]
         if chosen.needs_autocast:
             lines.append(_AUTOCAST)
         lines += ["", arithmetic]

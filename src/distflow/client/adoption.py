@@ -127,8 +127,8 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
 
 def _still_in_use(directory: StateDirectory, how: str) -> StateError:
     return StateError(
-        f"{directory.store} is {how}, and a supervisor is at work with it",
-        hint=f"end it first (its process id is in {directory.lock}); tasks on the nodes continue to run",
+        f"{directory.store} is {how}, but a supervisor is still using it",
+        hint=f"stop the supervisor first (its process id is in {directory.lock}); tasks on the nodes continue to run",
     )
 
 
@@ -144,8 +144,8 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             trusted.append(one)
             continue
         why = (
-            f"this machine did not sign its record, and it would write to {', '.join(here[:_NAMED])}; "
-            "if you know it, repeat the command with --trust-records"
+            f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_NAMED])}; "
+            "if you know this workflow, adopt it with trust in unsigned records"
         )
         refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.memo.record.id, skipped=why))
     return trusted, refused
@@ -157,7 +157,9 @@ def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
         return ()
     here, stores = writes_here(one.memo)
     goals = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
-    return (f"this machine did not sign its record{goals}; read `distflow workflow spec {name}` before you restart it",)
+    return (
+        f"this machine did not sign its record{goals}; read its spec (`distflow workflow spec {name}`) before you restart it",
+    )
 
 
 def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
@@ -177,7 +179,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
                 if memo is not None and memo.record.uuid == workflow.uuid:
                     memos.setdefault(workflow.uuid, []).append((answer.pool, memo, is_own))
                 elif workflow.attempts:
-                    unread.setdefault(workflow.uuid, "no node holds what is needed: it had not got that far, or is too old")
+                    unread.setdefault(workflow.uuid, "no node has its record: its submission was incomplete, or it is too old")
             except StateError as error:
                 unread[workflow.uuid] = error.message
     found = []
@@ -205,7 +207,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     results, ready = [], []
     for one in sorted(found, key=lambda one: one.memo.record.submitted_at):
         if is_starting(one.memo.record, one.places):
-            why = "it is just being started from elsewhere; try again in some minutes"
+            why = "another machine is starting it now; try again in a few minutes"
             results.append(AdoptedWorkflow(uuid=one.uuid, name=one.memo.record.id, skipped=why))
             continue
         ready.append((one, rebuild(one.memo, one.places, nodes=[node.name for node in one.pool.nodes], now=now)))
@@ -224,7 +226,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
             continue
         record = _store(store, one, rebuilt, now)
         renamed = record.id != one.memo.record.id
-        note = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()
+        note = (f"its id was {one.memo.record.id}, which another workflow has on this machine",) if renamed else ()
         results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*note, *_origin(one, record.id), *rebuilt.notes)))
     client.ensure_supervisor()
     return results

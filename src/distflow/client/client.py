@@ -122,7 +122,7 @@ class Client:
 
             self._store = Store(self.directory.store)
             if self._store.is_read_only:
-                self.notify(f"note: {self._store.path} cannot be written: this is what it held then, and nothing is supervised")
+                self.notify(f"note: {self._store.path} is not writable: this is its last state, and nothing is supervised")
         return self._store
 
     @property
@@ -149,14 +149,14 @@ class Client:
         try:
             folder = self._folder or Path.cwd()
         except FileNotFoundError:
-            raise InputError("the working directory is not there any more", hint="cd to one that is") from None
+            raise InputError("the working directory no longer exists", hint="change to an existing directory") from None
         found = load_configuration(folder, self.environ)
         preferred = self.preferred_pool() if profile else None
         if preferred is None or preferred == found.default_pool:
             return found
         if preferred not in found.pools:
             where = found.file or "the built-in configuration"
-            self.notify(f"note: {where} has no pool {preferred!r}, which your profile prefers")
+            self.notify(f"note: {where} does not have the default pool of your profile, `{preferred}`")
             return found
         return replace(found, default_pool=preferred)
 
@@ -200,7 +200,7 @@ class Client:
             if not is_running(self.directory):
                 ensure_supervisor(self.directory, wait=False)
         except OSError as error:
-            self.notify(f"warning: no supervisor could be started: {error}")
+            self.notify(f"warning: the supervisor could not be started: {error}")
 
     def load_supervisor(self, backends: Iterable[str]) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.

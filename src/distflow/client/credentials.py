@@ -97,7 +97,7 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
 
 
 def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return all secrets of a workflow: those ``given`` by --set-env, credentials of tasks, and logins for container images."""
+    """Return all secrets of a workflow: the ``given`` ones, credentials of tasks, and logins for container images."""
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}

@@ -80,7 +80,7 @@ def upload_data(
     goal = parse_url(url, writes=True)
     files = find_sources(paths, regex)
     if not files:
-        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+        raise NotFound("there are no files to upload" + (f" that match `{regex}`" if regex else ""))
     with _open_store(client, goal) as store:
         return upload(store, goal, files, at_once=threads, on_progress=on_progress)
 
@@ -119,11 +119,11 @@ def download_data(
 
     source = parse_url(url)
     if not directory.is_dir():
-        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
+        raise InputError(f"{directory} is not a directory", hint=f"create it: mkdir -p {directory}")
     with _open_store(client, source) as store:
         moved = download(store, source, directory, regex=regex, resume=resume, at_once=threads, on_progress=on_progress)
     if not moved.files:
-        raise NotFound(f"nothing at {source} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
+        raise NotFound(f"nothing at {source} matches `{regex}`", hint="`distflow data list` shows the objects")
     return moved
 
 
@@ -172,11 +172,11 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
     goal = parse_url(url, writes=True)
     if goal.scheme in ("file", "sftp") and not goal.key:
-        raise InputError(f"{goal} is a whole machine", hint="name a directory")
+        raise InputError(f"{goal} is the root directory of a machine", hint="use the URL of a directory below it")
     with _open_store(client, goal) as store:
         wanted = find_removable(store, goal, regex)
         if not wanted:
-            raise NotFound(f"nothing at {goal} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
+            raise NotFound(f"nothing at {goal} matches `{regex}`", hint="`distflow data list` shows the objects")
         return delete(store, goal, wanted)
 
 
@@ -278,12 +278,12 @@ def create_version(
 
     if not is_update and ":" in name:
         raise InputError(
-            f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
+            f"`{name}` names a version, but a new version gets the next number", hint="remove the colon and the version"
         )
     parse_dataset(name)
     files = find_sources(paths, regex)
     if not files:
-        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+        raise NotFound("there are no files to upload" + (f" that match `{regex}`" if regex else ""))
     with _open_datasets(client) as datasets:
         write = datasets.update if is_update else datasets.add
         at = time.time()  # noqa: TID251  the moment of creation
@@ -314,12 +314,12 @@ def download_dataset(
     """
     plain_name, number = parse_dataset(name)
     if not directory.is_dir():
-        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
+        raise InputError(f"{directory} is not a directory", hint=f"create it: mkdir -p {directory}")
     with _open_datasets(client) as datasets:
         manifest = datasets.manifest(plain_name, number)
         moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, on_progress=on_progress)
     if not moved.files and regex:
-        raise NotFound(f"nothing of {plain_name}:{manifest.number} is matched by `{regex}`")
+        raise NotFound(f"no file of {plain_name}:{manifest.number} matches `{regex}`")
     return manifest, moved
 
 

@@ -114,7 +114,7 @@ def _failed_groups(record: WorkflowRecord, names: Sequence[str], attempt: int | 
     there = [group for group in asked if attempt <= group.attempt]
     if not there:
         most = max((group.attempt for group in asked), default=0)
-        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {most}")
+        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last one is {most}")
     # Groups kept from another workflow ran there, so the other workflow explains them.
     return [group for group in there if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
 
@@ -123,7 +123,7 @@ def check_attempt(record: WorkflowRecord, attempt: int | None) -> None:
     """Raise ``NotFound`` if no group of a workflow has this attempt."""
     last = max((group.attempt for group in record.groups), default=0)
     if attempt is not None and attempt > last:
-        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {last}")
+        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last one is {last}")
 
 
 def diagnose_groups(

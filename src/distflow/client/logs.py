@@ -200,11 +200,11 @@ def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str
             here = sum(mirrored_bytes(source) for source in log_sources(client, record, [(group.name, task)], task.attempt))
             missing = task.end.output_bytes - here
             if missing > 0 and task.log_complete:
-                yield f"{task.name}: the last {missing:,} bytes of its output never came from {task.node}"
+                yield f"{task.name}: the last {missing:,} bytes of its output were not received from {task.node}"
             elif missing > 0:
                 yield f"{task.name}: {missing:,} bytes of its output are still on {task.node}"
             if task.end.lost_output_bytes:
-                yield f"{task.name}: {task.end.lost_output_bytes:,} bytes of its output were lost: {task.node}'s disk was full"
+                yield f"{task.name}: {task.end.lost_output_bytes:,} bytes of its output were lost: {task.node} had a full disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,4 +268,4 @@ def _not_told_apart(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoi
     for name in chosen:
         own = [one for one in sources if one.task == name and mirrored_bytes(one)]
         if own and not any(tells_ranks(one) for one in own):
-            yield f"{name}: its ranks share one output, so `--rank` cannot choose; torchrun and `spawn` give each its own"
+            yield f"{name}: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them"

@@ -127,10 +127,10 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric]) -> int:
         summary = importlib.import_module("tensorboard.summary")
     except ImportError as error:
         raise InputError(
-            f"--tensorboard needs a package that cannot be imported: {error}", hint="install it: pip install tensorboard"
+            f"TensorBoard files need a package that cannot be imported: {error}", hint="install it: pip install tensorboard"
         ) from None
     if folder.exists():
-        raise InputError(f"{folder} is there already", hint="remove it, or give --tensorboard another directory")
+        raise InputError(f"{folder} exists already", hint="remove it, or use another directory")
     runs: dict[str, Any] = {}
     task, count = None, 0
     try:

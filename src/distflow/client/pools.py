@@ -161,7 +161,7 @@ def usage_by_node(client: Client) -> UsageByNode:
                 if task.node is not None and not task.state.is_final:
                     found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", asked[task.name]))
     for uuid in sorted(unknown & store.uuids(are_unfinished=True)):  # ignore workflows that have just ended
-        client.notify(f"warning: what workflow {uuid} holds is not counted: another version of distflow wrote it")
+        client.notify(f"warning: the usage of workflow {uuid} is not included: another version of distflow stored it")
     return found
 
 
@@ -207,7 +207,7 @@ def check_pool(
     known = [node.name for node in pool.nodes]
     for node in nodes:
         if node not in known:
-            raise NotFound(f"the pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, known, what="nodes"))
+            raise NotFound(f"pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, known, what="nodes"))
     return check_pool_nodes(pool, nodes or known, all_reduce=all_reduce, paths=paths, on_progress=on_progress)
 
 

@@ -101,7 +101,7 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
     """
     shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
     if task.node is None or task.output_dir is None:
-        raise InputError(f"{shown} never ran, so it wrote nothing", hint=f"how it ended: distflow workflow query {record.id}")
+        raise InputError(f"{shown} never ran, so it has no output", hint=f"how it ended: distflow workflow query {record.id}")
     uuid = group.kept.uuid if group.kept else record.uuid
     attempt = attempt_name(uuid, group.name, task.name, task.attempt)
     return OutputSource(shown=shown, attempt=attempt, pool=client.store.pool(uuid), node=task.node)
@@ -137,7 +137,7 @@ def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
             except NodeError as error:
                 if tries_left and isinstance(error, NodeUnreachable):
                     continue
-                words = f"what {source.shown} wrote cannot be fetched: {error.detail}"
+                words = f"the output of {source.shown} cannot be fetched: {error.detail}"
                 raise NodeError(error.node, words, hint=error.hint) from error
     raise AssertionError("the last try returns or raises")
 
@@ -162,7 +162,7 @@ def _wanted(spec: WorkflowSpec) -> Iterator[EarlierInput]:
 def _source(one: EarlierInput, client: Client) -> OutputSource:
     record = client.store.find(one.workflow)
     if not record.state.is_final:
-        hint = f"wait for its end: distflow workflow query {record.id} --watch"
+        hint = f"wait until it has ended: distflow workflow query {record.id}"
         raise InputError(f"{record.id} has not ended: {record.status}", hint=hint)
     tasks = {task.name: (group, task) for group in record.groups for task in group.tasks}
     if one.task not in tasks:

@@ -48,7 +48,7 @@ POLL_S, DEBOUNCE_S, RECONCILE_S, LOG_BYTES = 1.0, 1.0, 60.0, 2 << 20
 """Defaults of a background copy. See ``Sync``."""
 
 _READY_S = 30.0
-_INSTALL = "install it there, such as with `apt-get install rsync`"
+_INSTALL = "for example with `apt-get install rsync`"
 _OUTPUT = "{{output}}"
 _PLACES: Mapping[str, str] = MappingProxyType(
     {_OUTPUT: "../output"} | {path: f"../{ours}" for path, ours in KNOWN_PLACES.items()}
@@ -57,8 +57,8 @@ _PLACES: Mapping[str, str] = MappingProxyType(
 _MEANINGS: Mapping[int, str] = MappingProxyType(
     {
         10: "the connection broke", 11: "a file could not be read or written", 12: "the connection broke",
-        20: "it was interrupted", 23: "some files could not be copied", 24: "some files vanished while they were copied",
-        30: "nothing came for too long",
+        20: "it was interrupted", 23: "some files could not be copied", 24: "some files vanished during the copy",
+        30: "timeout without any data",
     }
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def check_rsync_here() -> str:
     """Return the path of rsync on this machine. Raises ``InputError`` if it is not installed."""
     found = shutil.which("rsync")
     if found is None:
-        raise InputError("rsync is not found on this machine", hint=_INSTALL.replace(" there", ""))
+        raise InputError("rsync is not installed on this machine", hint=f"install it, {_INSTALL}")
     return found
 
 
@@ -158,7 +158,7 @@ def rsync_with_task(client: Client, workflow: str, task: str | None, connect_tim
     command = rsync_command(record.uuid, name, connect_timeout, words)
     code = subprocess.run(command, check=False, cwd="/", env=environment).returncode
     if code:
-        raise NodeError(node, exit_text(code), hint="its own words stand above")
+        raise NodeError(node, exit_text(code), hint="see the messages of rsync above")
 
 
 def start_sync(
@@ -258,7 +258,7 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
     chosen = [one for one in running if workflow in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
     if not chosen and (workflow is not None or task is not None):
         what = " ".join(word for word in (workflow, task) if word is not None)
-        raise NotFound(f"nothing copies files to {what} in the background", hint="see: distflow workflow rsync status")
+        raise NotFound(f"there is no background copy to {what}", hint="`distflow workflow rsync status` lists all")
     for one in chosen:
         syncs.stop(one)
     return chosen
@@ -284,7 +284,7 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
     finally:
         session.close()
     if code:
-        raise NodeError(found.node.name, "rsync is not found in the task's PATH there", hint=_INSTALL)
+        raise NodeError(found.node.name, "rsync is not in the PATH of the task", hint=f"install it on the node, {_INSTALL}")
     return record, one.name, found.node.name
 
 
@@ -307,10 +307,10 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
     # The process outlives this one, and init reaps it. This avoids a ResourceWarning.
     process.returncode = 0
     if answer == b"other":
-        hint = f"end that one first: distflow workflow rsync stop {wanted.workflow_id} --task {wanted.task}"
-        raise InputError(f"files are copied to {wanted.task} of {wanted.workflow_id} already", hint=hint)
+        hint = f"stop it first: distflow workflow rsync stop {wanted.workflow_id}"
+        raise InputError(f"a background copy to {wanted.task} of {wanted.workflow_id} is already running", hint=hint)
     if answer != b"ready":
-        raise SupervisorError("the process that is to copy files did not start", hint=f"its log: {log}")
+        raise SupervisorError("the background copy did not start", hint=f"its log: {log}")
     return next(one for one in syncs.list() if (one.workflow, one.task) == (wanted.workflow, wanted.task))
 
 

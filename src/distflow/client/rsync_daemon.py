@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         why = daemon.work()
     except _Stopped:
-        why = "it was asked to stop"
+        why = "stopped on request"
     except DistflowError as error:
         why = str(error)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

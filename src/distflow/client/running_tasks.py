@@ -88,7 +88,7 @@ class RunningTask:
             )
         except AgentError as error:
             if error.kind == "not_running":
-                raise InputError(f"{self.task} does not run any more: {error.message}") from None
+                raise InputError(f"{self.task} is no longer running: {error.message}") from None
             raise
 
 
@@ -131,7 +131,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
         raise InputError(f"{task.name} has ended: {task.status}", hint=f"its output: distflow workflow logs {record.id}")
     if task.state not in _RUNNING or task.node is None:
         raise InputError(
-            f"{task.name} does not run yet: {task.status}", hint=f"what it waits for: distflow workflow query {record.id}"
+            f"{task.name} is not running yet: {task.status}", hint=f"why it waits: distflow workflow query {record.id}"
         )
     store = client.store
     pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
@@ -238,7 +238,7 @@ def read_stacks(
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]
     if not chosen:
         raise InputError(
-            f"no task of {record.id} runs: {record.status}", hint=f"how it stands: distflow workflow query {record.id}"
+            f"no task of {record.id} is running: {record.status}", hint=f"its status: distflow workflow query {record.id}"
         )
     pool = client.store.pool(record.uuid)
     nodes = {node.name: node for node in pool.nodes}
@@ -305,8 +305,8 @@ def forward_ports(
         pool = replace(client.store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
         node = next(node for node in pool.nodes if node.name == one.node)
         if pool.backend == "local" and any(ours == theirs for ours, theirs in ports):
-            hint = f"take another one here: --port OTHER:{ports[0][1]}"
-            raise InputError(f"{node.name} is this machine: a port cannot lead to itself", hint=hint)
+            hint = "use another local port"
+            raise InputError(f"{node.name} is this machine, and a port cannot be forwarded to itself", hint=hint)
         listeners = {held.enter_context(contextlib.closing(_listen(host, ours))): (ours, theirs) for ours, theirs in ports}
         transport = held.enter_context(contextlib.closing(transport_of(pool, node)))
         # Report an unreachable node now, and not only at the first connection.
@@ -325,7 +325,7 @@ def _running(record: WorkflowRecord, name: str) -> TaskRecord:
         raise WorkflowEnded(f"{task.name} has ended: {task.status}")
     if task.state not in (State.RUNNING, State.STOPPING) or task.node is None:
         raise InputError(
-            f"{task.name} does not run yet: {task.status}", hint=f"what it waits for: distflow workflow query {record.id}"
+            f"{task.name} is not running yet: {task.status}", hint=f"why it waits: distflow workflow query {record.id}"
         )
     return task
 
@@ -335,8 +335,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
-        hint = "name another port of this machine: --port OTHER:REMOTE"
-        raise InputError(f"port {port} of {host} cannot be listened on: {error.strerror or error}", hint=hint) from None
+        hint = "use another local port"
+        raise InputError(f"cannot listen on port {port} of {host}: {error.strerror or error}", hint=hint) from None
 
 
 def _connections(listeners: list[socket.socket], check: Callable[[], object]) -> Iterator[tuple[socket.socket, socket.socket]]:

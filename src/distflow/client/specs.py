@@ -34,6 +34,7 @@ __all__ = [
     "CheckedSpec",
     "Overrides",
     "PreviousWorkflow",
+    "SecretsMissing",
     "check_spec",
     "check_stored_spec",
     "find_previous",
@@ -232,6 +233,15 @@ class _SpecChecks:
 _ID = re.compile(r"[A-Za-z].*-[0-9]+|[0-9a-f]{32}")
 
 
+class SecretsMissing(InputError):
+    """The secrets of a workflow must be given again, because distflow does not store their values."""
+
+    def __init__(self, workflow: str, names: Sequence[str]) -> None:
+        """Set the message from the id of the workflow and the ``names`` of the secrets."""
+        super().__init__(f"give the secrets of {workflow} again, because they are not stored: {', '.join(names)}")
+        self.names = tuple(names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousWorkflow:
     """A workflow that was submitted before."""
@@ -275,7 +285,8 @@ def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWo
         The workflow, or ``None`` if a file of this name exists or the name does not look like an id.
 
     Raises:
-        InputError: if a secret is missing, or if the overrides set template variables, which a stored spec no longer has.
+        SecretsMissing: if a secret is not given.
+        InputError: if the overrides set template variables, which a stored spec no longer has.
         NotFound: if the workflow does not exist.
         ProblemsFound: if the spec is no longer valid.
 
@@ -287,17 +298,12 @@ def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWo
     text, template = (store.document(record.uuid, kind) for kind in ("spec", "template"))
     folder, pool, plan = store.folder(record.uuid), store.pool(record.uuid), store.plan(record.uuid)
     if overrides.sets or overrides.set_strings:
-        hint = f"get the template with `distflow workflow spec {record.id} --template`, and submit that"
-        raise InputError(f"the values of {record.id} are filled in already: --set has no effect", hint=hint)
+        hint = f"print its template with `distflow workflow spec {record.id} --template`, and submit that"
+        raise InputError(
+            f"template variables cannot be set, because the stored spec of {record.id} already has their values", hint=hint
+        )
     secrets = {name: None for group in plan.groups for launch in group.launches for name in launch.secret_names}
-    _check_secrets(record, [name for name in secrets if name not in overrides.secrets])
+    if missing := [name for name in secrets if name not in overrides.secrets]:
+        raise SecretsMissing(record.id, missing)
     checked = check_stored_spec(client, record.id, text, template, Path(folder) if folder else Path.cwd(), overrides)
     return PreviousWorkflow(record=record, checked=checked, pool=pool)
-
-
-def _check_secrets(record: WorkflowRecord, missing: Sequence[str]) -> None:
-    if missing:
-        flags = " ".join(f"--set-env {name}=…" for name in missing)
-        raise InputError(
-            f"{record.id} had {' and '.join(missing)} from --set-env, which is not kept", hint=f"give it again: {flags}"
-        )

@@ -360,14 +360,14 @@ def plan_restart(client: Client, workflow: str, overrides: Overrides, *, pool: s
     configuration, directory = client.configuration(), client.writable_directory()
     previous = find_previous(client, workflow, overrides)
     if previous is None:
-        raise InputError(f"{workflow!r} is no id of a workflow", hint="`distflow workflow list` shows the ones there are")
+        raise InputError(f"`{workflow}` is not the id of a workflow", hint="`distflow workflow list` shows all workflows")
     record = previous.record
     if not record.state.is_final:
-        hint = f"wait for its end, or end it: distflow workflow cancel {record.id}"
+        hint = f"wait until it has ended, or cancel it: distflow workflow cancel {record.id}"
         raise InputError(f"{record.id} has not ended: {record.status}", hint=hint)
     if record.state is WorkflowState.COMPLETED:
-        hint = f"to run all of it again: distflow workflow submit {record.id}"
-        raise InputError(f"{record.id} completed: there is nothing to restart", hint=hint)
+        hint = f"to run the whole workflow again: distflow workflow submit {record.id}"
+        raise InputError(f"{record.id} completed, so there is nothing to restart", hint=hint)
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
     planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets)
     return PlannedRestart(previous=previous, planned=replace(planned, labels=record.labels, priority=record.priority))
@@ -439,5 +439,5 @@ def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str
     """Merge the labels of a spec with given labels, which take precedence. Raises ``InputError`` if there are too many."""
     joined = {**labels, **given}
     if len(joined) > MOST_LABELS:
-        raise InputError(f"a workflow has at most {MOST_LABELS} labels; these are {len(joined)}")
+        raise InputError(f"a workflow can have at most {MOST_LABELS} labels, not {len(joined)}")
     return joined

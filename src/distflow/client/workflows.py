@@ -311,7 +311,7 @@ def _request_end(client: Client, key: str, message: str, force: bool) -> Workflo
 
     record = client.store.find(key)
     if record.state.is_final:
-        raise InputError(f"{record.id} has ended already: {record.status}")
+        raise InputError(f"{record.id} has already ended: {record.status}")
     at, user = time.time(), user_name()  # noqa: TID251  the moment of the request
     details = CancelRequested(user=user, message=message, is_forced=force)
     request = CancelRequest(at=at, by=user, message=message, force=force)
@@ -353,7 +353,7 @@ def wait(
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
                 f"not ended within {timeout_s:g} s: {', '.join(record.id for record in late)}",
-                hint="\n".join([*hint, f"the supervisor continues to run; its log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"the supervisor is still stopping them; its log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:
@@ -407,8 +407,8 @@ def _report_room(client: Client, record: WorkflowRecord) -> None:
 
     missing, reserve = reserve_bytes(str(client.directory.logs))
     if missing:
-        where = f"the disk of {client.directory.logs} has less than {bytes_text(reserve)} free"
-        client.notify(f"warning: {where}: new output stays on its nodes; free {bytes_text(missing)} there")
+        where = f"the disk of {client.directory.logs} has less than {bytes_text(reserve)} of free space"
+        client.notify(f"warning: {where}, so new output stays on the nodes until you free {bytes_text(missing)}")
 
 
 def _report_age(client: Client, record: WorkflowRecord) -> None:
@@ -420,8 +420,12 @@ def _report_age(client: Client, record: WorkflowRecord) -> None:
         if is_running(directory):
             return
     seen = max([record.submitted_at, *(event.at for event in client.store.events(record.uuid))])
-    then = "one is starting now" if has_room(directory) else f"none can be, as the disk of {directory.path} is full"
-    client.notify(f"no supervisor was at work: this is as of {local_second(seen)}; {then}")
+    then = (
+        "a supervisor is starting now"
+        if has_room(directory)
+        else f"none can start, because the disk of {directory.path} is full"
+    )
+    client.notify(f"no supervisor was running, so this status is from {local_second(seen)}; {then}")
 
 
 def group_of(record: WorkflowRecord, name: str) -> GroupRecord:

@@ -45,7 +45,7 @@ def test_a_status_that_only_osmo_has_matches_no_task(status: str, capsys: pytest
 def test_commands_of_osmos_server_say_that_there_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "list", "--all"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: `distflow {command}` does not exist: there is no server\n")
+    assert said.startswith(f"error: `distflow {command}` does not exist, because distflow has no server\n")
     assert len(said.splitlines()) == 2
 
 

@@ -63,7 +63,7 @@ def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
 def test_an_unknown_failure_is_said_to_be_one(screen: Screen) -> None:
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     assert screen.run("diagnose", record.id) == 0
-    assert "Cause   not known; no rule explains this end: worker on worker-node, rank 11: exit code 1: Runtime" in screen.out
+    assert "Cause   unknown: no rule matches this failure: worker on worker-node, rank 11: exit code 1: Runtime" in screen.out
     assert "  Shown   | Traceback (most recent call last):\n" in screen.out
     assert f"distflow workflow logs {record.id} --task worker\n" in screen.out
     assert screen.run("why", record.id) == 0
@@ -88,7 +88,7 @@ def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) ->
     assert "Group training, attempt 1 of 2: RESCHEDULED" in screen.out
     assert "ranks called different collectives" in screen.out
     assert screen.run("diagnose", record.id, "-r", "2") == 2
-    assert "the last is 1" in screen.err
+    assert "the last one is 1" in screen.err
 
 
 def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen) -> None:
@@ -125,7 +125,7 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
         ]
         tell(T0 + 70, over)
         assert screen.run("diagnose", record.id) == 0
-    assert "no task of it has failed" in screen.out
+    assert "no task has failed" in screen.out
 
 
 def test_the_exception_in_a_log_is_diagnosed_also_where_the_verdict_is_an_older_ones(screen: Screen) -> None:

@@ -79,7 +79,7 @@ def test_filters(several: Screen, arguments: list[str], expected: list[str]) -> 
 
 def test_an_unknown_status_is_an_error_with_a_suggestion(several: Screen) -> None:
     assert several.run("list", "-s", "COMPLETE") == 2
-    assert several.err.startswith("error: 'COMPLETE' is not a status of a workflow\ndid you mean `COMPLETED`? statuses: ")
+    assert several.err.startswith("error: `COMPLETE` is not a status of a workflow\ndid you mean `COMPLETED`? statuses: ")
     assert several.out == ""
 
 
@@ -147,14 +147,14 @@ def test_what_workflows_are_marked_with_finds_them(marked: Screen, arguments: li
     [
         (["--label", "team"], "is not of the form KEY=SELECTOR"),
         (["--label", "team=[a]"], "use letters"),
-        (["--label", "-=a"], "is no key of a label"),
+        (["--label", "-=a"], "is not a valid label key"),
         (["--label", "team=(a)"], "alternatives such as `(a|b)`"),
         (["--label", "team=" + "(a|b)" * 6], "more than 32 patterns"),
-        (["--no-label", "a=b"], "is no key of a label"),
-        (["--priority", "urgent"], "'urgent' is not a priority"),
-        (["--submitted-after", "yesterday"], "is no day\nwrite it as YYYY-MM-DD"),
+        (["--no-label", "a=b"], "is not a valid label key"),
+        (["--priority", "urgent"], "`urgent` is not a priority"),
+        (["--submitted-after", "yesterday"], "is not a valid date\nuse the form YYYY-MM-DD"),
         (["--submitted-after", "2025-04-13", "--submitted-before", "2025-04-12"], "is later than"),
-        (["-u", "ada", "--all-users"], "exclude each other"),
+        (["-u", "ada", "--all-users"], "cannot be combined"),
     ],
 )
 def test_filters_that_mean_nothing_are_errors(screen: Screen, arguments: list[str], words: str) -> None:
@@ -188,4 +188,4 @@ def test_a_record_of_another_version_hides_no_tasks_of_others(
     assert (names[0] in shown.out, names[1] in shown.out) == (False, True)
     assert f"warning: {names[0]} is left out" in shown.err
     assert run(["resource", "list", "--all", "-t", "json"]) == 0
-    assert capsys.readouterr().err.startswith(f"warning: what workflow {running(1).uuid} holds is not counted")
+    assert capsys.readouterr().err.startswith(f"warning: the usage of workflow {running(1).uuid} is not included")

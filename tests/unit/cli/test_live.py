@@ -75,7 +75,7 @@ def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch:
     assert lines[0].endswith("  master RUNNING · worker RUNNING")
     assert lines[1].startswith("[master] epoch 1\ndigits-1 RUNNING ")
     assert lines[-1] == "digits-1 FAILED 1:23  master FAILED · worker FAILED\n"
-    assert err.getvalue() == "worker: the last 48 bytes of its output never came from worker-node\n"
+    assert err.getvalue() == "worker: the last 48 bytes of its output were not received from worker-node\n"
 
 
 def test_the_status_line_never_wraps(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_lines_of_a_rank_are_chosen_exactly(
 ) -> None:
     assert screen.run("logs", ranks.id, *arguments) == 0
     assert screen.out.splitlines() == lines
-    shares = "worker: its ranks share one output, so `--rank` cannot choose; torchrun and `spawn` give each its own\n"
+    shares = "worker: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them\n"
     assert screen.err == (shares if {"9", "10"} & {*arguments} else "")
 
 
@@ -148,8 +148,8 @@ def test_what_is_missing_is_told(screen: Screen) -> None:
     screen.store._db.execute("UPDATE workflows SET unfinished = 0")
     assert screen.run("logs", record.id, "-n", "0") == 0
     assert screen.err.splitlines() == [
-        "master: the last 1,199 bytes of its output never came from master-node",
-        "master: 5,000 bytes of its output were lost: master-node's disk was full",
+        "master: the last 1,199 bytes of its output were not received from master-node",
+        "master: 5,000 bytes of its output were lost: master-node had a full disk",
         "worker: 1,000 bytes of its output are still on worker-node",
     ]
     assert screen.run("logs", record.id, "-t", "master", "-n", "0") == 0

@@ -93,7 +93,7 @@ def test_a_plot_shows_the_loss_unless_another_is_asked_for(screen: Screen, train
     hold_against("metrics_plot.txt", screen.out)
     assert screen.run("metrics", trained.id, "--plot", "-k", "step_s", "-k", "stragglers") == 0
     assert screen.out.splitlines()[0] == "step_s"
-    assert screen.err == "stragglers has no numbers to draw\n"
+    assert screen.err == "stragglers has no numbers to plot\n"
 
 
 def test_steps_that_came_again_are_drawn_once(screen: Screen) -> None:
@@ -114,7 +114,7 @@ def test_without_metrics_that_is_said(screen: Screen) -> None:
     for options, shown in (((), ""), (("--plot",), ""), (("-t", "csv"), "task,retry_id,rank,step,time\n")):
         assert screen.run("metrics", record.id, *options) == 0
         assert screen.out == shown
-        assert screen.err == f'{record.id} has printed no metrics: lines such as {{"step": 1, "loss": 0.5}}\n'
+        assert screen.err == f'{record.id} has no metrics. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}\n'
 
 
 def test_an_unknown_name_is_answered_with_those_there_are(screen: Screen, trained: WorkflowRecord) -> None:
@@ -122,7 +122,7 @@ def test_an_unknown_name_is_answered_with_those_there_are(screen: Screen, traine
     assert "has no metric 'los'" in screen.err
     assert "loss" in screen.err.split("'los'")[1]
     assert screen.run("metrics", trained.id, "--plot", "-t", "csv") == 2
-    assert "exclude each other" in screen.err
+    assert "cannot be combined" in screen.err
 
 
 def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
@@ -135,7 +135,7 @@ def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
         lines = screen.out.splitlines()
         place = lines.index("Group training: RUNNING")
         assert lines[place + 1] == "  step 8: loss 1 (rank 0)"
-        pace = "0.2 s a step, 320.5 samples/s, the slowest rank takes 1.9 × the mean, slow: rank 9 (worker on worker-node)"
+        pace = "0.2 s per step, 320.5 samples/s, the slowest rank takes 1.9 × the mean, slow: rank 9 (worker on worker-node)"
         assert lines[place + 2] == f"  {pace}"
         assert screen.run("query", record.id, "-t", "json") == 0
     found = json.loads(screen.out)["groups"][0]["metrics"]
@@ -183,7 +183,7 @@ def test_tensorboard_gets_a_run_for_each_rank(
     assert ("worker-rank-9", "loss") not in {row[:2] for row in written}  # NaN
     assert screen.out.startswith("13 values written to ")
     assert screen.run("metrics", trained.id, "--tensorboard", str(folder)) == 2
-    assert "is there already" in screen.err
+    assert "exists already" in screen.err
 
 
 def test_a_real_tensorboard_reads_what_was_written(screen: Screen, trained: WorkflowRecord, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> No
     record = submit(screen.store, workflow([waiting], state=WorkflowState.PENDING))
     with supervised(screen.directory):
         assert screen.run("query", record.uuid) == 0
-        assert "receives its files: 340 MiB of 3.0 GiB, 112 MiB/s" in screen.out
+        assert "Copying files: 340 MiB of 3.0 GiB, 112 MiB/s" in screen.out
         assert screen.run("query", record.uuid, "-t", "json") == 0
     told = json.loads(screen.out)["groups"][0]["tasks"][0]["transfer"]
     assert told == {
@@ -160,7 +160,7 @@ def test_an_old_answer_says_how_old(screen: Screen, monkeypatch: pytest.MonkeyPa
     # Nothing is to be started here: this test is about the words.
     monkeypatch.setattr(Client, "wake", lambda _: None)
     assert screen.run("query", record.id, "-t", "json") == 0
-    assert screen.err == "no supervisor was at work: this is as of 2025/04/11 21:31:07; one is starting now\n"
+    assert screen.err == "no supervisor was running, so this status is from 2025/04/11 21:31:07; a supervisor is starting now\n"
     assert json.loads(screen.out)["status"] == "RUNNING"
 
 

@@ -33,4 +33,4 @@ def test_holders_are_shown_by_workflow_and_task_with_ranges() -> None:
 
 
 def test_nodes_of_which_nothing_is_in_use_say_so() -> None:
-    assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes\n"
+    assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes.\n"

@@ -45,7 +45,7 @@ def test_equal_stacks_stand_together_and_the_odd_one_is_named() -> None:
         "    load (train.py:1)\n"
         "    main (train.py:2)\n"
         "\n"
-        "elsewhere than most: worker on n-worker (pid 3, rank 2)\n"
+        "different from most: worker on n-worker (pid 3, rank 2)\n"
     )
 
 
@@ -56,7 +56,7 @@ def test_two_camps_of_one_size_have_no_odd_one() -> None:
 
 def test_long_stacks_are_cut_and_say_so() -> None:
     text = shown(task("a", process(1, *[f"f{number}" for number in range(20)])))
-    assert "    … 4 calls more\n" in text
+    assert "    … 4 more calls\n" in text
     assert "f15 (" in text
     assert "f16 (" not in text
 
@@ -69,14 +69,14 @@ def test_what_could_not_be_seen_is_said_with_what_to_do() -> None:
     )
     assert "a on n-a (pid 1)" in text
     assert "    python3 sleeps in futex_wait\n" in text
-    assert "c: not seen: n-c: connection refused\n" in text
+    assert "c: no stacks: n-c: connection refused\n" in text
     assert (
-        "no Python stacks of n-a: py-spy is not there\n  install it into the node's python: /opt/python -m pip install py-spy"
-        in text
+        "no Python stacks of n-a: py-spy is not installed\n"
+        "  install it for the node's Python: /opt/python -m pip install py-spy" in text
     )
     assert (
-        "n-b: Error: Permission Denied\n  only root may look into processes there: sudo sysctl kernel.yama.ptrace_scope=0"
-        in text
+        "n-b: Error: Permission Denied\n"
+        "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0" in text
     )
 
 
@@ -94,7 +94,7 @@ def test_the_age_of_a_heartbeat_is_told() -> None:
     one, other = task("a", process(1, "f")), task("b", process(2, "f"))
     beating = replace(one, seen={**(one.seen or {}), "heartbeat_age_s": 312.4})
     text = stacks_text("w-1", [beating, other], Paint())
-    assert text.endswith("\na: its last heartbeat was 5:12 ago\n")
+    assert text.endswith("\na: last heartbeat 5:12 ago\n")
     assert [found["heartbeat_age_s"] for found in stacks_json("w-1", [beating, other])["tasks"]] == [312.4, None]
 
 
@@ -147,7 +147,7 @@ def test_one_that_has_begun_it_while_it_waits_in_an_earlier_one_is_named_as_wait
 
 def test_different_operations_under_one_number_are_a_mismatch() -> None:
     text = shown_collectives(rank_reports("a", {0: IN_5, 1: IN_5, 2: (5, "broadcast", False, 5), 3: IN_5}))
-    assert "  collective 5 is not the same everywhere: all_reduce on ranks 0-1, 3, broadcast on rank 2\n" in text
+    assert "  collective 5 differs between ranks: all_reduce on ranks 0-1, 3, broadcast on rank 2\n" in text
     assert "wait" not in text
 
 
@@ -157,7 +157,7 @@ def test_all_in_the_same_one_have_nobody_to_wait_for() -> None:
 
 
 def test_ranks_that_told_nothing_are_named_as_such() -> None:
-    assert "    not known of: ranks 0, 3\n" in shown_collectives(rank_reports("a", {1: IN_5, 2: IN_5}))
+    assert "    unknown: ranks 0, 3\n" in shown_collectives(rank_reports("a", {1: IN_5, 2: IN_5}))
 
 
 def test_worlds_of_two_groups_of_a_workflow_are_not_mixed() -> None:
@@ -170,7 +170,7 @@ def test_worlds_of_two_groups_of_a_workflow_are_not_mixed() -> None:
 @pytest.mark.parametrize(
     ("tasks", "text"),
     [
-        ([rank_reports("a", {0: AFTER_4, 1: AFTER_4})], "no rank waits in a collective\n"),
+        ([rank_reports("a", {0: AFTER_4, 1: AFTER_4})], "No rank waits in a collective.\n"),
         ([rank_reports("a", {})], ""),
         ([], ""),
     ],

@@ -33,8 +33,8 @@ def test_without_tags_there_is_a_sentence(screen: Screen) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-a", "good"], "no workflow is named"),
-        (["-w", "digits-1"], "nothing is said to do"),
+        (["-a", "good"], "no workflow is given"),
+        (["-w", "digits-1"], "no tag is given"),
         (["-w", "digits-1", "-a", "a,b"], "`a,b` is not a valid tag"),
         (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow 'digits-9'"),
     ],

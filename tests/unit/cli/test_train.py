@@ -29,7 +29,7 @@ def test_a_precision_that_the_strategy_has_no_option_for_is_the_programs(
     assert run(["train", "advise", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "    strategy: {kind: ddp}\n" in printed
-    assert printed.count('\n    with torch.autocast("cuda", torch.bfloat16):  # in the program, ') == said
+    assert printed.count('\n    with torch.autocast("cuda", torch.bfloat16):  # in your program, ') == said
     assert run(["train", "advise", *arguments, "-t", "json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert (chosen["precision"], chosen["autocast"]) == (precision, bool(said))
@@ -46,7 +46,7 @@ def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "advise", "--params", "1t", "--gpus", "2", "--gpu-memory", "1Gi", "--precision", "fp32"]) == 0
-    assert "no strategy fits: use more GPUs" in capsys.readouterr().out
+    assert "No strategy fits: use more GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_cancel_says_what_is_known_and_what_will_happen() -> None:
     words = list(cancel_words(record, 120.0))
     assert words[0].startswith(f"worker-node has been unreachable since {local_second(AWAY.since)}: me@10.0.0.2:22")
     assert words[1] == (
-        "  worker may run on there, and will be stopped as soon as worker-node answers;"
-        f" if that takes longer than node_lost_after (120 s), {record.id} ends without it"
+        "  worker may still run on worker-node and will be stopped as soon as it responds."
+        f" If that takes longer than `node_lost_after` (120 s), {record.id} ends without them."
     )
     assert list(cancel_words(_record(running_group()), 120.0)) == []
 
@@ -64,6 +64,4 @@ def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
     gone = "worker-node has been unreachable for 2 min: it does not answer"
     lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, stray=Stray.OUT_OF_REACH)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))
-    assert list(left_behind(record)) == [
-        f"worker: {gone}; it may still run there, and is stopped as soon as worker-node answers"
-    ]
+    assert list(left_behind(record)) == [f"worker: {gone}; it may still run there until worker-node responds"]

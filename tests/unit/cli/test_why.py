@@ -88,10 +88,10 @@ def test_programs_get_one_document(screen: Screen) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        (workflow([completed_group()]), "digits-1 completed: there is no failure to explain"),
+        (workflow([completed_group()]), "digits-1 completed, so there is no failure to explain"),
         (
             workflow([running_group()], state=WorkflowState.RUNNING),
-            "digits-1 has not ended, and no task of it has failed: RUNNING",
+            "digits-1 has not ended, and no task has failed: RUNNING",
         ),
         (
             replace(
@@ -132,7 +132,7 @@ def retried(screen: Screen) -> str:
 def test_an_earlier_attempt_is_told_when_it_is_asked_for(screen: Screen) -> None:
     workflow_id = retried(screen)
     assert screen.run("why", workflow_id) == 0
-    assert f"training was tried again after a failure; why: distflow workflow why {workflow_id} -r 0" in screen.out
+    assert f"training was retried after a failure. Details: distflow workflow why {workflow_id} -r 0" in screen.out
     assert screen.run("why", workflow_id, "-r", "0") == 0
     assert "Group training, attempt 1 of 2: RESCHEDULED" in screen.out
     assert "First cause: worker on worker-node, rank 11: exit code 1: RuntimeError: shapes differ" in screen.out
@@ -143,7 +143,7 @@ def test_what_is_not_there_is_refused_in_words(screen: Screen) -> None:
     workflow_id = retried(screen)
     assert screen.run("why", workflow_id, "-r", "2") == 2
     assert "no attempt 2" in screen.err
-    assert "the last is 1" in screen.err
+    assert "the last one is 1" in screen.err
     assert screen.run("why", workflow_id, "-g", "trainign") == 2
     assert "did you mean `training`?" in screen.err
 

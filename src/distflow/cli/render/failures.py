@@ -33,21 +33,21 @@ __all__ = [
 def no_verdict(record: WorkflowRecord) -> str:
     """Return a message that explains why a workflow has no failure to explain."""
     if record.state is WorkflowState.COMPLETED:
-        words = f"{record.id} completed: there is no failure to explain"
+        words = f"{record.id} completed, so there is no failure to explain"
     elif record.state is WorkflowState.CANCELED:
         who = f" by {record.cancel.by}" if record.cancel else ""
         message = f": {record.cancel.message}" if record.cancel and record.cancel.message else ""
         words = f"{record.id} was canceled{who}{message}"
     elif record.state.is_final:
-        words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group of it failed'}"
+        words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group failed'}"
     else:
-        words = f"{record.id} has not ended, and no task of it has failed: {record.status}"
+        words = f"{record.id} has not ended, and no task has failed: {record.status}"
         for missing in filter(None, map(missing_ranks, record.groups)):
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
     retried = [group for group in record.groups if group.earlier_causes]
     for group in retried:
         count = len(group.earlier_causes)
-        words += f"\n{group.name} was tried again after {_times(count)}; why: distflow workflow why {record.id} -r {count - 1}"
+        words += f"\n{group.name} was retried after {_times(count)}. Details: distflow workflow why {record.id} -r {count - 1}"
     return words
 
 
@@ -116,12 +116,12 @@ def _times(count: int) -> str:
 
 
 def _facts(cause: Cause) -> Iterator[str]:
-    yield f"Process     pid {cause.pid if cause.pid is not None else 'not known'}"
+    yield f"Process     pid {cause.pid if cause.pid is not None else 'unknown'}"
     sure = f" ±{_small(cause.clock.uncertainty_s)}" if cause.clock else ""
     yield f"Time        {local_milli(cause.at)}{sure}"
     if cause.rivals:
         others = ", ".join(cause.rivals)
-        yield f"Also failed {others}: at the same time, as far as the clocks of the nodes can tell"
+        yield f"Also failed {others}: at the same time, within the uncertainty of the nodes' clocks"
     for title, texts in (
         ("Kernel", cause.kernel),
         ("Traceback", cause.traceback.splitlines()),
@@ -163,7 +163,7 @@ def _clock_words(clock: Clock) -> str:
     if abs(clock.offset_s) <= clock.uncertainty_s:
         return f"equal to this machine's {sure}"
     side = "before" if clock.offset_s > 0 else "behind"
-    return f"{_small(abs(clock.offset_s))} {side} this machine's {sure}; its times above are corrected"
+    return f"{_small(abs(clock.offset_s))} {side} this machine's {sure}; the times above are corrected"
 
 
 def _small(seconds: float) -> str:
@@ -247,12 +247,12 @@ def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
     if cause is None:
         message = one.group.message.splitlines()[0] if one.group.message else one.status
         yield f"Cause   no task failed by itself: {plain(message)}"
-        yield f"Remedy  The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+        yield f"Remedy  Read the timeline: distflow workflow why {record.id}{retry}"
         return
-    yield f"Cause   not known; no rule explains this end: {cause_words(cause)}"
+    yield f"Cause   unknown: no rule matches this failure: {cause_words(cause)}"
     for number, line in enumerate(cause.lines[-_SHOWN_LINES:]):
         yield f"{'' if number else 'Shown':<7} | {plain(line)}"
-    yield f"Remedy  Read its whole output: distflow workflow logs {record.id} --task {cause.task}{retry}"
-    yield f"        The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+    yield f"Remedy  Read its output: distflow workflow logs {record.id} --task {cause.task}{retry}"
+    yield f"        Read the timeline: distflow workflow why {record.id}{retry}"
     yield "        If it happens again, `debug: true` in the group checks collectives, and"
     yield "        `timeout: {hang_timeout: 10m}` reports a gang that has become silent."

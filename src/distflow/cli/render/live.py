@@ -147,7 +147,7 @@ def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | No
     if not found:
         has_ended = bool(attempts) and all(one.state.is_final for one in attempts)
         print(
-            f"{task} wrote no error file{'' if has_ended else ' yet'}; what it printed, standard error too: "
+            f"{task} has not written an error file{'' if has_ended else ' yet'}. Its output: "
             f"distflow workflow logs {record.id} --task {task}",
             file=sys.stderr,
         )

@@ -71,7 +71,7 @@ def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
     """Return the measurements of a ``StepTimer``, with the task and node of each straggler, or an empty text."""
     words = []
     if isinstance(step_s := values.get("slowest_step_s"), int | float):
-        words.append(f"{step_s:.3g} s a step")
+        words.append(f"{step_s:.3g} s per step")
     if isinstance(samples := values.get("total_samples_per_s"), int | float):
         words.append(f"{samples:.4g} samples/s")
     if isinstance(imbalance := values.get("imbalance"), int | float):

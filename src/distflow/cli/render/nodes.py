@@ -210,7 +210,7 @@ def _pair_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-WHAT_USED_MEANS = "used is what this user's unfinished workflows hold, as distflow's own record has it; no node was asked"
+WHAT_USED_MEANS = "Usage is that of this user's unfinished workflows in the store. No node was contacted."
 
 
 class Mode(str, Enum):
@@ -245,8 +245,8 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
         for one in report.holders
     ]
     rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
-    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes\n"]
-    lines += [f"{usage.node.name}: not asked: {plain(report.error)}\n" for usage, report in found if report.error]
+    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes.\n"]
+    lines += [f"{usage.node.name}: no answer: {plain(report.error)}\n" for usage, report in found if report.error]
     return "".join(lines)
 
 

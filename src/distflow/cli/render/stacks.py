@@ -43,12 +43,12 @@ def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str
         lines += [paint.strong(f"{_count(len(who))} here: {_few(who)}"), *(f"    {frame}" for frame in frames), ""]
     if len(by_count) > 1 and len(by_count[0][1]) > len(stacks) / 2:
         others = [one for _, who in by_count[1:] for one in who]
-        lines += [f"elsewhere than most: {_few(others)}", ""]
+        lines += [f"different from most: {_few(others)}", ""]
     lines += collective_lines(tasks, paint)
     lines += _heartbeats(tasks)
     lines += _problems(tasks)
     if not stacks and not any(task.error for task in tasks):
-        lines.append(f"{workflow} has no process that could be inspected")
+        lines.append(f"{workflow} has no process that can be inspected")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -85,8 +85,8 @@ def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
 def _python(threads: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     main = next((one for one in threads if one["name"] == "MainThread"), threads[0])
     frames = [plain(f"{one['function']} ({one['file']}:{one['line']})") for one in main["frames"]]
-    more = [f"… {len(frames) - _FRAMES} calls more"] if len(frames) > _FRAMES else []
-    return (*frames[:_FRAMES], *more) or ("in no Python function",)
+    more = [f"… {len(frames) - _FRAMES} more calls"] if len(frames) > _FRAMES else []
+    return (*frames[:_FRAMES], *more) or ("not in a Python function",)
 
 
 def _kernel(one: Mapping[str, Any]) -> str:
@@ -98,17 +98,17 @@ def _heartbeats(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         age_s = (task.seen or {}).get("heartbeat_age_s")
         if age_s is not None:
-            yield f"{task.asked.task}: its last heartbeat was {duration(age_s)} ago"
+            yield f"{task.asked.task}: last heartbeat {duration(age_s)} ago"
 
 
 def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         if task.error:
-            yield f"{task.asked.task}: not seen: {task.error}"
+            yield f"{task.asked.task}: no stacks: {task.error}"
     lacking = {task.asked.node.name: task.asked.node.python for task in tasks if _lacks_tool(task)}
     if lacking:
-        yield f"no Python stacks of {_few(list(lacking))}: py-spy is not there"
-        yield f"  install it into the node's python: {next(iter(lacking.values()))} -m pip install py-spy"
+        yield f"no Python stacks of {_few(list(lacking))}: py-spy is not installed"
+        yield f"  install it for the node's Python: {next(iter(lacking.values()))} -m pip install py-spy"
     refused: dict[str, set[str]] = {}
     rules: dict[str, int] = {}
     for task in tasks:
@@ -119,7 +119,7 @@ def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for words, nodes in refused.items():
         yield f"{', '.join(sorted(nodes))}: {words}"
         if any(rules[node] for node in nodes) and "ermi" in words:
-            yield "  only root may look into processes there: sudo sysctl kernel.yama.ptrace_scope=0"
+            yield "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0"
 
 
 def _lacks_tool(task: TaskStacks) -> bool:
@@ -186,7 +186,7 @@ def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]
         yield from _verdict(reports)
         yield ""
     if groups and not waiting:
-        yield from ("no rank waits in a collective", "")
+        yield from ("No rank waits in a collective.", "")
 
 
 def _parse_report(rank: int, who: str, group: Mapping[str, object]) -> _RankReport:
@@ -201,7 +201,7 @@ def _positions(ranks: Sequence[int], reports: Sequence[_RankReport]) -> Iterator
         yield f"    {position.words}: {_ranks([one.rank for one in equal])}"
     silent = set(ranks) - {one.rank for one in reports}
     if silent:
-        yield f"    not known of: {_ranks(silent)}"
+        yield f"    unknown: {_ranks(silent)}"
 
 
 def _verdict(reports: Sequence[_RankReport]) -> Iterator[str]:
@@ -217,7 +217,7 @@ def _verdict(reports: Sequence[_RankReport]) -> Iterator[str]:
         yield f"  {_ranks([one.rank for one in waiting])} {_verb(waiting)} in {operations[0]} for {_few_ranks(missing)}"
     elif len(operations) > 1:
         at = (f"{name} on {_ranks([one.rank for one in waiting if one.position.operation == name])}" for name in operations)
-        yield f"  collective {first} is not the same everywhere: {', '.join(at)}"
+        yield f"  collective {first} differs between ranks: {', '.join(at)}"
 
 
 def _verb(some: Sequence[_RankReport]) -> str:

@@ -103,7 +103,7 @@ def workflow_text(
             lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
     outputs = [task for group in record.groups for task in group.tasks if task.outputs and task.output_dir]
     if outputs:
-        lines += ["", "Outputs stay where they were written:"]
+        lines += ["", "Outputs on nodes:"]
         lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
     written = [one for group in record.groups for one in group.carried if one.is_written and one.files]
     if written:
@@ -164,7 +164,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         old = old_groups.get(group.name)
         if old is None or (old.status, old.message) != (group.status, group.message):
             if group.earlier_causes and (old is None or old.attempt != group.attempt):
-                yield f"{group.name}: tried again after {cause_words(group.earlier_causes[-1])}"
+                yield f"{group.name}: retried after {cause_words(group.earlier_causes[-1])}"
             yield f"{group.name}: {group.status}{f': {plain(group.message)}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
@@ -214,7 +214,7 @@ def cause_words(cause: Cause) -> str:
 def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> Iterator[str]:
     if group.left_out:
         verb = "ran" if group.state.is_final else "runs"
-        yield f"{verb} without {few(group.left_out, ', ')}, for want of room (elastic)"
+        yield f"{verb} without {few(group.left_out, ', ')}, because the pool has too little room (elastic)"
     older = len(group.earlier_causes) - _FEW_ATTEMPTS
     if older > 0:
         yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
@@ -278,10 +278,11 @@ def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", afte
     if files is None:
         return ""
     if files.image:
-        return f"{before}pulls its image {files.image}{after}"
-    doing = f"{files.output} its output" if files.output else "receives its files"
+        return f"{before}Pulling image {files.image}{after}"
+    step = {"packs": "Packing", "sends": "Sending", "writes": "Writing"}.get(files.output, "Moving")
+    doing = f"{step} output" if files.output else "Copying files"
     if files.url:
-        doing = f"{doing} to {files.url}" if files.output else f"fetches {files.url}"
+        doing = f"{doing} to {files.url}" if files.output else f"Fetching {files.url}"
     share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
     return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
 
@@ -329,8 +330,8 @@ def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[s
         for away in nodes_away(group):
             yield away.words
             yield (
-                f"  {' and '.join(away.tasks)} may run on there, and will be stopped as soon as {away.node} answers;"
-                f" if that takes longer than node_lost_after ({node_lost_after_s:g} s), {record.id} ends without it"
+                f"  {' and '.join(away.tasks)} may still run on {away.node} and will be stopped as soon as it responds."
+                f" If that takes longer than `node_lost_after` ({node_lost_after_s:g} s), {record.id} ends without them."
             )
 
 
@@ -339,7 +340,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
     for group in record.groups:
         for task in group.tasks:
             if task.stray is not None:
-                yield f"{task.name}: {task.message}; it may still run there, and is stopped as soon as {task.node} answers"
+                yield f"{task.name}: {task.message}; it may still run there until {task.node} responds"
 
 
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:

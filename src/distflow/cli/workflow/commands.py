@@ -12,33 +12,36 @@ __all__ = ["app"]
 class _Workflow(LazyGroup):
     table = commands(
         {
-            "submit": ("distflow.cli.workflow.submit:submit_app", "Check a spec, place it and run it."),
-            "restart": ("distflow.cli.workflow.submit:restart_app", "Run what did not complete once more."),
-            "validate": ("distflow.cli.workflow.submit:validate_app", "Check a spec, offline, and start nothing."),
-            "query": ("distflow.cli.workflow.query:app", "Show where a workflow stands."),
-            "why": ("distflow.cli.workflow.why:why_app", "Tell why a workflow failed: first cause and timeline."),
-            "diagnose": ("distflow.cli.workflow.why:diagnose_app", "Tell a failure's cause and remedy."),
+            "submit": ("distflow.cli.workflow.submit:submit_app", "Check a spec and run it."),
+            "restart": ("distflow.cli.workflow.submit:restart_app", "Run the groups that did not complete again."),
+            "validate": ("distflow.cli.workflow.submit:validate_app", "Check specs offline, without starting anything."),
+            "query": ("distflow.cli.workflow.query:app", "Show the status of a workflow and its tasks."),
+            "why": ("distflow.cli.workflow.why:why_app", "Show why a workflow failed: first cause and timeline."),
+            "diagnose": ("distflow.cli.workflow.why:diagnose_app", "Show the known cause of a failure, and its remedy."),
             "list": ("distflow.cli.workflow.list:app", "List workflows, the newest last."),
-            "logs": ("distflow.cli.workflow.records:logs_app", "Show what the tasks print."),
-            "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that its tasks print."),
-            "events": ("distflow.cli.workflow.records:events_app", "Tell a workflow's story."),
-            "stacks": ("distflow.cli.workflow.why:stacks_app", "Show where its processes are just now."),
-            "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command beside a running task."),
+            "logs": ("distflow.cli.workflow.records:logs_app", "Print or follow the output of tasks."),
+            "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that tasks print."),
+            "events": ("distflow.cli.workflow.records:events_app", "List the events of a workflow."),
+            "stacks": ("distflow.cli.workflow.why:stacks_app", "Show the current call stacks of running processes."),
+            "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command alongside a running task."),
             "rsync": ("distflow.cli.workflow.rsync:app", "Copy files to and from a running task."),
-            "port-forward": ("distflow.cli.workflow.exec:port_forward_app", "Reach ports of a running task's node from here."),
-            "cancel": ("distflow.cli.workflow.manage:cancel_app", "End workflows."),
+            "port-forward": (
+                "distflow.cli.workflow.exec:port_forward_app",
+                "Forward local ports to the node of a running task.",
+            ),
+            "cancel": ("distflow.cli.workflow.manage:cancel_app", "Cancel workflows."),
             "adopt": (
                 "distflow.cli.workflow.manage:adopt_app",
-                "Take in workflows that lie on the nodes and that the store does not know.",
+                "Add workflows to the store that are only on nodes.",
             ),
-            "tag": ("distflow.cli.workflow.manage:tag_app", "Put tags on workflows, and take them off."),
-            "spec": ("distflow.cli.workflow.records:spec_app", "Print a workflow's spec as it ran, or as it was written."),
+            "tag": ("distflow.cli.workflow.manage:tag_app", "Add and remove tags of workflows."),
+            "spec": ("distflow.cli.workflow.records:spec_app", "Print the spec of a workflow."),
         }
     )
 
 
 app = typer.Typer(
-    cls=_Workflow, no_args_is_help=True, help="Submit, watch and end workflows.", rich_markup_mode=None, add_completion=False
+    cls=_Workflow, no_args_is_help=True, help="Submit, watch and cancel workflows.", rich_markup_mode=None, add_completion=False
 )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import WorkflowArgument, open_client, open_workflow
-from distflow.cli.options import command_app
+from distflow.cli.options import ConnectTimeoutOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import raw_terminal, read_size
 from distflow.client.running_tasks import (
@@ -47,33 +47,32 @@ _AGAIN_S = 1.0
 )
 def execute(
     workflow: WorkflowArgument,
-    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The task beside which it runs.")] = None,
+    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The task alongside which the command runs.")] = None,
     group: Annotated[
-        str | None, typer.Option("--group", metavar="GROUP", help="Every task of this group instead, without a terminal.")
+        str | None,
+        typer.Option("--group", metavar="GROUP", help="Run on every task of this group instead, without a terminal."),
     ] = None,
     entry: Annotated[
-        str | None, typer.Option("--entry", metavar="COMMAND", help=f"What to run, in quotes: {_SHELL} when not given.")
+        str | None, typer.Option("--entry", metavar="COMMAND", help=f"The command to run, in quotes. Default: {_SHELL}.")
     ] = None,
-    connect_timeout: Annotated[
-        int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
-    ] = 60,
+    connect_timeout: ConnectTimeoutOption = 60,
     keep_alive: Annotated[
-        bool, typer.Option("--keep-alive", help="When the connection breaks, connect again and start the command anew.")
+        bool, typer.Option("--keep-alive", help="If the connection breaks, connect again and restart the command.")
     ] = False,
 ) -> None:
-    """Run a command beside a running task: on its node, in its directory, with its environment and GPUs.
+    """Run a command alongside a running task.
 
-    In a terminal, the command has one too; otherwise pipes. The exit code is the command's (with --group the highest). The
-    command ends with the connection and with the task, and so does whatever it started: nothing stays behind. Values of
-    --set-env and of credentials are there as in the task.
+    It runs on the task's node, in its directory, with its environment (including secrets) and its GPUs. In a terminal, the
+    command gets a terminal, too; otherwise it gets pipes. The exit code is that of the command, or the highest with --group.
+    The command and its child processes are killed when the connection closes or the task ends.
     """
     argv = _parse(entry if entry is not None else _SHELL)
     if (task is None) == (group is None):
-        raise InputError("name a task, or a group with --group", hint="not both, and not none of them")
+        raise InputError("name either a task, or a group with --group")
     if group is not None and keep_alive:
-        raise InputError("--keep-alive is for one task, and --group names several")
+        raise InputError("--keep-alive cannot be combined with --group")
     if group is not None and entry is None:
-        raise InputError("--group has no terminal for a shell", hint="say with --entry what to run on every task")
+        raise InputError("--group needs a command, because it has no terminal for a shell", hint="use --entry COMMAND")
     with open_workflow(workflow, report_age=False) as (client, record):
         if task is not None:
             chosen = choose_tasks(record, [task])
@@ -94,9 +93,9 @@ def _parse(entry: str) -> list[str]:
     try:
         argv = shlex.split(entry)
     except ValueError as error:
-        raise InputError(f"--entry {entry!r}: {error}") from None
+        raise InputError(f"--entry `{entry}`: {error}") from None
     if not argv:
-        raise InputError("--entry names no command")
+        raise InputError("--entry is empty")
     return argv
 
 
@@ -117,7 +116,7 @@ def _run_on_one(
             if find_again is None or not keyboard.was_used:
                 raise
             keyboard.detach()
-            print(f"{plain_lines(str(error))}; connecting again, Ctrl-C ends it", file=sys.stderr)
+            print(f"{plain_lines(str(error))}; connecting again (Ctrl-C to stop)", file=sys.stderr)
         pause(_AGAIN_S)
         task = find_again()
 
@@ -248,22 +247,20 @@ _MOST = 30
 )
 def port_forward(
     workflow: WorkflowArgument,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="The task whose node is meant.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The task whose node the ports are on.")],
     port: Annotated[
         str,
         typer.Option(
-            "--port", metavar="LOCAL[:REMOTE],…", help="Ports here and there; ranges a-b or a-b:c-d; lists with commas."
+            "--port", metavar="LOCAL[:REMOTE],…", help="Local ports and ports of the node, such as 8080:80,9000-9003."
         ),
     ],
-    host: Annotated[str, typer.Option("--host", help="The address of this machine to listen on.")] = "localhost",
-    connect_timeout: Annotated[
-        int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
-    ] = 60,
+    host: Annotated[str, typer.Option("--host", help="The local address to listen on.")] = "localhost",
+    connect_timeout: ConnectTimeoutOption = 60,
 ) -> None:
-    """Reach TCP ports of a running task's node from here, until Ctrl-C or the end of the task.
+    """Forward local TCP ports to the node of a running task.
 
-    What listens there may listen on the node's loopback only. It is the node that is reached, not the task alone: other
-    programs there have ports as well.
+    Forwarding stops with Ctrl-C or when the task ends. Programs that listen only on the node's loopback address can be reached,
+    too. The ports belong to the node, so other programs on it can also be reached.
     """
     pairs = parse_ports(port)
     with open_workflow(workflow, report_age=False) as (client, record):
@@ -271,7 +268,7 @@ def port_forward(
 
 
 def _print_ready(port: ForwardedPort) -> None:
-    words = f"{port.host}:{port.local} is port {port.remote} of {port.node}; Ctrl-C ends it"
+    words = f"{port.host}:{port.local} is forwarded to port {port.remote} of {port.node} (Ctrl-C to stop)"
     print(words, file=sys.stderr, flush=True)
 
 
@@ -286,12 +283,12 @@ def parse_ports(text: str) -> list[tuple[int, int]]:
         ours, colon, theirs = part.partition(":")
         here, there = _range(ours, text), _range(theirs if colon else ours, text)
         if len(here) != len(there):
-            raise InputError(f"--port {part}: {len(here)} ports here, and {len(there)} there")
+            raise InputError(f"--port {part}: the local and remote ranges differ in length: {len(here)} and {len(there)}")
         pairs += zip(here, there, strict=True)
     if len(pairs) > _MOST:
-        raise InputError(f"--port names {len(pairs)} ports; at most {_MOST} are forwarded at once")
+        raise InputError(f"--port has {len(pairs)} ports, and at most {_MOST} can be forwarded")
     if len({ours for ours, _ in pairs}) < len(pairs):
-        raise InputError(f"--port {text} names a port of this machine twice")
+        raise InputError(f"--port {text} has a local port twice")
     return pairs
 
 
@@ -300,7 +297,8 @@ def _range(text: str, whole: str) -> range:
     words = (first, last) if dash else (first, first)
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= 65535 for word in words):
         raise InputError(
-            f"--port {whole}: {text!r} is no port", hint="write LOCAL or LOCAL:REMOTE, such as 8080:80, or a range 8000-8003"
+            f"--port {whole}: `{text}` is not a port",
+            hint="use LOCAL or LOCAL:REMOTE, such as 8080:80, or a range such as 8000-8003",
         )
     if dash and int(first) >= int(last):
         raise InputError(f"--port {whole}: the range {text} is empty")

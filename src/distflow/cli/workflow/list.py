@@ -46,34 +46,33 @@ app = command_app()
 def list_command(
     count: CountOption = 20,
     offset: OffsetOption = 0,
-    name: Annotated[str | None, typer.Option("--name", "-n", help="Only those with this in their id.")] = None,
-    status: Annotated[
-        list[str] | None, typer.Option("--status", "-s", help="Only those of this status; may be repeated.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Only with this text in the id.")] = None,
+    status: Annotated[list[str] | None, typer.Option("--status", "-s", help="Only with this status; may be repeated.")] = None,
     user: UsersOption = None,
     all_users: AllUsersOption = False,
     pool: PoolsOption = None,
     priority: PrioritiesOption = None,
     submitted_after: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted on this day or later.")
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only submitted on this day or later.")
     ] = None,
-    submitted_before: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted before this day.")
-    ] = None,
-    tags: Annotated[list[str] | None, typer.Option("--tags", metavar="TAG", help="Only those with any of these tags.")] = None,
+    submitted_before: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only submitted before this day.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tags", metavar="TAG", help="Only with any of these tags.")] = None,
     label: Annotated[
         list[str] | None,
-        typer.Option("--label", metavar="KEY=SELECTOR", help="Only those with this label: * is any run, (a|b) one of them."),
+        typer.Option(
+            "--label",
+            metavar="KEY=SELECTOR",
+            help="Only with this label. In a selector, * matches any text, and (a|b) either text.",
+        ),
     ] = None,
-    no_label: Annotated[
-        list[str] | None, typer.Option("--no-label", metavar="KEY", help="Only those without this label.")
-    ] = None,
+    no_label: Annotated[list[str] | None, typer.Option("--no-label", metavar="KEY", help="Only without this label.")] = None,
     order: OrderOption = Order.ASC,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List workflows, the newest at the bottom.
+    """List workflows, the newest last.
 
-    All filters must hold; of several values of one any will do, but labels must all be there.
+    A workflow is listed if it matches all filters. If a filter has several values, one of them must match, but all labels must
+    match.
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(
@@ -114,5 +113,5 @@ def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
         if status.upper() not in {*known, *OSMO_STATUSES}:
             from distflow.documents.text import did_you_mean
 
-            raise InputError(f"{status!r} is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
+            raise InputError(f"`{status}` is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
     return [end for status in statuses for end in known.get(status.upper(), ())]

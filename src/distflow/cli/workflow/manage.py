@@ -31,25 +31,28 @@ cancel_app = command_app()
     "cancel", epilog="Examples: distflow workflow cancel pytorch-dist-3  ·  distflow workflow cancel a-1 b-2 -m 'wrong data'"
 )
 def cancel_workflows(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Workflows to end.")],
-    message: Annotated[str, typer.Option("--message", "-m", help="Why; kept with the workflow.")] = "",
-    force: Annotated[bool, typer.Option("--force", "-f", help="Kill at once, without the grace after TERM.")] = False,
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The ids or uuids of workflows.")],
+    message: Annotated[str, typer.Option("--message", "-m", help="A reason, which is stored with the workflow.")] = "",
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Kill tasks immediately, without a grace period after SIGTERM.")
+    ] = False,
     wait_s: Annotated[
-        float | None, typer.Option("--wait", metavar="SECONDS", help="Return when nothing of it is left, or after this time.")
+        float | None, typer.Option("--wait", metavar="SECONDS", help="Wait until the workflows have ended, at most this long.")
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """End workflows: TERM to every task, KILL after the pool's grace, and proof that nothing is left.
+    """Cancel workflows.
 
-    Every id is tried; if one of them cannot be canceled, the exit code says so. A task whose node is unreachable is stopped as
-    soon as the node answers.
+    Each task gets SIGTERM, and SIGKILL after the pool's grace period. distflow then checks that no process is left. A task on
+    an unreachable node is stopped as soon as the node responds. If a workflow cannot be canceled, the others still are, and the
+    exit code is not 0.
     """
     with open_client() as client:
         results = cancel(client, ids, message=message, force=force)
         records = [one.record for one in results if one.record is not None]
         try:
             if format_type is Format.TEXT:
-                lines = [line for one in records for line in (f"{one.id}: asked to stop", *_unreachable_words(client, one))]
+                lines = [line for one in records for line in (f"{one.id}: canceling", *_unreachable_words(client, one))]
                 print("".join(f"{line}\n" for line in lines), end="", flush=True)
         finally:
             # Wait even if printing fails because the reader has closed the output.
@@ -91,23 +94,24 @@ tag_app = command_app()
 def tag(
     workflow: Annotated[
         list[str] | None,
-        typer.Option("--workflow", "-w", metavar="ID", help="The workflow; may be repeated.", autocompletion=complete_workflow),
+        typer.Option(
+            "--workflow", "-w", metavar="ID", help="The id of a workflow; may be repeated.", autocompletion=complete_workflow
+        ),
     ] = None,
-    add: Annotated[
-        list[str] | None, typer.Option("--add", "-a", metavar="TAG", help="Put this tag on; may be repeated.")
-    ] = None,
+    add: Annotated[list[str] | None, typer.Option("--add", "-a", metavar="TAG", help="Add this tag; may be repeated.")] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Take this tag off; may be repeated.")
+        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Remove this tag; may be repeated.")
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Put tags on workflows and take them off, first off, then on. Without options: list the tags that there are."""
+    """Add and remove tags of workflows, or list all tags.
+
+    Tags are removed first, then added. Without options, the command lists all tags.
+    """
     if workflow and not (add or remove):
-        raise InputError(
-            "nothing is said to do with the workflow's tags", hint="put one on with --add TAG, or take it off with --remove TAG"
-        )
+        raise InputError("no tag is given", hint="use --add TAG or --remove TAG")
     if not workflow and (add or remove):
-        raise InputError("no workflow is named", hint="name it with --workflow ID")
+        raise InputError("no workflow is given", hint="use --workflow ID")
     with open_client() as client:
         if not workflow:
             _show_tags(list_tags(client), format_type)
@@ -138,22 +142,22 @@ adopt_app = command_app()
 @adopt_app.command("adopt", epilog="Examples: distflow workflow adopt --dry-run  ·  distflow workflow adopt --pool lab")
 def adopt_workflows(
     pool: PoolOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be adopted, change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be adopted, without changing anything.")] = False,
     trust: Annotated[
         bool,
         typer.Option(
             "--trust-records",
-            help="Also take in unsigned records whose outputs go to files of this machine or over SFTP.",
+            help="Also adopt unsigned records whose outputs go to local files or over SFTP.",
         ),
     ] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Take in workflows that lie on the nodes and that the store does not know: from another machine, or of a lost store.
+    """Add workflows to the store that are only on nodes.
 
-    They are watched from then on, and can be looked at and canceled; nothing of them is started from here. A record that this
-    machine did not sign is not taken in when its outputs are files of this machine or go over SFTP. A store that is damaged is
-    kept aside first.
+    Another machine submitted these workflows, or the store was lost. distflow then watches them, and you can query and cancel
+    them, but their waiting tasks are not started. A record that this machine did not sign is refused if its outputs would go to
+    local files or over SFTP. A damaged store is renamed first.
     """
     from distflow.client.adoption import adopt  # `cancel` and `tag` do not need it
 
@@ -173,7 +177,7 @@ def adopt_workflows(
 
 def _show_adoption(found: Adoption, dry_run: bool) -> None:
     if (aside := found.kept_aside) is not None:
-        text = f"{aside} is damaged and would be kept aside" if dry_run else f"the damaged store is kept as {aside}"
+        text = f"{aside} is damaged and would be renamed" if dry_run else f"the damaged store was renamed to {aside}"
         print(text, file=sys.stderr)
     for one in found.workflows:
         if one.skipped:
@@ -183,7 +187,7 @@ def _show_adoption(found: Adoption, dry_run: bool) -> None:
         for note in one.notes:
             print(f"  {plain(note)}")
     if not found.workflows:
-        print("the nodes hold nothing that the store does not know")
+        print("The nodes have no workflow that is not in the store.")
 
 
 def _adoption_json(found: Adoption, dry_run: bool) -> dict[str, object]:

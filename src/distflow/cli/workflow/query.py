@@ -28,15 +28,18 @@ _FAILED, _NOT_ENDED = 1, 4
 def query(
     workflow: WorkflowArgument,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also earlier attempts, process ids, start times, messages.")
+        bool, typer.Option("--verbose", "-v", help="Also show earlier attempts, process ids, start times and messages.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the output until the workflow has ended.")] = False,
     exit_status: Annotated[
-        bool, typer.Option("--exit-status", help="Exit with 0 completed, 1 ended otherwise, 4 not ended yet.")
+        bool, typer.Option("--exit-status", help="Exit with 0 if it completed, 1 if it ended otherwise, 4 if it has not ended.")
     ] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Show where a workflow stands: its groups, their first cause, and each task with the last line it printed."""
+    """Show the status of a workflow and its tasks.
+
+    The output has the first cause of each failed group, and the last output line of each task.
+    """
     with open_workflow(workflow) as (client, found):
         record, paint = found, Paint.of(sys.stdout)
 

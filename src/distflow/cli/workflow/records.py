@@ -30,6 +30,11 @@ from distflow.state.record import WorkflowRecord
 __all__ = ["events_app", "logs_app", "metrics_app", "spec_app"]
 
 
+_AttemptOption = Annotated[
+    int | None,
+    typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0. Default: all.", show_default=False),
+]
+
 logs_app = command_app()
 
 
@@ -41,24 +46,29 @@ def logs(
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
     rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only of this rank; may be repeated.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the workflow has ended and its logs are complete.")
+        bool, typer.Option("--follow", "-f", help="Follow the logs until the workflow has ended and they are complete.")
     ] = False,
-    last: Annotated[int | None, typer.Option("-n", min=0, metavar="LINES", help="Begin with the last lines only.")] = None,
-    attempt: Annotated[
-        int | None, typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0; default: all.")
+    last: Annotated[
+        int | None, typer.Option("-n", min=0, metavar="LINES", help="Start with only this number of last lines.")
     ] = None,
+    attempt: _AttemptOption = None,
     error: Annotated[
-        bool, typer.Option("--error", help="What one task wrote to its error file (torch's format) instead; with --task.")
+        bool, typer.Option("--error", help="Print the error file of the task in --task (torch's format) instead of its output.")
     ] = False,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its [task].")] = True,
-    timestamps: Annotated[bool, typer.Option("--timestamps", help="Begin each line with its time, in your zone.")] = False,
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Begin each line with its local time.")] = False,
     format_type: Annotated[
-        Format, typer.Option("--format-type", help="text, or json: one array; with --follow one object per line.")
+        Format, typer.Option("--format-type", help="Print text, or JSON: one array, or with --follow one object per line.")
     ] = Format.TEXT,
 ) -> None:
-    """Show what the tasks print, merged by time; also after the end, and when their nodes are gone."""
+    """Print or follow the output of tasks, merged by time.
+
+    Logs are copied to this machine, so they are available after the nodes are gone.
+    """
     if error and (follow or last is not None or len(task or rank or ()) != 1):
-        raise InputError("--error shows one task's error file", hint="name the task with --task, without --follow and -n")
+        raise InputError(
+            "--error prints the error file of one task", hint="use it with one --task, and without --follow and -n"
+        )
     with open_workflow(workflow) as (client, record):
         tasks = choose_tasks(record, task or [], rank or [])
         if error:
@@ -117,19 +127,18 @@ events_app = command_app()
 def events(
     workflow: WorkflowArgument,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
-    retry_id: Annotated[
-        int | None,
-        typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0.", show_default=False),
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the workflow has ended.")] = False,
+    attempt: _AttemptOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for further events until the workflow has ended.")
+    ] = False,
     format_type: Annotated[
-        Format, typer.Option("--format-type", help="text, or json: one document; with --follow one per line.")
+        Format, typer.Option("--format-type", help="Print text, or JSON: one document, or with --follow one object per line.")
     ] = Format.TEXT,
 ) -> None:
-    """Tell a workflow's story: what was decided and what happened, in order."""
+    """List the events of a workflow in order."""
     with open_workflow(workflow) as (client, record):
         names = {one.name for _, one in choose_tasks(record, task or [])} if task else None
-        wanted = read_events(client, record, tasks=names, attempt=retry_id, follow=follow)
+        wanted = read_events(client, record, tasks=names, attempt=attempt, follow=follow)
         if format_type is Format.JSON and not follow:
             print(json.dumps({"events": [event_json(event) for event in wanted]}, indent=2))
             return
@@ -157,35 +166,45 @@ class _Format(str, Enum):
 def metrics(
     workflow: WorkflowArgument,
     task: Annotated[list[str] | None, typer.Option("--task", help="Only of this task; may be repeated.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only what this rank said.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this rank.")] = None,
     key: Annotated[
         list[str] | None, typer.Option("--key", "-k", metavar="NAME", help="Only this metric, such as loss; may be repeated.")
     ] = None,
-    attempt: Annotated[
-        int | None, typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0; default: all.")
-    ] = None,
-    plotted: Annotated[bool, typer.Option("--plot", help="Draw the metric by step: --key, else loss, else the first.")] = False,
+    attempt: _AttemptOption = None,
+    plotted: Annotated[
+        bool, typer.Option("--plot", help="Plot a metric by step: that of --key, or else loss, or else the first one.")
+    ] = False,
     tensorboard: Annotated[
         Path | None,
-        typer.Option("--tensorboard", metavar="DIR", help="Write them to this new directory, for TensorBoard.", dir_okay=True),
+        typer.Option(
+            "--tensorboard", metavar="DIR", help="Write the metrics to this new directory for TensorBoard.", dir_okay=True
+        ),
     ] = None,
     format_type: Annotated[
         _Format,
-        typer.Option("--format-type", "-t", help="text: the latest values by task and rank; json and csv: every line."),
+        typer.Option("--format-type", "-t", help="Print the latest values by task and rank (text), or all values (json, csv)."),
     ] = _Format.TEXT,
 ) -> None:
-    """Show the metrics that tasks print as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}."""
+    """Show the metrics that tasks print.
+
+    A task prints metrics as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}.
+    """
     if sum((plotted, tensorboard is not None, format_type is not _Format.TEXT)) > 1:
-        raise InputError("--plot, --tensorboard and --format-type exclude each other")
+        raise InputError("--plot, --tensorboard and --format-type cannot be combined")
     with open_workflow(workflow) as (client, record):
         tasks = choose_tasks(record, task or [])
         found = find_metrics(client, record, tasks, rank=rank, keys=key or (), attempt=attempt)
         newest = found.latest
         if not newest:
-            print(f'{record.id} has printed no metrics: lines such as {{"step": 1, "loss": 0.5}}', file=sys.stderr)
+            print(
+                f'{record.id} has no metrics. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}',
+                file=sys.stderr,
+            )
         if tensorboard is not None:
             count = found.write_tensorboard(tensorboard)
-            print(f"{count:,} value{'' if count == 1 else 's'} written to {tensorboard}: tensorboard --logdir {tensorboard}")
+            print(
+                f"{count:,} value{'' if count == 1 else 's'} written to {tensorboard}. View: tensorboard --logdir {tensorboard}"
+            )
         elif format_type is _Format.JSON:
             _write_metrics_json(record.id, found)
         elif format_type is _Format.CSV:
@@ -243,7 +262,7 @@ def _draw(keys: Sequence[str], metrics: Iterable[Metric]) -> None:
         if found:
             print(plot(plain(key), {who: sorted(points.items()) for who, points in found.items()}, width=width), end="")
         else:
-            print(f"{plain(key)} has no numbers to draw", file=sys.stderr)
+            print(f"{plain(key)} has no numbers to plot", file=sys.stderr)
 
 
 def _paces(record: WorkflowRecord, newest: Sequence[Latest]) -> Iterator[str]:
@@ -260,10 +279,13 @@ spec_app = command_app()
 def spec(
     workflow: WorkflowArgument,
     template: Annotated[
-        bool, typer.Option("--template", help="As it was submitted, before its values were filled in.")
+        bool, typer.Option("--template", help="Print the template as submitted, before values were filled in.")
     ] = False,
 ) -> None:
-    """Print a workflow's spec as it ran. Values of --set-env are never part of it."""
+    """Print the spec of a workflow as it ran.
+
+    Values of --set-env are never part of it.
+    """
     with open_workflow(workflow, report_age=False) as (client, record):
         text = read_spec(client, record, template=template)
         text = text if text.endswith("\n") else f"{text}\n"

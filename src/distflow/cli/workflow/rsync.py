@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import WorkflowArgument, complete_workflow, open_client
-from distflow.cli.options import Format, FormatOption
+from distflow.cli.options import ConnectTimeoutOption, Format, FormatOption
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
 from distflow.client.rsync import (
@@ -40,24 +40,27 @@ __all__ = ["app", "copy_to_first_lead", "split_local", "split_pair"]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 _PairArgument = Annotated[
-    list[str], typer.Argument(metavar="[TASK] PATHS", help="The task (else the lead of the first group).")
+    list[str], typer.Argument(metavar="[TASK] PATHS", help="The task and the paths. Default task: the lead of the first group.")
 ]
 _TimeoutOption = Annotated[
-    int | None, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up when nothing came for so long.")
+    int | None, typer.Option("--timeout", metavar="SECONDS", min=1, help="Stop after this time without any data.")
 ]
 _RateOption = Annotated[
-    int | None, typer.Option("--rate-limit", "--upload-rate-limit", metavar="BYTES", min=1024, help="Bytes a second at most.")
+    int | None,
+    typer.Option(
+        "--rate-limit", "--upload-rate-limit", metavar="BYTES", min=1024, help="The maximum number of bytes per second."
+    ),
 ]
-_ConnectOption = Annotated[
-    int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
-]
-_VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Name every file.")]
-_QuietOption = Annotated[bool, typer.Option("--no-progress", help="Do not show how far it is, in a terminal.")]
+_VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="List every file.")]
+_QuietOption = Annotated[bool, typer.Option("--no-progress", help="Do not show progress in a terminal.")]
 
 
 @app.callback()
 def _rsync() -> None:
-    """Copy files to and from a running task, as rsync does: only what differs, and nothing is ever deleted."""
+    """Copy files to and from a running task with rsync.
+
+    Only differences are copied, and no file is ever deleted.
+    """
 
 
 @app.command(
@@ -69,33 +72,51 @@ def upload(
     words: _PairArgument,
     timeout: _TimeoutOption = None,
     rate_limit: _RateOption = None,
-    connect_timeout: _ConnectOption = 60,
+    connect_timeout: ConnectTimeoutOption = 60,
     verbose: _VerboseOption = False,
     no_progress: _QuietOption = False,
     daemon: Annotated[
-        bool, typer.Option("--daemon", help="Go on in the background: copy what changes, until the task has ended.")
+        bool, typer.Option("--daemon", help="Copy in the background at every change, until the task has ended.")
     ] = False,
     poll_interval: Annotated[
         float | None,
-        typer.Option("--poll-interval", metavar="SECONDS", min=0.1, help="With --daemon: between two looks at the files (1)."),
+        typer.Option(
+            "--poll-interval",
+            metavar="SECONDS",
+            min=0.1,
+            help="With --daemon: the interval between scans of the files. Default: 1.",
+        ),
     ] = None,
     debounce_delay: Annotated[
         float | None,
-        typer.Option("--debounce-delay", metavar="SECONDS", min=0, help="With --daemon: rest after the last change (1)."),
+        typer.Option(
+            "--debounce-delay",
+            metavar="SECONDS",
+            min=0,
+            help="With --daemon: the time to wait after a change for further ones. Default: 1.",
+        ),
     ] = None,
     reconcile_interval: Annotated[
         float | None,
-        typer.Option("--reconcile-interval", metavar="SECONDS", min=1, help="With --daemon: copy at least so often (60)."),
+        typer.Option(
+            "--reconcile-interval", metavar="SECONDS", min=1, help="With --daemon: copy at least at this interval. Default: 60."
+        ),
     ] = None,
     max_log_size: Annotated[
         int | None,
-        typer.Option("--max-log-size", metavar="BYTES", min=1024, help="With --daemon: begin a new log after so much (2 MiB)."),
+        typer.Option(
+            "--max-log-size",
+            metavar="BYTES",
+            min=1024,
+            help="With --daemon: the size at which the log is rotated. Default: 2 MiB.",
+        ),
     ] = None,
 ) -> None:
-    r"""Copy LOCAL to REMOTE, given as LOCAL:REMOTE.
+    r"""Copy local files to a running task: LOCAL:REMOTE.
 
-    A relative REMOTE begins at the task's working directory; {{output}} is its output. A directory keeps its name, and with a
-    slash at its end its contents are copied. A colon in LOCAL is written \:. rsync is needed here and on the node.
+    A relative REMOTE is below the task's working directory, and {{output}} is its output directory. A directory keeps its name;
+    with a trailing slash, its contents are copied. Write a colon in LOCAL as \:. rsync must be installed on this machine and on
+    the node.
     """
     task, pair = _parse(words)
     local, remote = split_local(pair)
@@ -105,7 +126,7 @@ def upload(
     }  # fmt: skip
     if not daemon:
         if useless := [name for name, value in daemon_options.items() if value is not None]:
-            raise InputError(f"{useless[0]} is for --daemon: without it, files are copied once")
+            raise InputError(f"{useless[0]} needs --daemon")
         options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
         _run(workflow, task, connect_timeout, [*options, "--", local, f"node:{remote}"])
         return
@@ -131,26 +152,27 @@ def download(
     words: _PairArgument,
     timeout: _TimeoutOption = None,
     rate_limit: _RateOption = None,
-    connect_timeout: _ConnectOption = 60,
+    connect_timeout: ConnectTimeoutOption = 60,
     verbose: _VerboseOption = False,
     no_progress: _QuietOption = False,
 ) -> None:
-    r"""Copy REMOTE into the directory LOCAL, given as REMOTE:LOCAL.
+    r"""Copy files of a running task to a local directory: REMOTE:LOCAL.
 
-    A relative REMOTE begins at the task's working directory; {{output}} is its output. A directory keeps its name, and with a
-    slash at its end its contents are copied. A colon in REMOTE is written \:. rsync is needed here and on the node.
+    A relative REMOTE is below the task's working directory, and {{output}} is its output directory. A directory keeps its name;
+    with a trailing slash, its contents are copied. Write a colon in REMOTE as \:. rsync must be installed on this machine
+    and on the node.
     """
     task, pair = _parse(words)
     remote, local = split_pair(pair, "REMOTE:LOCAL")
     if os.path.lexists(local) and not os.path.isdir(local):
-        raise InputError(f"{local} is no directory", hint="LOCAL is the directory that the files go to")
+        raise InputError(f"{local} is not a directory", hint="LOCAL is the directory for the files")
     options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
     _run(workflow, task, connect_timeout, [*options, "--", f"node:{remote_path(remote)}", f"{local_path(local).rstrip('/')}/"])
 
 
 @app.command(epilog="Example: distflow workflow rsync status")
 def status(format_type: FormatOption = Format.TEXT) -> None:
-    """Show what copies files to tasks in the background, or did so in the last days."""
+    """List background copies, including recent ones that have ended."""
     with open_client() as client:
         syncs = list_syncs(client)
     found = syncs.list()
@@ -159,19 +181,22 @@ def status(format_type: FormatOption = Format.TEXT) -> None:
     elif found:
         print(_syncs_text(syncs, found), end="")
     else:
-        print("Nothing copies files in the background.")
+        print("There are no background copies.")
 
 
 @app.command(epilog="Examples: distflow workflow rsync stop pytorch-dist-3  ·  distflow workflow rsync stop")
 def stop(
     workflow: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="Only of this workflow: its id or uuid.", autocompletion=complete_workflow),
+        typer.Argument(metavar="[ID]", help="Only to this workflow: its id or uuid.", autocompletion=complete_workflow),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only of this task.")] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only to this task.")] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """End what copies files in the background: all of it, or that of a workflow. What was copied stays."""
+    """Stop background copies: all, or those to one workflow.
+
+    Copied files stay.
+    """
     with open_client() as client:
         syncs, chosen = list_syncs(client), stop_syncs(client, workflow, task)
     if format_type is Format.TEXT:
@@ -181,14 +206,14 @@ def stop(
         names = {(one.workflow, one.task) for one in chosen}
         print(json.dumps(_syncs_json(syncs, [one for one in syncs.list() if (one.workflow, one.task) in names]), indent=2))
     elif not chosen:
-        print("Nothing copies files in the background.")
+        print("There are no background copies.")
 
 
 def split_local(pair: str) -> tuple[str, str]:
     """Return the paths of LOCAL:REMOTE in rsync's form. Raises ``InputError``, also if LOCAL does not exist."""
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
-        raise InputError(f"there is no {local} here")
+        raise InputError(f"{local} does not exist on this machine")
     return local_path(local), remote_path(remote)
 
 
@@ -201,7 +226,9 @@ def split_pair(pair: str, form: str) -> tuple[str, str]:
     at = next((at for at, letter in enumerate(pair) if letter == ":" and pair[at - 1 : at] != "\\"), -1)
     first, second = pair[: max(at, 0)].replace("\\:", ":"), pair[at + 1 :]
     if at < 0 or not first or not second:
-        raise InputError(f"{pair!r} is not of the form {form}", hint="write `.` for the present directory, or the task's own")
+        raise InputError(
+            f"`{pair}` is not of the form {form}", hint="use `.` for the current directory or the task's working directory"
+        )
     return first, second.replace("\\:", ":")
 
 
@@ -212,12 +239,12 @@ def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remot
 
 def _print_started(client: Client, sync: Sync) -> None:
     log = list_syncs(client).log(sync)
-    print(f"{sync.local} is copied to {sync.task} until it has ended; log: {log}", file=sys.stderr)
+    print(f"{sync.local} is copied to {sync.task} until the task has ended. Log: {log}", file=sys.stderr)
 
 
 def _parse(words: Sequence[str]) -> tuple[str | None, str]:
     if len(words) > 2:
-        raise InputError(f"one pair of paths is copied at a time; these are {len(words) - 1}", hint="name their directory")
+        raise InputError(f"only one pair of paths can be given, not {len(words) - 1}", hint="copy a directory instead")
     return (words[0] if len(words) == 2 else None), words[-1]
 
 

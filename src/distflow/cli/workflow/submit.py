@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, TextIO
@@ -20,8 +21,9 @@ from distflow.cli.render.terminal import BottomLine
 from distflow.cli.search_options import priorities
 from distflow.client.client import Client
 from distflow.client.previous_outputs import FetchProgress
-from distflow.client.specs import CheckedSpec, Overrides, validate
+from distflow.client.specs import CheckedSpec, Overrides, SecretsMissing, validate
 from distflow.client.submission import (
+    PlannedRestart,
     PlannedWorkflow,
     SubmitRequest,
     join_labels,
@@ -60,18 +62,22 @@ validate_app = command_app()
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a template variable; the value is read as YAML (3, true, text)."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a template variable. The value is parsed as YAML (3, true, text)."),
 ]
 SetStringOption = Annotated[
-    list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a text.")
+    list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a string.")
 ]
-PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool, whatever the spec says.")]
+PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Use this pool instead of the spec's pool.")]
 FileArgument = Annotated[
     str,
-    typer.Argument(metavar="FILE|ID", help="The spec, a YAML file; - for standard input; or the id of a workflow: its spec."),
+    typer.Argument(
+        metavar="FILE|ID", help="A spec (a YAML file), - for standard input, or the id of a workflow to submit again."
+    ),
 ]
-LabelOption = Annotated[
-    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Add a label, to find it by; may be repeated.")
+LabelOption = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Add a label; may be repeated.")]
+
+WaitOption = Annotated[
+    bool, typer.Option("--wait", "-w", help="Follow the logs until the workflow has ended, and exit with its exit code.")
 ]
 
 
@@ -89,48 +95,50 @@ def submit_workflow(
         typer.Option(
             "--set-env",
             metavar="NAME[=VALUE]",
-            help="Set a variable in every task; its value is kept secret. NAME alone: the value that it has here.",
+            help="Set a secret environment variable in every task. NAME alone takes its value from this environment.",
         ),
     ] = None,
     pool: PoolOption = None,
     hostfile: HostfileOption = None,
     priority: Annotated[
         str | None,
-        typer.Option(
-            "--priority", metavar="HIGH|NORMAL|LOW", help="When it gets its turn in the queue; NORMAL when not given."
-        ),
+        typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="The priority in the queue. Default: NORMAL."),
     ] = None,
     label: LabelOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run all checks and print the plan, without starting anything.")
+    ] = False,
     scripts: Annotated[
         Path | None,
-        typer.Option("--scripts", metavar="DIR", help="With --dry-run: write one shell script per task there."),
+        typer.Option(
+            "--scripts", metavar="DIR", help="Write one shell script per task into this directory. Implies --dry-run."
+        ),
     ] = None,
     preflight: Annotated[
         bool,
-        typer.Option("--preflight", help="First check the nodes, as `distflow pool check` does; start nothing on bad ones."),
+        typer.Option("--preflight", help="First check the nodes like `distflow pool check`, and stop if the check fails."),
     ] = False,
     rsync: Annotated[
         str | None,
         typer.Option(
             "--rsync",
             metavar="LOCAL:REMOTE",
-            help="Copy LOCAL to the lead of the first group while it runs, as `workflow rsync upload --daemon` does.",
+            help="Copy LOCAL to the lead task of the first group while it runs, like `workflow rsync upload --daemon`.",
         ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
+    wait: WaitOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Check a spec, place it and run it. Prints the workflow's id.
+    """Check a spec and run it, and print the workflow's id.
 
-    Everything about its ranks, files and resources is checked before anything starts. The workflow runs on when this
-    terminal closes. The id of a workflow submits its spec again, with its labels and its priority.
+    Ranks, files and resources are checked before anything starts. The workflow continues when this terminal closes. If you give
+    the id of a workflow, its spec is submitted again with its labels and its priority.
     """
     urgency = priorities([priority])[0] if priority is not None else None
     labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     copied = _rsync_paths(rsync) if rsync is not None else None
-    with open_client() as client:
+    with _open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         is_dry = dry_run or scripts is not None
         if not is_dry:
@@ -146,14 +154,7 @@ def submit_workflow(
         warn(planned.checked.warnings)
         if preflight:
             check_nodes(planned.pool, set(planned.placement.values()))
-        is_quiet = wait and format_type is Format.JSON
-        with FetchLine(sys.stderr) as line:
-            record = submit(
-                client,
-                planned,
-                on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type),
-                on_fetch=line.show,
-            )
+        record = _start(client, submit, planned, wait, format_type)
         if copied is not None:
             from distflow.cli.workflow.rsync import copy_to_first_lead
 
@@ -164,7 +165,7 @@ def submit_workflow(
 
 @validate_app.command("validate", epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
 def validate_specs(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Specs; each is checked by itself.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Specs. Each one is checked separately.")],
     sets: SetOption = None,
     set_string: SetStringOption = None,
     pool: PoolOption = None,
@@ -172,7 +173,10 @@ def validate_specs(
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
+    """Check specs offline, without starting anything.
+
+    The checks include the rank layout. No node is contacted.
+    """
     overrides, labels = parse_overrides(sets or [], set_string or [], []), _parse_labels(label or [])
     results: list[dict[str, object]] = []
     problems: list[Problem] = []
@@ -208,8 +212,8 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
         if not equals and item in os.environ:
             value = os.environ[item]
         elif not equals or not name:
-            hint = "NAME alone takes the value from this command's own environment, where there is no variable of that name"
-            raise InputError(f"--set-env number {position} is not of the form NAME=VALUE", hint=hint)
+            hint = "NAME alone takes the value from the environment of this command, which does not have this variable"
+            raise InputError(f"value {position} of --set-env is not of the form NAME=VALUE", hint=hint)
         secrets[name] = Secret(value)
     return Overrides(
         sets=tuple(_pair("--set", item) for item in sets),
@@ -221,7 +225,7 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
 def _pair(flag: str, item: str) -> tuple[str, str]:
     name, equals, value = item.partition("=")
     if not equals or not name:
-        raise InputError(f"{flag} {item!r} is not of the form NAME=VALUE")
+        raise InputError(f"{flag} `{item}` is not of the form NAME=VALUE")
     return name, value
 
 
@@ -291,10 +295,32 @@ def check_nodes(pool: Pool, names: Collection[str]) -> None:
     for line in findings_text(found, paint):
         print(line, file=sys.stderr)
     if not found.can_run:
-        print(
-            f"{paint.bad(found.text)}\nnothing was started; all of it: distflow pool check --pool {pool.name}", file=sys.stderr
-        )
+        print(f"{paint.bad(found.text)}\nNothing was started. Details: distflow pool check --pool {pool.name}", file=sys.stderr)
         raise typer.Exit(NodeError.exit_code)
+
+
+def _start(
+    client: Client,
+    start: Callable[..., WorkflowRecord],
+    planned: PlannedWorkflow | PlannedRestart,
+    wait: bool,
+    format_type: Format,
+) -> WorkflowRecord:
+    """Call ``submit`` or ``restart``, and print the id of the new workflow. With ``wait``, JSON is printed only at the end."""
+    is_quiet = wait and format_type is Format.JSON
+    with FetchLine(sys.stderr) as line:
+        on_stored = None if is_quiet else lambda stored: print_submitted(stored, format_type)
+        return start(client, planned, on_stored=on_stored, on_fetch=line.show)
+
+
+@contextmanager
+def _open_client() -> Iterator[Client]:
+    """Open a client. If secrets of an earlier workflow are missing, name the option that gives them."""
+    with open_client() as client:
+        try:
+            yield client
+        except SecretsMissing as error:
+            raise InputError(error.message, hint="use " + " ".join(f"--set-env {name}=…" for name in error.names)) from None
 
 
 restart_app = command_app()
@@ -305,29 +331,26 @@ def restart_workflow(
     workflow: WorkflowArgument,
     set_env: Annotated[
         list[str] | None,
-        typer.Option("--set-env", metavar="NAME[=VALUE]", help="Give a secret value again; those of the run are not kept."),
+        typer.Option(
+            "--set-env",
+            metavar="NAME[=VALUE]",
+            help="Set a secret environment variable again, because its value was not stored.",
+        ),
     ] = None,
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool; else in the one it ran in.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Use this pool. Default: the pool of the workflow.")] = None,
+    wait: WaitOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Run the groups of a workflow that did not complete once more, as a new workflow.
+    """Run the groups that did not complete again, as a new workflow.
 
-    Groups that completed are kept: they do not run, and what their tasks wrote is fetched from their nodes for those that take
-    it. Spec, labels and priority are those of the run; files that the spec sends are read anew.
+    Completed groups are kept and do not run. Their outputs are fetched from the nodes for the tasks that need them. The new
+    workflow has the same spec, labels and priority. Files that the spec sends are read again.
     """
     overrides = parse_overrides([], [], set_env or [])
-    with open_client() as client:
+    with _open_client() as client:
         wanted = plan_restart(client, workflow, overrides, pool=pool)
         warn(wanted.planned.checked.warnings)
-        is_quiet = wait and format_type is Format.JSON
-        with FetchLine(sys.stderr) as line:
-            record = restart(
-                client,
-                wanted,
-                on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type),
-                on_fetch=line.show,
-            )
+        record = _start(client, restart, wanted, wait, format_type)
         if wait:
             wait_for_end(client, record, format_type)
 
@@ -349,9 +372,9 @@ class FetchLine:
 
     def show(self, progress: FetchProgress) -> None:
         """Show the progress of one output."""
-        doing = "fetching" if progress.is_packed else "packing"
+        doing = "Fetching" if progress.is_packed else "Packing"
         share = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}, {bytes_text(progress.bytes_per_s)}/s"
-        self._bottom.show(f"{doing} what {progress.source} wrote: {share}")
+        self._bottom.show(f"{doing} output of {progress.source}: {share}")
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
@@ -361,8 +384,8 @@ def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
         return
     print(record.id, flush=True)
     if sys.stderr.isatty():
-        print(f"follow it:  distflow workflow logs -f {record.id}", file=sys.stderr)
-        print(f"where it is:  distflow workflow query {record.id}", file=sys.stderr)
+        print(f"Logs:    distflow workflow logs -f {record.id}", file=sys.stderr)
+        print(f"Status:  distflow workflow query {record.id}", file=sys.stderr)
 
 
 def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
@@ -389,10 +412,10 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) ->
     try:
         final = follow_workflow(client, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
     except KeyboardInterrupt:
-        print(f"\n{record.id} continues to run; to cancel it: distflow workflow cancel {record.id}", file=sys.stderr)
+        print(f"\n{record.id} continues to run. To cancel it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
     except BrokenPipeError:
-        raise _OutputClosed(f"{record.id} goes on, and nobody reads its logs here any more") from None
+        raise _OutputClosed(f"{record.id} continues to run, but the reader of its logs has exited") from None
     if quiet:
         from distflow.cli.render.workflow_json import workflow_json
         from distflow.client.workflows import plan_of
@@ -414,7 +437,7 @@ def _print_causes(record: WorkflowRecord) -> None:
     for group in record.groups:
         if group.message:
             print(f"{group.name}: {group.status}: {plain_lines(group.message)}", file=sys.stderr)
-    print(f"more: distflow workflow query {record.id}", file=sys.stderr)
+    print(f"Details: distflow workflow query {record.id}", file=sys.stderr)
 
 
 def warn(warnings: Iterable[Problem]) -> None:

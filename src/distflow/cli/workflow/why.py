@@ -22,19 +22,27 @@ from distflow.state.record import WorkflowRecord
 __all__ = ["diagnose_app", "stacks_app", "why_app"]
 
 
+_AttemptOption = Annotated[
+    int | None,
+    typer.Option(
+        "--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: the last one.", show_default=False
+    ),
+]
+
 why_app = command_app()
 
 
 @why_app.command(epilog="Examples: distflow workflow why pytorch-dist-3  ·  distflow workflow why pytorch-dist-3 -r 0 -t json")
 def why(
     workflow: WorkflowArgument,
-    group: Annotated[list[str] | None, typer.Option("--group", "-g", help="Only of this group; may be repeated.")] = None,
-    attempt: Annotated[
-        int | None, typer.Option("--retry-id", "-r", min=0, help="Of this attempt, counted from 0; default: the last.")
-    ] = None,
+    group: Annotated[list[str] | None, typer.Option("--group", "-g", help="Only this group; may be repeated.")] = None,
+    attempt: _AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Tell why a workflow failed: the first cause of each failed group in full, and what happened on its nodes around it."""
+    """Show why a workflow failed.
+
+    The output has the first cause of each failed group, and a timeline of its nodes around the failure.
+    """
     with open_workflow(workflow) as (client, record):
         verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
         words = "" if verdicts else no_verdict(record)
@@ -67,13 +75,14 @@ diagnose_app = command_app()
 )
 def diagnose(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Only from what this task printed; may be repeated.")] = None,
-    attempt: Annotated[
-        int | None, typer.Option("--retry-id", "-r", min=0, help="Of this attempt, counted from 0; default: the last.")
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option("--task", help="Use only the output of this task; may be repeated.")] = None,
+    attempt: _AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Tell what a failed or silent gang suffers from, and what to do: from its logs and its end, without asking the nodes."""
+    """Show the known cause of a failed or hanging gang, and its remedy.
+
+    The diagnosis uses stored logs and exit codes. No node is contacted.
+    """
     with open_workflow(workflow) as (client, record):
         names = {one.name for _, one in choose_tasks(record, task)} if task else set()
         check_attempt(record, attempt)
@@ -98,13 +107,13 @@ stacks_app = command_app()
 def stacks(
     workflow: WorkflowArgument,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
-    format_type: Annotated[Format, typer.Option("--format-type", help="text or json.")] = Format.TEXT,
+    format_type: Annotated[Format, typer.Option("--format-type", help="Print text, or one JSON document.")] = Format.TEXT,
 ) -> None:
-    """Show where the processes of a running workflow are just now: the Python calls of each rank, equal ones together.
+    """Show the current call stacks of a running workflow.
 
-    Nothing is stopped or slowed down. Python stacks need py-spy on the nodes, but for ranks of distflow.train, which write
-    theirs themselves; without either the kernel's word is shown. Ranks of distflow.train also tell which collective they are
-    at: who has not come to the one that others wait in is named.
+    Equal stacks are shown together. Processes are not stopped or slowed down. Python stacks need py-spy on the nodes, or ranks
+    that use distflow.train. Otherwise, the state of each process in the kernel is shown. Ranks that use distflow.train also
+    report their current collective, so the ranks that others wait for are named.
     """
     with open_workflow(workflow) as (client, record):
         # Most callers do not need these modules.
