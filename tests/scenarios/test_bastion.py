@@ -62,7 +62,7 @@ def test_exec_ports_and_files_go_through_a_jump_host(inner: Lab) -> None:
         ours = int(free.getsockname()[1])
     process = cli.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{found[1]}")
     assert process.stderr is not None
-    assert process.stderr.readline().startswith(f"localhost:{ours} is port ")
+    assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port ")
     connection = http.client.HTTPConnection("127.0.0.1", ours, timeout=30)
     connection.request("GET", "/page.txt")
     assert connection.getresponse().read().decode() == page

@@ -25,7 +25,7 @@ def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
     (measured,) = (cli.folder / "measured").iterdir()
     assert json.loads(measured.read_text())["bytes"] == 3
     assert (bucket / "run/results/sub/b.pt").read_text() == "BB"
-    assert "2 were there already" in cli.run("data", "upload", "s3://b/run", "results").out
+    assert "2 were already there" in cli.run("data", "upload", "s3://b/run", "results").out
 
     listed = cli.run("data", "list", "s3://b/run/results")
     assert (listed.out, listed.err) == ("a.txt\nsub/\n", "2 objects, 3 B\n")
@@ -42,7 +42,7 @@ def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
 
     got = _make(cli.folder / "got", {"a.txt": "A"})
     assert (
-        cli.run("data", "download", "s3://b/run/results", "got", "-r").out == "downloaded 2 files, 3 B; 1 was there already\n"
+        cli.run("data", "download", "s3://b/run/results", "got", "-r").out == "downloaded 2 files, 3 B; 1 was already there\n"
     )
     assert (got / "sub/b.pt").read_text() == "BB"
 
@@ -59,7 +59,7 @@ def test_incomplete_work_does_not_exit_with_0(cli: Cli, s3: S3Server) -> None:
     _make(cli.folder / "results", {"a.txt": "A"})
     for arguments, code, words in (
         (["upload", "s3://b/run", "nothing"], 3, "nothing: No such file"),
-        (["upload", "s3://b/run", "results", "-x", "x"], 2, "no file to upload that `x` matches"),
+        (["upload", "s3://b/run", "results", "-x", "x"], 2, "no files to upload that match `x`"),
         (["upload", "https://b/run", "results"], 2, "can only be read"),
         (["upload", "s3://none/run", "results"], 3, "no such bucket"),
         (["download", "s3://b/run", "nowhere"], 2, "mkdir -p nowhere"),

@@ -199,7 +199,7 @@ def test_impossible_requests_are_reported(cli: Cli) -> None:
     assert "name either a task, or a group" in refused("gang-1", "worker", "--group", "train", "--entry", "true")
     assert "has no terminal for a shell" in refused("gang-1", "--group", "train")
     assert "No closing quotation" in refused("gang-1", "worker", "--entry", "'")
-    assert "master does not run yet: SCHEDULING" in refused("gang-2", "master")
+    assert "master is not running yet: SCHEDULING" in refused("gang-2", "master")
     cli.run("workflow", "cancel", "gang-2", "--wait", "60")
     assert "master has ended: FAILED_CANCELED" in refused("gang-2", "master")
     _end(cli, go)
@@ -236,7 +236,7 @@ def test_a_connection_that_breaks_is_made_again(lab: Lab) -> None:
     wait_until(lambda: list(lab.cli.folder.glob("gpu*/*/*/train/worker/0/exit.json")), 60, "the worker has ended")
     server.start()
     assert screen.await_end() == 2
-    assert "worker has ended" in screen.seen or "worker does not run any more" in screen.seen, screen.seen
+    assert "worker has ended" in screen.seen or "worker is no longer running" in screen.seen, screen.seen
     lab.cli.await_status("gang-1", "COMPLETED")
 
 

@@ -50,8 +50,8 @@ def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) 
     theirs, ours, dead, unused = int(found[1]), _free_port(), _free_port(), _free_port()
     process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs},{dead}:{unused}")
     assert process.stderr is not None
-    assert process.stderr.readline().startswith(f"localhost:{ours} is port {theirs} of ")
-    assert process.stderr.readline().startswith(f"localhost:{dead} is port {unused} of ")
+    assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port {theirs} of ")
+    assert process.stderr.readline().startswith(f"localhost:{dead} is forwarded to port {unused} of ")
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(_get(ours))) for _ in range(12)]
     for thread in threads:

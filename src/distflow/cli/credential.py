@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format
+from distflow.cli.options import Format, command_app
 from distflow.cli.render.tables import table
 from distflow.client.credentials import (
     LONGEST_VALUE,
@@ -26,7 +26,7 @@ from distflow.errors import InputError
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 _FormatOption = Annotated[
     Format | None, typer.Option("--format-type", "-t", help="Print text for people, or one JSON document for programs.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption
+from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
 from distflow.documents.quantities import bytes_text, iso
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 UrlArgument = Annotated[
     str,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption
+from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import create_version, delete_versions, download_dataset, list_datasets, read_versions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME[:VERSION]", help="The dataset, such as mnist, mnist:3 or mnist:latest.")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption
+from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption, command_app
 from distflow.cli.render.tables import table, terminal_width
 from distflow.client.nodes import (
     Cleaned,
@@ -37,7 +37,7 @@ __all__ = [
     "uninstall",
 ]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 
 @app.callback()
@@ -192,9 +192,10 @@ def uninstall(
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Remove distflow and all outputs, logs and files of its tasks from nodes.
+    """Remove distflow and all its files from nodes.
 
-    A node with a running task is refused. Other files in the root directory are listed and stay.
+    This includes outputs and logs of tasks. A node with a running task is refused. Other files in the root directory are
+    listed and stay.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)

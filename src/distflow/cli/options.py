@@ -56,9 +56,19 @@ ConnectTimeoutOption = Annotated[
 ]
 
 
+class _App(typer.Typer):
+    """A ``Typer`` whose help pages show each example on a line of its own."""
+
+    def command(self, name: str | None = None, *, epilog: str | None = None, **settings: Any) -> Any:
+        """Declare a command. The parts of ``epilog`` are separated by ``·``."""
+        if epilog is not None:
+            epilog = "\b\n" + epilog.replace(": ", ":\n  ", 1).replace("  ·  ", "\n  ")
+        return super().command(name, epilog=epilog, **settings)
+
+
 def command_app(**settings: Any) -> typer.Typer:
-    """Return the ``Typer`` of a single command, with plain help and without completion options."""
-    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+    """Return a ``Typer`` for one command or a group of commands, with plain help and without completion options."""
+    return _App(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 class LazyCommand(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption, HostfileOption
+from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.render.tables import Paint, table
 from distflow.client.client import user_name
@@ -31,7 +31,7 @@ from distflow.pools.model import Configuration, Node, Pool
 __all__ = ["pool_app", "profile_app", "resource_app"]
 
 
-pool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+pool_app = command_app(no_args_is_help=True)
 
 
 @pool_app.callback()
@@ -145,7 +145,7 @@ def _node_json(usage: NodeUsage) -> dict[str, object]:
     }
 
 
-resource_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+resource_app = command_app(no_args_is_help=True)
 
 
 @resource_app.callback()
@@ -274,7 +274,7 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
     }
 
 
-profile_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+profile_app = command_app(no_args_is_help=True)
 
 _NO_NOTIFICATIONS = "distflow does not send notifications; `distflow workflow submit --wait` returns when a workflow has ended"
 _KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The setting. The only one is: pool.")]

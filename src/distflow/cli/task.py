@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client, until_closed
-from distflow.cli.options import Format, FormatOption
+from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_text import elapsed_s
 from distflow.cli.search_options import (
@@ -37,7 +37,7 @@ from distflow.state.search import Search
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 _COUNT = 20
 _UNFINISHED = tuple(state.value for state in State if not state.is_final)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.options import Format, FormatOption
+from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.documents.quantities import parse_bytes
 from distflow.errors import InputError
@@ -19,7 +19,7 @@ from distflow.layout.strategy.memory import Advice, Choice, advise, guess_model,
 
 __all__ = ["Measurement", "Optimizer", "Precision", "app"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 _GIB = 2**30
 _AUTOCAST = (

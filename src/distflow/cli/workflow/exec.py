@@ -243,7 +243,8 @@ _MOST = 30
 
 @port_forward_app.command(
     "port-forward",
-    epilog="Examples: distflow workflow port-forward pytorch-dist-3 master --port 6006  ·  … --port 8080:80,9000-9003",
+    epilog="Examples: distflow workflow port-forward pytorch-dist-3 master --port 6006  ·  "
+    "distflow workflow port-forward pytorch-dist-3 master --port 8080:80,9000-9003",
 )
 def port_forward(
     workflow: WorkflowArgument,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import WorkflowArgument, complete_workflow, open_client
-from distflow.cli.options import ConnectTimeoutOption, Format, FormatOption
+from distflow.cli.options import ConnectTimeoutOption, Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
 from distflow.client.rsync import (
@@ -37,7 +37,7 @@ from distflow.state.record import WorkflowRecord
 
 __all__ = ["app", "copy_to_first_lead", "split_local", "split_pair"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = command_app(no_args_is_help=True)
 
 _PairArgument = Annotated[
     list[str], typer.Argument(metavar="[TASK] PATHS", help="The task and the paths. Default task: the lead of the first group.")
