@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distflow.train.samples.gpt import Block, Gpt
-from distflow.train.strategies.build import parallelize
-from distflow.train.strategies.layers import large_modules, repeated_layers
+from distflow.train.strategies.build import large_modules, parallelize, repeated_layers
 from distflow.train.strategies.stages import balanced_parts
 from distflow.train.strategies.tensors import derive_plan
 

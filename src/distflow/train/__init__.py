@@ -20,26 +20,26 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.communication.monitor import scaling_efficiency as scaling_efficiency
     from distflow.train.heartbeat import beat as beat
     from distflow.train.launcher.starting import launch as launch
+    from distflow.train.loading.batching import BatchSizes as BatchSizes
     from distflow.train.loading.batching import DynamicBatcher as DynamicBatcher
+    from distflow.train.loading.batching import balanced_split as balanced_split
+    from distflow.train.loading.batching import batch_sizes as batch_sizes
     from distflow.train.loading.batching import equal_batches as equal_batches
+    from distflow.train.loading.batching import join as join
     from distflow.train.loading.loader import EpochSampler as EpochSampler
     from distflow.train.loading.loader import Loader as Loader
-    from distflow.train.loading.shares import BatchSizes as BatchSizes
-    from distflow.train.loading.shares import balanced_split as balanced_split
-    from distflow.train.loading.shares import batch_sizes as batch_sizes
-    from distflow.train.loading.shares import join as join
     from distflow.train.metrics import Pace as Pace
     from distflow.train.metrics import StepTimer as StepTimer
     from distflow.train.metrics import report as report
     from distflow.train.passes import backward as backward
     from distflow.train.passes import evaluate as evaluate
+    from distflow.train.safeguards import STOPPED as STOPPED
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
     from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
     from distflow.train.safeguards import OutOfMemory as OutOfMemory
-    from distflow.train.stopping import STOPPED as STOPPED
-    from distflow.train.stopping import listen_for_stop as listen_for_stop
-    from distflow.train.stopping import stop_requested as stop_requested
+    from distflow.train.safeguards import listen_for_stop as listen_for_stop
+    from distflow.train.safeguards import stop_requested as stop_requested
     from distflow.train.strategies.build import parallelize as parallelize
     from distflow.train.strategies.clipping import clip_gradients as clip_gradients
     from distflow.train.strategies.description import current_strategy as current_strategy
@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.world import init as init
 
 _MODULES = {
-    "STOPPED": "stopping",
-    "BatchSizes": "loading.shares",
+    "STOPPED": "safeguards",
+    "BatchSizes": "loading.batching",
     "CheckpointError": "checkpoints.checkpoints",
     "Checkpoints": "checkpoints.checkpoints",
     "CommunicationMonitor": "communication.monitor",
@@ -72,8 +72,8 @@ _MODULES = {
     "accumulate": "communication.gradients",
     "all_reduce_mean": "communication.gradients",
     "backward": "passes",
-    "balanced_split": "loading.shares",
-    "batch_sizes": "loading.shares",
+    "balanced_split": "loading.batching",
+    "batch_sizes": "loading.batching",
     "beat": "heartbeat",
     "clip_gradients": "strategies.clipping",
     "compress_gradients": "communication.gradients",
@@ -84,14 +84,14 @@ _MODULES = {
     "finish": "world",
     "full_state_dict": "strategies.states",
     "init": "world",
-    "join": "loading.shares",
+    "join": "loading.batching",
     "launch": "launcher.starting",
-    "listen_for_stop": "stopping",
+    "listen_for_stop": "safeguards",
     "local_sgd": "communication.gradients",
     "parallelize": "strategies.build",
     "report": "metrics",
     "scaling_efficiency": "communication.monitor",
-    "stop_requested": "stopping",
+    "stop_requested": "safeguards",
 }
 """Public name -> the module of this package that defines it."""
 

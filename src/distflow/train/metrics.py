@@ -1,4 +1,4 @@
-"""What a training run says of itself: one JSON object on one line of standard output, and the pace of its ranks."""
+"""Metrics of a training: JSON objects, one for each line of standard output, and the pace of the ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pace:
 
     steps: int
     step_s: tuple[float, ...]
-    """Mean time of one step in seconds, by rank, without the time for waiting if the loop told of it."""
+    """Mean time of one step in seconds, by rank, without the waiting time if the loop measures ``work``."""
     samples_per_s: tuple[float, ...]
     """By rank, over the time that the slowest took with all waiting."""
     memory_bytes: tuple[int, ...]

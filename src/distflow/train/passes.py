@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distflow.train.communication.gradients import accumulate, begin_step
-from distflow.train.loading.nested import Batch, as_arguments, cut, sample_count
+from distflow.train.loading.batching import Batch, as_arguments, cut, sample_count
 from distflow.train.strategies.description import current_strategy
 from distflow.train.strategies.stages import Loss, Pipeline
 

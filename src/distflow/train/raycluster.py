@@ -25,7 +25,7 @@ _COUNT = (
     "import json, ray; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); "
     "print('nodes', json.dumps(sum(node['Alive'] for node in ray.nodes())))"
 )
-"""Asked in a process of its own, so that the command begins without a connection of ours."""
+"""Runs in a separate process, so that the command starts without an open connection to Ray."""
 
 Clock = Callable[[], float]
 

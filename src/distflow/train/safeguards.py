@@ -1,14 +1,16 @@
-"""Steps that all ranks take, or none: out of memory on one rank, and gradients that are not finite.
+"""Decisions that all ranks make together: to skip a step, and to stop.
 
-A rank that alone skips a step leaves the others in a reduction that never ends. Here every rank votes, and all decide alike.
-Other errors are not voted on: they are raised at once, the launcher stops the world, and no rank waits in a barrier.
+If only one rank skipped a step, the others would wait forever in a reduction. Therefore all ranks vote when one of them runs
+out of memory or has gradients that are not finite. They also leave the loop after the same step when one of them receives
+SIGTERM. Other errors need no vote: they are raised at once, and the launcher stops the world.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from distflow.train.communication.votes import all_ranks
+from distflow.train.communication.votes import all_ranks, any_rank
 
-__all__ = ["GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory"]
+__all__ = ["STOPPED", "GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory", "listen_for_stop", "stop_requested"]
 
 
 class OutOfMemory(RuntimeError):
@@ -165,3 +167,34 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a gradient; DTensors alone have a way to it."""
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else torch.as_tensor(to_local())
+
+
+STOPPED = 128 + signal.SIGTERM
+"""The exit code by which a rank says that it stopped because it was asked to: ``sys.exit(STOPPED)``."""
+
+_asked = False
+_listening = False
+
+
+def listen_for_stop() -> None:
+    """Take SIGTERM and SIGINT as requests from now on, in place of dying of them. Call it in the main thread."""
+    global _listening  # noqa: PLW0603 (a process has one handler)
+    if not _listening:
+        signal.signal(signal.SIGTERM, _note)
+        signal.signal(signal.SIGINT, _note)
+        _listening = True
+
+
+def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
+    """Tell whether any rank was asked to stop; all ranks get the same answer.
+
+    A small collective: every rank calls it at the same place, once per step. From the first call on, SIGTERM no longer
+    ends the process.
+    """
+    listen_for_stop()
+    return any_rank(_asked, group=group)
+
+
+def _note(_number: int, _frame: FrameType | None) -> None:
+    global _asked  # noqa: PLW0603
+    _asked = True

@@ -1,8 +1,8 @@
 """Joining the world of all ranks, and leaving it: ``world = init()`` at the start of a training script.
 
-The ranks meet as torch's ``env://`` has it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), but tell each other first that they
-are there: a rank that is missing, there twice, or of another opinion about the size is then named, where torch alone waits
-and reports a key of its store.
+The ranks use the variables of torch's ``env://`` (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), but first register with each
+other. Error messages can therefore name a rank that is missing, that joined twice, or that has another world size. torch alone
+would wait, and then report a key of its store.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DEBUG = {
 
 
 class WorldError(RuntimeError):
-    """The world could not be joined; the message says which ranks are to blame, as far as that is known."""
+    """The world could not be joined. The message names the ranks that caused this, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         return _joined
     if dist.is_initialized():
         raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
-    # Before there is the file that says that we outlive it.
+    # Do this before the file exists that tells the node that SIGUSR1 does not end this process.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     faulthandler.register(signal.SIGUSR1, file=_stack_file(), all_threads=True, chain=False)
     if is_debug():
@@ -125,7 +125,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
 
 
 def _stack_file() -> int:
-    """Return the descriptor to which SIGUSR1 writes; the node knows by the open file, named by our id, that we outlive it."""
+    """Return the descriptor to which SIGUSR1 writes. The open file tells the node that the signal is safe."""
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if folder:
         with suppress(OSError):
@@ -150,7 +150,7 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def before_leaving(work: Callable[[], None]) -> None:
-    """Have ``finish`` do something while the ranks can still talk to each other."""
+    """Let ``finish`` call a function while the ranks can still communicate."""
     _leaving.append(work)
 
 
@@ -262,8 +262,8 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
 
 
 def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
-    """Say at the store that this rank is there, and wait for the others until ``deadline`` (of the monotonic clock)."""
-    # A store that outlives an attempt, or a world, must not show it the ranks of the one before.
+    """Register this rank at the store, and wait for the others until ``deadline`` (monotonic clock)."""
+    # If the store outlives an attempt or a world, the next one must not see the ranks of the previous one.
     store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_left}", tcp)
     said = store.compare_set("size", "", str(place.size)).decode()
     if said != str(place.size):
@@ -275,11 +275,11 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
     if store.add("arrived", 1) == place.size:
         store.set("all", "1")
     pause, pause_s = threading.Event(), 0.005
-    # Asked again and again: a wait of the store's own that runs out writes warnings of its own, with addresses only.
+    # Poll, because a timeout of the store's own wait writes warnings that contain only addresses.
     while not store.check(["all"]):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
-            if not missing:  # the last one came just now
+            if not missing:  # the last rank has just joined
                 break
             raise WorldError(f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s")
         pause.wait(pause_s)

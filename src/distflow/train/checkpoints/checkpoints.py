@@ -2,14 +2,15 @@
 
 Tensors go through ``torch.distributed.checkpoint``, which writes each rank's part and loads it on any number of ranks, under
 any strategy. Around it: a directory that gets its name when everything is on the disk, a manifest with sizes and checksums,
-and one choice for all ranks. A group of its own carries the talk about it: saving does not mix with the training's
-reductions.
+and one choice for all ranks. The ranks communicate about a checkpoint in a separate group, so that saving does not mix with
+the reductions of the training.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import random
 import sys
 import traceback
 import warnings
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,14 +32,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from distflow.train.checkpoints import manifest as files
-from distflow.train.checkpoints.randomness import random_state, set_random_state
 from distflow.train.checkpoints.shared_directories import find_places
 from distflow.train.communication.votes import check_all_answer, from_all
-from distflow.train.launcher.error_files import write_exception
+from distflow.train.launcher.rank import write_exception
 from distflow.train.strategies.states import set_training_state, training_state
 from distflow.train.world import before_leaving
 
-__all__ = ["CheckpointError", "Checkpoints", "Stateful"]
+__all__ = ["CheckpointError", "Checkpoints", "Stateful", "random_state", "set_random_state"]
+
 
 _Result = TypeVar("_Result")
 _EXTRA = "extra.pt"
@@ -333,3 +335,28 @@ def _random_name(rank: int) -> str:
 def _write(value: object, path: Path) -> None:
     torch.save(value, path)
     files.sync_file(path)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, numpy's and torch's generators, and of this rank's GPU. Plain values and tensors only."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore the generators to the state of ``random_state()``."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Which collective this rank is at, told to the node that asks: ``distflow workflow stacks`` compares ranks by it.
+"""Report to the node which collective this rank is in, so that ``distflow workflow stacks`` can compare the ranks.
 
 torch's flight recorder has it: on unless ``TORCH_FR_BUFFER_SIZE`` is 0, for gloo as for NCCL (torch 2.13,
 ``torch/csrc/distributed/c10d/FlightRecorderDetail.hpp``). A thread answers from a socket in the attempt's directory: a
@@ -36,7 +36,7 @@ def answer_collectives() -> None:
     path = f"{folder}/collectives-{os.getpid()}"
     with suppress(OSError):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # An address of a socket is short; a path through a descriptor always is.
+        # The address of a socket must be short; a path through a descriptor always is.
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with suppress(FileNotFoundError):
@@ -52,7 +52,7 @@ def answer_collectives() -> None:
 
 def _serve(listener: socket.socket) -> None:
     while True:
-        # Whatever a torch of another version lacks: the rank itself has nothing to do with this.
+        # Ignore attributes that another torch version does not have; they do not affect the rank.
         with suppress(Exception):
             caller, _ = listener.accept()
             with caller:
@@ -100,7 +100,7 @@ def where(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     found = sorted((entry for entry in entries if not entry["is_p2p"]), key=lambda entry: int(entry["record_id"]))
     if not found:
         return {"number": 0, "operation": "", "is_over": True, "entered": 0}
-    # gloo says of a collective that has ended only that it is retired.
+    # For a collective that has ended, gloo only reports that it is retired.
     ended = [bool(entry["retired"]) or entry["state"] == "completed" for entry in found]
     at = ended.index(False) if False in ended else -1
     return {

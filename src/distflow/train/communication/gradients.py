@@ -90,11 +90,11 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     # FSDP2's, found by what it can do: its module is imported only where it is used.
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(is_last)
-    # torch learns a static graph in the first pass of all, and only in one that reduces.
+    # torch records a static graph in the first pass, and only if that pass reduces gradients.
     learns = model not in _passes and getattr(model, "static_graph", False)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last and not learns else nullcontext():
         yield is_last
-    # An error above leaves the count: the pass can be repeated.
+    # After an error the count is unchanged, so that the pass can be repeated.
     _passes[model] = 0 if is_last else done
 
 
@@ -119,7 +119,7 @@ def local_sgd(
     _averaged.add(model)
     if steps == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer
-    # torch compiles scripts when this is imported, and warns of its own way to do so.
+    # Importing this module makes torch compile scripts, which causes a warning.
     from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
 
     if not isinstance(model, DistributedDataParallel):

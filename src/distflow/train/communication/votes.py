@@ -21,7 +21,7 @@ _refused = ""
 
 @contextmanager
 def without_votes(why: str) -> Iterator[None]:
-    """Refuse questions meanwhile: who asks would wait for ranks that are no longer in the loop."""
+    """Refuse votes in this context, because they would wait for ranks that have left the loop."""
     global _refused  # noqa: PLW0603 (a process is in one world)
     before, _refused = _refused, why
     try:

@@ -1,26 +1,49 @@
-"""What runs first in the process of one rank: ``python -m distflow.train.launcher.rank``, for the launcher only.
+"""The process of one rank, which the launcher starts as ``python -m distflow.train.launcher.rank``.
 
-It ends with the launcher, keeps to its CPUs, runs the script as ``python`` would, and leaves an exception of the script in
-the error file.
+The process ends with the launcher, keeps to its CPUs, runs the script as ``python`` would, and writes an exception of the
+script to torch's error file (``distflow.protocol.error_file`` has the format). This module never imports torch.
+
+The launcher chooses the CPUs from ``/sys`` and ``/proc/driver/nvidia``, because it has no CUDA. It numbers GPUs in the order
+of their PCI addresses. That is CUDA's order for GPUs of one kind, and for all GPUs with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from distflow.train.launcher.affinity import parse_cpus
-from distflow.train.launcher.error_files import write_exception
+from distflow.protocol.error_file import VARIABLE, ErrorReport, error_file, parse_error_file
 
-__all__ = ["CPUS", "PARENT", "RecordedFailure", "end_with_parent", "keep_to_cpus", "run_script", "take_own_output"]
+__all__ = [
+    "CPUS",
+    "PARENT",
+    "Failure",
+    "RecordedFailure",
+    "cpus_near_gpu",
+    "end_with_parent",
+    "keep_to_cpus",
+    "parse_cpus",
+    "read_failure",
+    "run_script",
+    "take_own_output",
+    "threads_per_rank",
+    "write_exception",
+    "write_failure",
+]
+
 
 PARENT = "DISTFLOW_LAUNCHER_PID"
 """The launcher's process."""
@@ -90,6 +113,98 @@ def _main() -> None:
     run: Callable[[str, list[str]], None] = {"script": run_script, "module": _run_module}[kind]
     with RecordedFailure():
         run(target, arguments)
+
+
+def threads_per_rank(size: int) -> int:
+    """Return how many CPU threads each of ``size`` ranks of this machine gets: its share of the CPUs that may be used."""
+    return max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def cpus_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int] | None:
+    """Return the CPUs of the NUMA node of a rank's GPU; ``None`` when the machine does not say.
+
+    ``root`` is where ``sys`` and ``proc`` are.
+    """
+    address = _gpu_address(local_rank, environment, root)
+    if address is None:
+        return None
+    try:
+        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
+        if node < 0:  # the firmware does not know
+            return None
+        return parse_cpus((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the numbers in the kernel's form ``0-3,8,10-11``. Raises ``ValueError`` for anything else."""
+    cpus: set[int] = set()
+    for piece in filter(None, text.strip().split(",")):
+        first, _, last = piece.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _gpu_address(local_rank: int, environment: Mapping[str, str], root: Path) -> str | None:
+    """Return the PCI address of the GPU that a process sees as number ``local_rank``."""
+    folder = root / "proc/driver/nvidia/gpus"
+    try:
+        addresses = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return addresses[local_rank] if local_rank < len(addresses) else None
+    names = [name.strip() for name in visible.split(",")]
+    if local_rank >= len(names):
+        return None
+    name = names[local_rank]
+    if name.isdecimal():
+        return addresses[int(name)] if int(name) < len(addresses) else None
+    return next((address for address in addresses if name and name in _uuid(folder / address)), None)
+
+
+def _uuid(folder: Path) -> str:
+    try:
+        lines = (folder / "information").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The error file of a rank."""
+
+    report: ErrorReport
+    written_ns: int
+    """When the file was written, by the clock of the file system, in nanoseconds."""
+
+
+def write_exception(error: BaseException, *, rank: int) -> None:
+    """Write the exception of this process, unless the file is there already (torch's ``@record`` may have written it)."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        text = "".join(traceback.format_exception(error))
+        write_failure(Path(path), f"{type(error).__name__}: {error}", text, {"rank": rank, "pid": os.getpid()}, mode="x")
+
+
+def write_failure(path: Path, message: str, callstack: str, more: Mapping[str, Any], *, mode: str = "w") -> None:
+    """Write an error file. Errors of writing are ignored, because the failure itself matters more."""
+    text = json.dumps(error_file(message, callstack, time.time_ns() // 10**9, more))
+    with contextlib.suppress(OSError), path.open(mode, encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_failure(path: Path) -> Failure | None:
+    """Return the content of the file; ``None`` if it does not exist or is not an error file."""
+    try:
+        written_ns = path.stat().st_mtime_ns
+        report = parse_error_file(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return None if report is None else Failure(report=report, written_ns=written_ns)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The processes of one machine's ranks: wait for all, stop the rest when one fails, say which failed first.
+"""Supervise the rank processes of one machine: wait for all, stop the rest when one fails, and report the first failure.
 
-Knows nothing of how they were started; never imports torch.
+This module does not depend on how the processes were started, and never imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from distflow.protocol.error_file import is_symptom
-from distflow.train.launcher.error_files import Failure, read_failure
+from distflow.train.launcher.rank import Failure, read_failure
 
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 
@@ -29,7 +29,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """A started process. It leads a process group of its own."""
+    """A started process, which leads its own process group."""
 
     rank: int
     """Global rank."""
@@ -49,10 +49,10 @@ class End:
     """Exit code, or minus a signal's number; 1 when it was ended after it had raised an exception."""
     seen_ns: int
     """When the launcher saw it, by the clock of the file system of the error files, in nanoseconds."""
-    was_told: bool
-    """It had been sent SIGTERM by the launcher."""
+    was_asked: bool
+    """Whether the launcher had sent it SIGTERM."""
     was_killed: bool
-    """It had been sent SIGKILL by the launcher."""
+    """Whether the launcher had sent it SIGKILL."""
     failure: Failure | None
     """Its error file."""
 
@@ -66,8 +66,8 @@ class End:
         """Tell whether it failed by itself."""
         if self.failure is not None:
             return self.code != 0
-        # The end of a rank with much memory or a GPU is seen a while after its peers have lost it.
-        is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_told and self.code < 0
+        # A rank with much memory or a GPU takes a while to end, so its peers may lose it before the launcher sees its end.
+        is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_asked and self.code < 0
         return self.code != 0 and not self.is_stop and not is_ours
 
     @property
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def end_now(ranks: Iterable[RankProcess]) -> None:
-    """Kill ranks, with all that they started in their groups, and wait for their end."""
+    """Kill ranks with their process groups, and wait for their end."""
     for rank in ranks:
         _kill(rank)
         while rank.poll() is None:
@@ -102,11 +102,11 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait for the end of all ranks.
 
-    When one fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups SIGKILL. A rank fails when it
-    leaves an error file, even if it then hangs on its way out. SIGTERM, SIGINT,
-    SIGHUP and SIGQUIT to this process are passed on, each rank as SIGTERM, and they have ``stop_grace_s`` to end; so have
-    they when one of them ends with 143, which is how a rank says that it was asked to stop. ``wake`` is of ``woken()``, from
-    before the first rank was started: what comes while they start is a request to them, too.
+    When one rank fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups get SIGKILL. A rank that
+    writes an error file has failed, even if it then hangs before its exit. SIGTERM, SIGINT, SIGHUP and SIGQUIT to this
+    process are passed on to each rank as SIGTERM, and the ranks have ``stop_grace_s`` to end. They have the same time when
+    one of them ends with 143, the exit code of a rank that was asked to stop. Enter ``woken()``, which yields ``wake``,
+    before you start the first rank, so that a signal during the start also stops the ranks.
     """
     watch = _Watch(ranks)
     while watch.running:
@@ -125,7 +125,7 @@ def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, 
 
 
 class _Watch:
-    """What is known of the ranks while they run."""
+    """The state of the ranks while they run."""
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self.running = list(ranks)
@@ -135,66 +135,66 @@ class _Watch:
         self._all = tuple(ranks)
         self._deadline: float | None = None
         """When the rest is killed, on the monotonic clock."""
-        self._was_told = self._was_killed = False
+        self._was_asked = self._was_killed = False
 
     def wait_s(self) -> float:
         return _POLL_S if self._deadline is None else min(_POLL_S, max(0.0, self._deadline - time.monotonic()))
 
     def look(self) -> None:
-        """Take in who has ended."""
+        """Record the ranks that have ended."""
         for rank in tuple(self.running):
             code = rank.poll()
             if code is not None:
                 self.running.remove(rank)
                 seen_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
-                if failure is not None and self._was_told and code < 0:
+                if failure is not None and self._was_asked and code < 0:
                     code = 1
                 end = End(
-                    rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_told=self._was_told,
+                    rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_asked=self._was_asked,
                     was_killed=self._was_killed, failure=failure,
                 )  # fmt: skip
                 self.ends.append(end)
 
     def has_raised(self) -> bool:
-        """Tell whether a rank has left its error file, and still runs."""
+        """Return whether a running rank has already written its error file."""
         return any(rank.error_file.exists() for rank in self.running)
 
     def stop(self, grace_s: float, *, sooner: bool = False) -> None:
-        """Ask the rest to end, once; ``sooner`` may bring the end of their grace forward."""
+        """Ask the remaining ranks to end, once. With ``sooner``, a later call may shorten their grace period."""
         deadline = time.monotonic() + grace_s
         if self._deadline is None:
             self._deadline = deadline
-            self._was_told = True
+            self._was_asked = True
             for rank in self.running:
-                if not rank.error_file.exists():  # it is on its way out, and may have something to flush
+                if not rank.error_file.exists():  # it is about to exit, and may have output to flush
                     _send(os.kill, rank.pid, signal.SIGTERM)
         elif sooner:
             self._deadline = min(self._deadline, deadline)
 
     def kill_late(self) -> None:
-        """Kill those that had their time, with all that they started in their groups."""
+        """Kill the remaining ranks with their process groups when the grace period is over."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._was_killed = True
             for rank in self.running:
                 _kill(rank)
 
     def sweep(self) -> None:
-        """Kill what ended ranks left in their groups."""
+        """Kill the remaining processes in the groups of ended ranks."""
         for rank in self._all:
             _send(os.killpg, rank.pid, signal.SIGKILL)
 
     def first_failure(self) -> End | None:
-        """Return the failure to blame: what only reports the loss of a peer comes after what does not.
+        """Return the failure to blame. Failures that only report the loss of a peer come last.
 
-        A process takes a while to end after its exception, and its peers notice before that: so it counts when the error
-        file was written.
+        A process takes a while to end after its exception, and its peers notice the exception earlier. Therefore the time
+        at which the error file was written counts.
         """
         failures = [end for end in self.ends if end.is_failure]
         return min(failures, key=_blame, default=None)
 
     def outcome(self) -> Outcome:
         first = self.first_failure()
-        is_stop = self.asked is not None or any(end.is_stop and not end.was_told for end in self.ends)
+        is_stop = self.asked is not None or any(end.is_stop and not end.was_asked for end in self.ends)
         if is_stop and first is not None and first.failure is not None and is_symptom(first.failure.report.message):
             first = None  # a peer that stopped a moment earlier
         if first is not None:
@@ -211,7 +211,7 @@ def _blame(end: End) -> tuple[bool, int]:
 
 
 def _now_ns(folder: Path) -> int:
-    """Return the time by the clock of a file system, which may be another machine's."""
+    """Return the time of a file system, whose clock may be that of another machine."""
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns
@@ -228,7 +228,7 @@ class Wake:
         """Requests to stop, in their order."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the next signal, whatever it is, at most for so long."""
+        """Wait for the next signal of any kind, up to a timeout."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             self.signals += [number for number in os.read(self._reader, 4096) if number in _STOPS]
 
@@ -240,11 +240,11 @@ def woken() -> Iterator[Wake]:
     os.set_blocking(writer, False)
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
-        """The byte in the pipe says it all."""
+        """Do nothing: the byte in the pipe reports the signal."""
 
     # A process that ignores SIGHUP was started with nohup, and must outlive its terminal.
     taken = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    # Never is a signal taken of which no byte tells.
+    # Set this before the handlers, so that each handled signal writes a byte.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
     try:
@@ -258,7 +258,7 @@ def woken() -> Iterator[Wake]:
 
 
 def _kill(rank: RankProcess) -> None:
-    """Kill a rank that has not been seen to end, also before it leads a group."""
+    """Kill a rank that may still run, even if it does not lead a process group yet."""
     _send(os.killpg, rank.pid, signal.SIGKILL)
     _send(os.kill, rank.pid, signal.SIGKILL)
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from distflow.protocol.error_file import VARIABLE
 from distflow.train.launcher import rank as rank_process
-from distflow.train.launcher.affinity import cpus_near_gpu, threads_per_rank
-from distflow.train.launcher.error_files import write_failure
+from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
 from distflow.train.launcher.rank_processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
@@ -32,12 +31,12 @@ _LOCAL = "127.0.0.1"
 
 
 class LayoutError(ValueError):
-    """The ranks of this machine make no sense; the message says what to change."""
+    """The numbers of ranks contradict each other. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """This machine's share of the world, and how its processes are treated."""
+    """This machine's share of the world, and the settings of its processes."""
 
     offset: int
     """First global rank."""
@@ -57,7 +56,7 @@ class Share:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether this machine has all ranks."""
+        """Return whether this machine has all ranks."""
         return self.size == self.world_size
 
 
@@ -74,7 +73,7 @@ def read_share(
     failure_grace_s: float = 5.0,
     numa: bool = False,
 ) -> Share:
-    """Put together what was given and what distflow's variables say. Raises ``LayoutError``, which names flag and remedy."""
+    """Combine the arguments with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
     first = _number(environment, "DISTFLOW_RANK_OFFSET", offset, 0)
     count = _number(environment, "DISTFLOW_RANK_SIZE", size, 1)
     world = _number(environment, "DISTFLOW_WORLD_SIZE", world_size, first + count)
@@ -123,7 +122,7 @@ def _number(environment: Mapping[str, str], variable: str, given: int | None, de
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process is one rank already: this launcher or torchrun started it."""
+    """Return whether this launcher or torchrun started this process as a rank."""
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= environment.keys()
 
 
@@ -153,8 +152,9 @@ def launch(
 ) -> None:
     """Call ``function(*args)`` in one new process per rank of this machine, and wait for all.
 
-    What is not given comes from distflow's variables, else it is one rank. In a process that is a rank already the function
-    is simply called, so that a script works under any launcher. ``function`` must be importable (no lambda), as
+    Missing arguments are read from distflow's variables; without these, there is one rank. In a process that is already a
+    rank, the function is called directly, so that a script works under any launcher.
+    ``function`` must be importable (no lambda), as
     ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``. In a notebook, and in a
     program from standard input, the function must come from a module.
 
@@ -187,13 +187,13 @@ def launch(
     context = multiprocessing.get_context("spawn")
 
     def start(environment: Mapping[str, str]) -> _Started:
-        # Not daemonic: a rank may have children of its own, such as a loader's workers.
+        # Not daemonic, because a rank may start processes, such as the workers of a loader.
         process = context.Process(target=_call, args=(function, args))
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(environment)  # libraries read it while the function is being imported
         program = vars(sys.modules["__main__"])
-        # Of a program without a file it names none that there is, such as <stdin>, which the process would run first.
+        # In a program without a file it names a path that does not exist, such as <stdin>, which the process would run first.
         path = None if has_file else program.pop("__file__", None)
         try:
             process.start()
@@ -238,7 +238,7 @@ def _run(share: Share, start: _Start) -> int:
     with woken() as wake:
         while True:
             outcome = _attempt(share, start, attempt, wake)
-            wake.wait(0)  # a request may come when the last rank has just ended
+            wake.wait(0)  # read a request that arrived when the last rank ended
             if outcome.first is None or wake.signals or attempt == share.max_restarts:
                 _leave(outcome)
                 return outcome.exit_code
@@ -247,7 +247,7 @@ def _run(share: Share, start: _Start) -> int:
 
 
 def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
-    # In a task of distflow, what a launcher that is killed leaves goes with its attempt.
+    # In a task of distflow, the files of a killed launcher are removed together with the attempt.
     place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     place = place if place and os.access(place, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=place) as folder, _port(share, attempt) as port:
@@ -260,7 +260,7 @@ def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
                 pid, poll = start(environment)
                 ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
         except BaseException:
-            end_now(ranks)  # they would wait for those that never came, and this process for them
+            end_now(ranks)  # otherwise they would wait for the missing ranks, and this process would wait for them
             raise
         outcome = supervise(ranks, wake, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
         _report(outcome)
@@ -268,7 +268,7 @@ def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
 
 
 def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict[str, str]:
-    """Return what torchrun gives to a worker, and what our own process of a rank reads."""
+    """Return the variables that torchrun sets for a worker, and those that the process of a rank reads."""
     rank, world_size = str(share.offset + local_rank), str(share.world_size)
     node_rank = os.environ.get("NODE_RANK") or str(share.offset // share.size)
     nodes = os.environ.get("NNODES") or str(-(-share.world_size // share.size))
@@ -302,9 +302,9 @@ def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict
 
 @contextlib.contextmanager
 def _port(share: Share, attempt: int) -> Iterator[int]:
-    """Give the port for an attempt, and keep a chosen one: a socket that never listens leaves it free for torch alone.
+    """Yield the port of an attempt. A socket that never listens reserves a chosen port, so that only torch can use it.
 
-    A restart never uses the port again: sockets of the attempt before may still hold it.
+    A restart uses another port, because sockets of the previous attempt may still hold the old one.
     """
     if share.master_port and attempt == 0:
         yield share.master_port
@@ -316,7 +316,7 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
 
 
 def _report(outcome: Outcome) -> None:
-    """Say on standard error which rank failed first."""
+    """Report on standard error which rank failed first."""
     end = outcome.first
     if end is not None:
         _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {_message(end)}")
@@ -326,7 +326,7 @@ def _report(outcome: Outcome) -> None:
 
 
 def _leave(outcome: Outcome) -> None:
-    """Leave the failure that decided, of the last attempt, in the launcher's own error file."""
+    """Write the failure to blame in the last attempt to the launcher's own error file."""
     end, path = outcome.first, os.environ.get(VARIABLE)
     if end is not None and path:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from distflow.train.loading.shares import own_share
+from distflow.train.loading.batching import own_share
 
 __all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
 

@@ -1,9 +1,15 @@
-"""``parallelize``: a model made ready for a strategy, so that the training loop stays the same."""
+"""``parallelize`` prepares a model for a strategy, so that the training loop stays the same.
+
+FSDP gathers the repeated layers of a model one at a time, and activation checkpointing computes them again. Replicas of a
+model use torch's DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +17,15 @@ import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group, which it would keep: see `distflow.train.world._leave`
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from distflow.train.communication.gradients import compress_gradients
 from distflow.train.strategies.description import Strategy, choose, make_strategy, said_strategy
 from distflow.train.strategies.initial import allocate, check_empty, fill
-from distflow.train.strategies.layers import checkpoint_activations
-from distflow.train.strategies.replicas import replicate
 from distflow.train.strategies.stages import Loss, make_pipeline
 
-__all__ = ["make_mesh", "parallelize"]
+__all__ = ["checkpoint_activations", "large_modules", "make_mesh", "parallelize", "repeated_layers", "replicate"]
 
 
 def parallelize(
@@ -133,3 +140,82 @@ def _start_alike(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
+
+
+_LARGE = 100_000_000
+"""Parameters from which on a module is wrapped by size, as torch's size-based policy has it."""
+
+
+def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list[nn.Module]:
+    """Return the model's layers: modules of the named classes, or else siblings of one class that have parts of their own.
+
+    Layers inside of layers are left out. Raises ``ValueError`` when a class name matches nothing.
+    """
+    if class_names:
+        found = [module for module in model.modules() if type(module).__name__ in class_names]
+        if missing := set(class_names) - {type(module).__name__ for module in found}:
+            there = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"the model has no layer of class {', '.join(sorted(missing))}; it has {', '.join(there)}")
+        return found
+    layers: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        children = list(waiting.pop(0).children())
+        classes = Counter(type(child) for child in children if _has_parts(child))
+        for child in children:
+            if classes[type(child)] > 1 and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                layers.append(child)
+            else:
+                waiting.append(child)
+    return layers
+
+
+def large_modules(model: nn.Module, least: int = _LARGE) -> list[nn.Module]:
+    """Return modules, inner before outer, with at least that many parameters that no returned one inside of them has."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        own += sum(visit(child) for child in module.children())
+        if own < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return own
+        found.append(module)
+        return 0
+
+    visit(model)
+    return found
+
+
+def checkpoint_activations(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Let each layer keep only its input, and compute the rest again in the backward pass.
+
+    Raises ``ValueError`` when the model has no layers.
+    """
+    layers = repeated_layers(model, options.get("transformer_layer_cls", ()))
+    if not layers:
+        raise ValueError("activation_checkpointing: no repeated layers found; name their class in transformer_layer_cls")
+    for layer in layers:
+        # Not a wrapper module: the names of the parameters stay, and so do checkpoints.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+_TORCHS = ("bucket_cap_mb", "static_graph", "find_unused_parameters")
+
+
+def replicate(model: nn.Module, device: torch.device, options: Mapping[str, Any]) -> nn.Module:
+    """Return the model wrapped so that its gradients are averaged over all ranks during the backward pass."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        # Nothing to average, which torch refuses.
+        return model
+    settings = {name: options[name] for name in _TORCHS if name in options}
+    settings["gradient_as_bucket_view"] = options.get("gradient_as_bucket_view", True)
+    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **settings)
+    compression = options.get("compression", "none")
+    if compression != "none":
+        rank = {"rank": options["powersgd_rank"]} if "powersgd_rank" in options else {}
+        compress_gradients(wrapped, compression, **rank)
+    return wrapped

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from distflow.train.strategies.layers import large_modules, repeated_layers
+from distflow.train.strategies.build import large_modules, repeated_layers
 
 __all__ = ["shard"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.train.communication.gradients import all_reduce_mean
-from distflow.train.loading.nested import Batch, as_arguments, sample_count, shape_of
+from distflow.train.loading.batching import Batch, as_arguments, sample_count, shape_of
 from distflow.train.strategies.initial import allocate
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]

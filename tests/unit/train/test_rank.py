@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.train.launcher.affinity import cpus_near_gpu, parse_cpus, threads_per_rank
+from distflow.train.launcher.rank import cpus_near_gpu, parse_cpus, threads_per_rank
 
 
 @pytest.fixture
