@@ -192,7 +192,9 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
 )
 
 
-FAMILY: Sequence[type[errors.DistflowError]] = (*(getattr(errors, name) for name in errors.__all__), ProblemsFound)
+FAMILY: Sequence[type[errors.DistflowError]] = (
+    *(error for name in errors.__all__ if issubclass(error := getattr(errors, name), errors.DistflowError)), ProblemsFound,
+)  # fmt: skip
 """Every error that other modules may raise. ``__subclasses__`` would depend on the modules that are already imported."""
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "HostKeyMismatch",
     "HostKeyUnknown",
     "InputError",
+    "InvalidValue",
     "NodeError",
     "NodeUnreachable",
     "NotFound",
@@ -75,6 +76,16 @@ class DistflowError(Exception):
     def __str__(self) -> str:
         """Return the message and the hint."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class InvalidValue(ValueError):
+    """A text or number that is not a value of its kind. Callers that know its place report it as an ``InputError``."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        """Say what is wrong in ``message`` and what to write instead in ``hint``."""
+        super().__init__(f"{message}; {hint}")
+        self.message = message
+        self.hint = hint
 
 
 class InputError(DistflowError):

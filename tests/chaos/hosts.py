@@ -254,8 +254,8 @@ class Gang:
 
     def _is_over(self) -> bool:
         record = self.record
-        strays = [task for group in record.groups for task in group.attempts if task.stray is not None]
-        return record.state.is_final and not strays and all(task.log_complete for task in record.groups[0].attempts)
+        orphans = [task for group in record.groups for task in group.attempts if task.orphan is not None]
+        return record.state.is_final and not orphans and all(task.log_complete for task in record.groups[0].attempts)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         """Wait as a person does: by looking, which starts a supervisor when there is none."""

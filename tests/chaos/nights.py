@@ -47,8 +47,8 @@ class _Doubting(Supervisor):
 
     def decide(self) -> Decision:
         found = super().decide()
-        anew = decide(replace(self.world(), rest=LastDecision()), self._clock.now())
-        assert replace(found, rest=anew.rest) == anew
+        anew = decide(replace(self.snapshot(), last_decision=LastDecision()), self._now())
+        assert replace(found, last_decision=anew.last_decision) == anew
         return found
 
 
@@ -185,8 +185,8 @@ class _Night:
         self._gang_links()
         self.wrong += doubles(self.driver)
         self.wrong += self._unheard(self.driver.workflows)
-        world = self.driver.supervisor.world()
-        known = {one.record.uuid: one.record for one in world.workflows}
+        snapshot = self.driver.supervisor.snapshot()
+        known = {one.record.uuid: one.record for one in snapshot.workflows}
         for uuid, one in self.driver.workflows.items():
             if uuid in known and not self._stepped and _progress(known[uuid]) != _progress(one.record):
                 self.wrong.append(f"{uuid}: the store says {one.record}, and the supervisor {known[uuid]}")
@@ -195,7 +195,7 @@ class _Night:
                 if before.is_final and not is_legal(before, group.state):
                     self.wrong.append(f"{uuid}/{group.name}: {before.value}, then {group.state.value}")
                 self._states[uuid, group.name] = group.state
-                self.wrong += self._waits_too_long(group, world.nodes)
+                self.wrong += self._waits_too_long(group, snapshot.nodes)
 
     def _unheard(self, workflows: Mapping[str, Workflow]) -> Iterator[str]:
         """Ends that a node knows, and can report, that are not in the store."""
@@ -335,7 +335,7 @@ def unfinished(workflows: Mapping[str, Workflow]) -> Iterator[str]:
             for task in group.attempts:
                 if not task.state.is_final:
                     yield f"{uuid}/{group.name}/{task.name}/{task.attempt} has not ended: {task.state.value}"
-                if task.stray is not None:
+                if task.orphan is not None:
                     yield f"{uuid}/{group.name}/{task.name}/{task.attempt} is still looked for"
 
 

@@ -36,7 +36,7 @@ def test_three_thousand_nodes_lose_racks_processes_and_supervisors() -> None:
     wrong: list[str] = []
     while driver.count < EVENTS or open_ones:
         is_open = driver.count < EVENTS
-        started = {one.record.uuid for one in driver.supervisor.world().workflows if one.record.started_at is not None}
+        started = {one.record.uuid for one in driver.supervisor.snapshot().workflows if one.record.started_at is not None}
         ahead = len(open_ones.keys() - started)
         for _ in range(AHEAD - ahead if is_open else 0):
             submitted += 1

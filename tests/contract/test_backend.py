@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from contract.test_runtime_faults import kill_together
+from distflow.backends import steady
 from distflow.backends.base import (
     Absent,
     AttemptKey,
@@ -53,7 +54,6 @@ from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files.root_directory import PRIVATE
-from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behavior, FakeBackend
 from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until
@@ -144,7 +144,7 @@ def _fake(folder: Path, **settings: Any) -> Bench:
         return Behavior(seconds=0.1, exit_code=3, output=b"out\nerr\n")
 
     bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
-    fake = FakeBackend(pool, clock=SystemClock(), sink=bench.seen.append, logs=bench, behavior=behave, **settings)
+    fake = FakeBackend(pool, now=steady.now, sink=bench.seen.append, logs=bench, behavior=behave, **settings)
     bench.backend, bench.tick = fake, fake.tick
     return bench
 
@@ -233,7 +233,7 @@ def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> 
 
 def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
     bench = late_bench
-    before = SystemClock().now()
+    before = steady.now()
     key = bench.begin("exit 3")
     for seen, told in (
         ((started := bench.await_one(Started, key=key)), started.started_at),
@@ -250,7 +250,7 @@ def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
 
 def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
     for bench in _connected(_late_machines(tmp_path)):
-        begun = SystemClock().now()
+        begun = steady.now()
         bench.begin("sleep 0.1")
         pool = Pool(name="p", backend="local", nodes=(bench.node,))
         (found,) = recall_node(pool, bench.node, known=()).workflows

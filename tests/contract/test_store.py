@@ -19,7 +19,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import HangOver, HangSuspected, Message, NodeReachable, NodeUnreachable
 from distflow.state.opening import set_aside
-from distflow.state.record import CancelRequest, End, Event, Priority, Stray, WorkflowRecord
+from distflow.state.record import CancelRequest, End, Event, OrphanState, Priority, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -107,7 +107,7 @@ def test_events_continue_after_the_readers_last_one(store: Store) -> None:
     other = submit(store, workflow(number=2), events=[("elsewhere", None)])
     first = store.events(record.uuid)
     assert [(event.text, event.task) for event in first] == [("one", None), ("two", "worker")]
-    store.add_events([told(record.uuid, "three"), told(other.uuid, "elsewhere")])
+    store.save([], [told(record.uuid, "three"), told(other.uuid, "elsewhere")])
     assert [event.text for event in store.events(record.uuid, after=first[-1].sequence)] == ["three"]
 
 
@@ -155,11 +155,11 @@ def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
 
 def test_possible_orphans_on_a_lost_node_are_recorded_without_a_supervisor(store: Store) -> None:
     group = completed_group()
-    lost = replace(group.tasks[-1], stray=Stray.OUT_OF_REACH)
+    lost = replace(group.tasks[-1], orphan=OrphanState.UNREACHABLE)
     record = submit(store, workflow([replace(group, tasks=(*group.tasks[:-1], lost))]))
     store.save([record], [])
     assert not store.has_unfinished()
-    assert [one.groups[0].tasks[-1].stray for one in store.unfinished()] == [Stray.OUT_OF_REACH]
+    assert [one.groups[0].tasks[-1].orphan for one in store.unfinished()] == [OrphanState.UNREACHABLE]
     store.save([replace(record, groups=(group,))], [])
     assert store.unfinished() == ()
 

@@ -105,7 +105,7 @@ class Lab:
 
     def await_stray_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
         """Wait until what was given up on a lost node has been stopped there."""
-        text = f"[{task}] nothing of it is left on"
+        text = f"[{task}] the abandoned attempt on"
         wait_until(lambda: text in self.cli.run("workflow", "events", workflow).out, timeout, text)
 
     def await_nothing_left(self, timeout: float = 60.0) -> None:

@@ -109,7 +109,7 @@ def test_nothing_passes_through_this_machine(where: str, cli: Cli, s3: S3Server,
     events = _events(cli, "direct-1")
     assert "[one] its output is at s3://b/runs/direct-1: 1 file, 2.9 MiB" in events
     assert "[two] its output is at s3://b/runs/direct-1: 1 file, 2 B" in events
-    assert "its output is here" not in events
+    assert "its output was copied to this machine" not in events
     assert "through this machine" not in events
     assert _packed(cli) == []
 
@@ -132,7 +132,7 @@ def test_a_node_without_a_driver_is_relayed_and_shows_how_to_avoid_that(
         is_bare = task["node_name"] in ("gpu2", "local")
         words = f"[{name}] its output goes to s3://b/runs/direct-1 through this machine: {task['node_name']}: {python} has no"
         assert events.count(words) == is_bare, events
-        assert (f"[{name}] its output is here" in events) == is_bare
+        assert (f"[{name}] its output was copied to this machine" in events) == is_bare
         assert f"[{name}] its output is at s3://b/runs/direct-1: 1 file" in events
     assert f"has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
@@ -213,7 +213,7 @@ def test_a_node_whose_link_is_cut_continues_when_the_link_is_back(lab: Lab, s3: 
     lab.servers["gpu1"].stop()
     # It ends with its connection; and that one is away for longer than any number of tries.
     wait_until(lambda: pid not in _deliverers(cli), 60)
-    lab.await_message(ident, "their outputs are written: s3://b/x; gpu1 is unreachable: ")
+    lab.await_message(ident, "writing outputs: s3://b/x; gpu1 is unreachable: ")
     lab.servers["gpu1"].start()
     s3.thaw()
     _all_is_there(cli, s3, ident)
@@ -226,7 +226,7 @@ def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server
     lab.servers["gpu1"].stop()
     body = lab.cli.await_status(ident, "FAILED_BACKEND_ERROR")
     assert body["groups"][0]["reason"] == "NODE_LOST"
-    assert "only: its output cannot be handed on: gpu1 has been unreachable for" in body["groups"][0]["message"]
+    assert "only: its output cannot be passed on: gpu1 has been unreachable for" in body["groups"][0]["message"]
     s3.thaw()
 
 

@@ -124,7 +124,7 @@ def test_a_task_finds_the_outputs_of_others(cli: Cli) -> None:
     assert cli.logs(ident, "--task", "rate").replace("[rate]", "").split() == ["two"]
     events = cli.run("workflow", "events", ident).out
     assert (
-        events.index("[crop] its output is on every node: ")
+        events.index("[crop] its output is available on every node: ")
         < events.index("preparation: COMPLETED")
         < events.index("training: SCHEDULING")
     )
@@ -141,7 +141,7 @@ def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -
     assert done.code == 1
     shown = cli.run("workflow", "query", "chain-1").out
     assert (
-        "First cause: prepare on local: its output cannot be handed on: the link `data` in its output points to `/usr`" in shown
+        "First cause: prepare on local: its output cannot be passed on: the link `data` in its output points to `/usr`" in shown
     )
     assert "copy its target, or remove the link" in shown
     group = cli.query("chain-1")["groups"][0]
@@ -171,7 +171,7 @@ def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) ->
     wait_until(lambda: _senders(cli), 60)
     (sender,) = _senders(cli)
     os.kill(sender, signal.SIGSTOP)
-    fetched = "all tasks have ended; what prepare wrote is fetched for the groups that wait"
+    fetched = "all tasks have ended; copying the output of prepare to this machine for waiting groups"
     try:
         wait_until(lambda: fetched in str(_group(cli, ident)["message"]), 20)
         assert _group(cli, ident)["status"] == "RUNNING"

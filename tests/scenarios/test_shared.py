@@ -63,7 +63,11 @@ def test_data_in_shared_storage_does_not_pass_through_this_machine(lab: Lab, whe
     assert len({task["node_name"] for name, task in cli.tasks(ident).items() if name in takers}) == len(takers)
     # What came here stays until the workflow has ended.
     assert len(_large(cli.state / "blobs")) == (0 if stays else 1)
-    words = "[make] its output is on every node: 2.9 MiB" if stays else "[make] its output is here: 2.9 MiB"
+    words = (
+        "[make] its output is available on every node: 2.9 MiB"
+        if stays
+        else "[make] its output was copied to this machine: 2.9 MiB"
+    )
     assert words in _events(cli, ident)
     (cli.folder / "go").touch()
     cli.await_status(ident, "COMPLETED")
@@ -71,7 +75,7 @@ def test_data_in_shared_storage_does_not_pass_through_this_machine(lab: Lab, whe
 
 def test_a_missing_object_is_reported(cli: Cli) -> None:
     ident = _submit(cli, "one")
-    wait_until(lambda: "[make] its output is on every node: 2.9 MiB" in _events(cli, ident), 60)
+    wait_until(lambda: "[make] its output is available on every node: 2.9 MiB" in _events(cli, ident), 60)
     (archive,) = _large(cli.root / "blobs")
     archive.unlink()
     (cli.folder / "gate").touch()
@@ -89,4 +93,4 @@ def test_an_output_that_the_supervisor_delivers_comes_to_this_machine(cli: Cli, 
     done = cli.run("workflow", "submit", spec, "--wait")
     assert done.code == 0, done.err
     assert (tmp_path / "out" / "data").stat().st_size == 3_000_000
-    assert "[make] its output is here: 2.9 MiB" in _events(cli, "shared-1")
+    assert "[make] its output was copied to this machine: 2.9 MiB" in _events(cli, "shared-1")

@@ -104,7 +104,7 @@ def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Ser
     assert dataset["name"] == "line"
     events = cli.run("workflow", "events", "story-1").out
     told = [
-        "[prepare] its output is here: ",
+        "[prepare] its output was copied to this machine: ",
         "[worker] FAILED: exit code 75",
         "[worker] its checkpoint is at file://",
         "training: RESCHEDULED: worker: exit code 75; attempt 2 of at most 11",

@@ -215,13 +215,13 @@ def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3
     _fill(bucket)
     s3.freeze()
     ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out", waits=True))
-    wait_until(lambda: "looks up its inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
+    wait_until(lambda: "checking inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
     cli.kill_supervisor()
     s3.thaw()
     cli.await_running(ident)
     s3.freeze()
     (cli.folder / "go").touch()
-    wait_until(lambda: "their outputs are written: s3://b/out" in _message(cli, ident), 60)
+    wait_until(lambda: "writing outputs: s3://b/out" in _message(cli, ident), 60)
     assert cli.query(ident)["status"] == "RUNNING"
     cli.kill_supervisor()
     s3.thaw()
@@ -236,7 +236,7 @@ def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     s3.freeze()
     ident = cli.submit(_simple(cli, "s3://b/data", "s3://b/out"))
-    wait_until(lambda: "looks up its inputs" in _message(cli, ident), 60)
+    wait_until(lambda: "checking inputs" in _message(cli, ident), 60)
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
     s3.thaw()

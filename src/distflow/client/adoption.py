@@ -21,7 +21,16 @@ from distflow.state.record import Event, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.process import Lock, is_running
-from distflow.supervisor.workflow_copies import Memo, Place, Rebuilt, is_starting, latest, read_memo, rebuild, writes_here
+from distflow.supervisor.workflow_copies import (
+    AdoptedAttempt,
+    Rebuilt,
+    WorkflowCopy,
+    is_starting,
+    latest,
+    read_copy,
+    rebuild,
+    writes_here,
+)
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
 
@@ -31,14 +40,14 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundWorkflow:
-    """A workflow on nodes of a pool whose memo can be read."""
+    """A workflow on nodes of a pool whose copy can be read."""
 
     uuid: str
     pool: Pool
-    memo: Memo
+    copy: WorkflowCopy
     is_own: bool
     """Whether the key of this state directory signed its record."""
-    places: dict[str, Place]
+    attempts: dict[str, AdoptedAttempt]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +148,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
     """
     trusted, refused = [], []
     for one in found:
-        here, _ = writes_here(one.memo)
+        here, _ = writes_here(one.copy)
         if one.is_own or trust or not here:
             trusted.append(one)
             continue
@@ -147,7 +156,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_NAMED])}; "
             "if you know this workflow, adopt it with trust in unsigned records"
         )
-        refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.memo.record.id, skipped=why))
+        refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
     return trusted, refused
 
 
@@ -155,7 +164,7 @@ def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
     """Return a warning about a record that this machine did not sign."""
     if one.is_own:
         return ()
-    here, stores = writes_here(one.memo)
+    here, stores = writes_here(one.copy)
     goals = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
     return (
         f"this machine did not sign its record{goals}; read its spec (`distflow workflow spec {name}`) before you restart it",
@@ -163,41 +172,41 @@ def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
 
 
 def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Combine the answers of nodes into workflows that can be adopted and workflows without a readable memo."""
-    memos: dict[str, list[tuple[Pool, Memo, bool]]] = {}
-    places: dict[tuple[str, str], dict[str, list[Place]]] = {}
+    """Combine the answers of nodes into workflows that can be adopted and workflows without a readable copy."""
+    copies: dict[str, list[tuple[Pool, WorkflowCopy, bool]]] = {}
+    attempts: dict[tuple[str, str], dict[str, list[AdoptedAttempt]]] = {}
     unread: dict[str, str] = {}
     for answer in answers:
         for workflow in answer.workflows:
             for one in workflow.attempts:
-                place = Place(
+                attempt = AdoptedAttempt(
                     node=answer.node, phase=one.phase, pid=one.pid, started_at=one.started_at, directory=one.directory
                 )
-                places.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(place)
+                attempts.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(attempt)
             try:
-                memo, is_own = read_memo(workflow.memo, secrets) if workflow.memo else (None, False)
-                if memo is not None and memo.record.uuid == workflow.uuid:
-                    memos.setdefault(workflow.uuid, []).append((answer.pool, memo, is_own))
+                copy, is_own = read_copy(workflow.memo, secrets) if workflow.memo else (None, False)
+                if copy is not None and copy.record.uuid == workflow.uuid:
+                    copies.setdefault(workflow.uuid, []).append((answer.pool, copy, is_own))
                 elif workflow.attempts:
                     unread.setdefault(workflow.uuid, "no node has its record: its submission was incomplete, or it is too old")
             except StateError as error:
                 unread[workflow.uuid] = error.message
     found = []
-    for uuid, known in memos.items():
+    for uuid, known in copies.items():
         # If one node has a signed record, ignore the unsigned records of other nodes.
         is_own = any(own for _, _, own in known)
-        believed = [(pool, memo) for pool, memo, own in known if own or not is_own]
-        memo, pool = latest(one for _, one in believed), believed[0][0]
-        at = {name: _nearest(memo, name, some) for name, some in places.get((pool.name, uuid), {}).items()}
-        found.append(FoundWorkflow(uuid=uuid, pool=pool, memo=memo, is_own=is_own, places=at))
-    skipped = [AdoptedWorkflow(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in memos]
+        believed = [(pool, copy) for pool, copy, own in known if own or not is_own]
+        copy, pool = latest(one for _, one in believed), believed[0][0]
+        at = {name: _nearest(copy, name, some) for name, some in attempts.get((pool.name, uuid), {}).items()}
+        found.append(FoundWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=at))
+    skipped = [AdoptedWorkflow(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in copies]
     return found, skipped
 
 
-def _nearest(memo: Memo, name: str, some: list[Place]) -> Place:
-    """Return the place of an attempt. Several nodes report it if they share their root directory."""
+def _nearest(copy: WorkflowCopy, name: str, some: list[AdoptedAttempt]) -> AdoptedAttempt:
+    """Return one attempt. Several nodes report it if they share their root directory."""
     group, task, number = name.split("/")[1:]
-    known = next((one for one in memo.record.groups if one.name == group), None)
+    known = next((one for one in copy.record.groups if one.name == group), None)
     attempt = known.find(task, int(number)) if known and number.isdigit() else None
     return next((one for one in some if attempt is not None and one.node == attempt.node), some[0])
 
@@ -205,15 +214,15 @@ def _nearest(memo: Memo, name: str, some: list[Place]) -> Place:
 def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[AdoptedWorkflow]:
     now = time.time()  # noqa: TID251  the moment of adoption
     results, ready = [], []
-    for one in sorted(found, key=lambda one: one.memo.record.submitted_at):
-        if is_starting(one.memo.record, one.places):
+    for one in sorted(found, key=lambda one: one.copy.record.submitted_at):
+        if is_starting(one.copy.record, one.attempts):
             why = "another machine is starting it now; try again in a few minutes"
-            results.append(AdoptedWorkflow(uuid=one.uuid, name=one.memo.record.id, skipped=why))
+            results.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
             continue
-        ready.append((one, rebuild(one.memo, one.places, nodes=[node.name for node in one.pool.nodes], now=now)))
+        ready.append((one, rebuild(one.copy, one.attempts, nodes=[node.name for node in one.pool.nodes], now=now)))
     if dry_run:
         return results + [
-            AdoptedWorkflow(uuid=one.uuid, name=(name := one.memo.record.id), notes=(*_origin(one, name), *rebuilt.notes))
+            AdoptedWorkflow(uuid=one.uuid, name=(name := one.copy.record.id), notes=(*_origin(one, name), *rebuilt.notes))
             for one, rebuilt in ready
         ]
     if not ready:
@@ -225,8 +234,8 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         if one.uuid in known:
             continue
         record = _store(store, one, rebuilt, now)
-        renamed = record.id != one.memo.record.id
-        note = (f"its id was {one.memo.record.id}, which another workflow has on this machine",) if renamed else ()
+        renamed = record.id != one.copy.record.id
+        note = (f"its id was {one.copy.record.id}, which another workflow has on this machine",) if renamed else ()
         results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*note, *_origin(one, record.id), *rebuilt.notes)))
     client.ensure_supervisor()
     return results
@@ -235,16 +244,16 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
 def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> WorkflowRecord:
     """Insert a workflow with the pool as configured here, because this machine decides how it connects to the nodes."""
     details = WorkflowAdopted(
-        nodes=tuple(sorted({place.node for place in one.places.values()})), user=one.memo.record.user, host=one.memo.host,
-        id=one.memo.record.id,
+        nodes=tuple(sorted({attempt.node for attempt in one.attempts.values()})), user=one.copy.record.user, host=one.copy.host,
+        id=one.copy.record.id,
     )  # fmt: skip
     events = [Event(at=now, details=details, workflow=one.uuid)]
     events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
     record = store.submit(
         # ``pool_key`` identifies workflows with the same nodes and settings, and this machine now defines both.
         _with_pool(rebuilt.record, one.pool),
-        template=one.memo.template,
-        spec=one.memo.spec,
+        template=one.copy.template,
+        spec=one.copy.spec,
         plan=rebuilt.plan,
         pool=one.pool,
         events=events,

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from distflow.state.mirror import Mirror
     from distflow.state.store import Store
     from distflow.storage.credentials import CredentialsFor
-    from distflow.supervisor.process import Held
+    from distflow.supervisor.process import PreloadedSupervisor
 
 __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
     """Return the time in seconds since the epoch (UTC), from the same clock that the supervisor uses."""
-    from distflow.supervisor.clock import SystemClock
+    from distflow.backends import steady
 
-    return SystemClock().now()
+    return steady.now()
 
 
 def user_name() -> str:
@@ -75,7 +75,7 @@ class Client:
         self._folder = folder
         self._directory: StateDirectory | None = None
         self._store: Store | None = None
-        self._held: Held | None = None
+        self._preloaded: PreloadedSupervisor | None = None
 
     def __enter__(self) -> Client:
         """Return the client. It opens the store on first use."""
@@ -215,13 +215,13 @@ class Client:
             StateError: if the state directory is not writable.
 
         """
-        from distflow.supervisor.process import hold_supervisor
+        from distflow.supervisor.process import preload_supervisor
 
-        self._held = hold_supervisor(self.writable_directory(), backends)
+        self._preloaded = preload_supervisor(self.writable_directory(), backends)
 
     def ensure_supervisor(self) -> None:
         """Wait until a supervisor is running and has been notified of new work. Raises ``SupervisorError``."""
         from distflow.supervisor.process import ensure_supervisor
 
-        held, self._held = self._held, None
-        ensure_supervisor(self.directory, held=held)
+        preloaded, self._preloaded = self._preloaded, None
+        ensure_supervisor(self.directory, preloaded=preloaded)

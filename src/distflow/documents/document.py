@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from distflow.documents.problems import Mark, Problem, Severity
+from distflow.errors import InvalidValue
 
 __all__ = ["Document", "Path", "Place", "Text", "View", "path_text"]
 
@@ -185,7 +186,7 @@ class View:
         try:
             return parse(value)
         except ValueError as error:
-            message, _, hint = str(error).partition("; ")
+            message, hint = (error.message, error.hint) if isinstance(error, InvalidValue) else (str(error), "")
             self.add(f"`{path_text((*self.path, key))}`: {message}", hint, key=key)
             return None
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from types import MappingProxyType
 
+from distflow.errors import InvalidValue
+
 __all__ = [
     "bytes_text",
     "day_start",
@@ -40,17 +42,17 @@ _EXAMPLES = "write a whole number and one unit, such as `90s`, `10m`, `2h` or `7
 
 
 def parse_duration(value: str | float) -> float:
-    """Return a duration in seconds. Raises ``ValueError`` with the problem and the remedy.
+    """Return a duration in seconds. Raises ``InvalidValue`` with the problem and the remedy.
 
     A number without a unit is seconds, a string needs a unit: ``90``, ``"90s"``, ``"PT1H30M"``.
     """
     if isinstance(value, bool):
-        raise ValueError(f"`{str(value).lower()}` is not a duration; {_EXAMPLES}")  # noqa: TRY004  callers report ValueError
+        raise InvalidValue(f"`{str(value).lower()}` is not a duration", _EXAMPLES)
     # Whole numbers are not converted, because they may be too large for a float.
     seconds = _duration_of(value) if isinstance(value, str) else value
     if not 0 <= seconds <= _LONGEST_S:
         sign = "negative" if seconds < 0 else "longer than 100 years"
-        raise ValueError(f"`{value}` is {sign}; {_EXAMPLES}")
+        raise InvalidValue(f"`{value}` is {sign}", _EXAMPLES)
     return float(seconds)
 
 
@@ -61,13 +63,13 @@ def _duration_of(text: str) -> float:
         parts = [float(part or 0) for part in match.groups()]
         return sum(part * unit for part, unit in zip(parts, (86400.0, 3600.0, 60.0, 1.0), strict=True))
     if text.startswith("-"):
-        raise ValueError(f"`{text}` is negative; {_EXAMPLES}")
+        raise InvalidValue(f"`{text}` is negative", _EXAMPLES)
     if re.fullmatch(r"[0-9.]+", text):
-        raise ValueError(f'"{text}" in quotes has no unit; write `{text}s`, or the number without quotes')
+        raise InvalidValue(f'"{text}" in quotes has no unit', f"write `{text}s`, or the number without quotes")
     if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
         total = min(_LONGEST_S, sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text)))
-        raise ValueError(f"`{text}` has several units; write it in one, `{duration_text(total)}`")
-    raise ValueError(f"`{text}` is not a duration; {_EXAMPLES}")
+        raise InvalidValue(f"`{text}` has several units", f"write it in one, `{duration_text(total)}`")
+    raise InvalidValue(f"`{text}` is not a duration", _EXAMPLES)
 
 
 def duration_text(seconds: float) -> str:
@@ -101,20 +103,19 @@ def seconds_text(value: float) -> str:
 
 
 def parse_bytes(value: str | float) -> int:
-    """Return a number of bytes. Raises ``ValueError`` with the problem. All units are powers of 1024, as in OSMO."""
+    """Return a number of bytes. Raises ``InvalidValue`` with the problem. All units are powers of 1024, as in OSMO."""
     text = str(value)
     example = "write a number and a unit, such as `512Mi` or `30Gi`"
     match = _BYTES.fullmatch(text)
     if isinstance(value, bool) or match is None:
         problem = "is negative" if text.startswith("-") else "is not an amount of memory"
         reversed_ = re.fullmatch(r"([A-Za-z]+)([0-9.]+)", text)
-        raise ValueError(
-            f"`{text}` {problem}; " + (f"write `{reversed_.group(2)}{reversed_.group(1)}`" if reversed_ else example)
-        )
+        hint = f"write `{reversed_.group(2)}{reversed_.group(1)}`" if reversed_ else example
+        raise InvalidValue(f"`{text}` {problem}", hint)
     number, unit = match.groups()
     prefix = _UNIT.fullmatch(unit)
     if prefix is None and unit not in _POWERS:
-        raise ValueError(f"`{unit}` is not a unit of memory; use one of Ti, Gi, Mi, Ki, B")
+        raise InvalidValue(f"`{unit}` is not a unit of memory", "use one of Ti, Gi, Mi, Ki, B")
     power = _POWERS[prefix.group(1) if prefix else unit]
     whole, _, fraction = number.partition(".")
     # Compute with integers: with a float of 53 bits, 1.1Ti would be wrong by one byte.
@@ -122,10 +123,10 @@ def parse_bytes(value: str | float) -> int:
 
 
 def parse_log_bytes(value: str | float) -> int:
-    """Return the size of a log in bytes. Raises ``ValueError`` for less than 1 MiB."""
+    """Return the size of a log in bytes. Raises ``InvalidValue`` for less than 1 MiB."""
     size = parse_bytes(value)
     if size < 1 << 20:
-        raise ValueError(f"`{value}` is too small for a log; write `1Mi` or more")
+        raise InvalidValue(f"`{value}` is too small for a log", "write `1Mi` or more")
     return size
 
 

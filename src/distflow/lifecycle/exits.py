@@ -1,7 +1,7 @@
-"""Exit codes in OSMO's ranges, and the actions that a spec ties to them (``exitActions``). Pure.
+"""Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). Pure.
 
 A code of 0 to 255 is the command's own (128 + n when signal n ended it). Everything else that can end a task has a number of
-its own: 2xxx for data, 3xxx for the machines under it. Ends that a person or a clock asked for have none: no action applies.
+its own: 2xxx for data, 3xxx for machines. A cancellation or a timeout has no code, so no action applies to it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
+from distflow.errors import InvalidValue
 from distflow.lifecycle.states import Reason
 from distflow.protocol import ends
 
@@ -39,7 +40,7 @@ CODES: Mapping[Reason, int | None] = MappingProxyType(
         Reason.INTERNAL: 3002,
     }
 )
-"""The code of each reason; ``None`` where the command gives it, or where there is none."""
+"""The code of each reason; ``None`` if it is the command's own, or if there is none."""
 
 _LARGEST = 9999
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -49,14 +50,14 @@ Codes = tuple[tuple[int, int], ...]
 
 
 class Action(str, Enum):
-    """What the end of a task means, by its exit code."""
+    """What an exit code means for a task."""
 
     COMPLETE = "COMPLETE"
     """It counts as a success."""
     FAIL = "FAIL"
     """It counts as a failure, also with code 0."""
     RESCHEDULE = "RESCHEDULE"
-    """The group is tried again, as often as its ``retry`` allows."""
+    """The group is retried, as often as its ``retry`` allows."""
 
 
 class ExitActions(Struct, frozen=True, kw_only=True):
@@ -86,21 +87,18 @@ class ExitActions(Struct, frozen=True, kw_only=True):
 
 
 def parse_codes(text: str) -> Codes:
-    """Return the codes of a text such as ``0,1-10,16``.
-
-    Raises ``ValueError`` with what is wrong and, after ``;``, what to write.
-    """
+    """Return the codes of a text such as ``0,1-10,16``. Raises ``InvalidValue``."""
     hint = "write codes and ranges without spaces, such as `0,1-10,16`"
     found = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"`{part}` is not an exit code or a range of exit codes; {hint}")
+            raise InvalidValue(f"`{part}` is not an exit code or a range of exit codes", hint)
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
-            raise ValueError(f"the range `{part}` is empty; write `{last}-{first}`")
+            raise InvalidValue(f"the range `{part}` is empty", f"write `{last}-{first}`")
         if last > _LARGEST:
-            raise ValueError(f"`{part}`: there are no exit codes above {_LARGEST}; 0-255 are the command's own")
+            raise InvalidValue(f"`{part}`: there are no exit codes above {_LARGEST}", "0-255 are the command's own")
         found.append((first, last))
     return tuple(found)
 

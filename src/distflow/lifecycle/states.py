@@ -1,6 +1,6 @@
 """States, reasons, legal moves and the status that people see: one table for each. Also how groups depend on each other.
 
-States are few and say where something is; reasons are many and say why it ended there. The *status* joins them in OSMO's words
+There are few states, which are the phases, and many reasons, which explain an end. The *status* joins them in OSMO's words
 (``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). Every table over an enum here is total; a test loops over the members.
 """
 
@@ -29,31 +29,31 @@ __all__ = [
 
 
 class State(str, Enum):
-    """Where a task or a group is."""
+    """The phase of a task or a group."""
 
     WAITING = "WAITING"
-    """For groups upstream of it."""
+    """Waits for the groups that it depends on."""
     SCHEDULING = "SCHEDULING"
-    """For nodes: in the queue of its pool."""
+    """Waits for nodes in the queue of its pool."""
     INITIALIZING = "INITIALIZING"
-    """Has nodes; files are staged, the start is prepared everywhere."""
+    """Has nodes. Files are copied there, and the start is prepared."""
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
-    """Being stopped: the ladder TERM → grace → KILL is under way."""
+    """Is being stopped: TERM, a grace period, then KILL."""
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELED = "CANCELED"
     RESCHEDULED = "RESCHEDULED"
-    """Tasks only: this attempt ended and a later one exists."""
+    """Only for tasks: this attempt ended, and a later one exists."""
 
     @property
     def is_final(self) -> bool:
-        """True when nothing follows."""
+        """Whether it has ended."""
         return self in (State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED)
 
 
 class WorkflowState(str, Enum):
-    """Where a workflow is."""
+    """The phase of a workflow."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -63,7 +63,7 @@ class WorkflowState(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        """True when nothing follows."""
+        """Whether it has ended."""
         return self in (WorkflowState.COMPLETED, WorkflowState.FAILED, WorkflowState.CANCELED)
 
 
@@ -138,7 +138,7 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
     {
         State.WAITING: (State.SCHEDULING, State.FAILED, State.CANCELED),
         State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
-        # Back to SCHEDULING: the lease was lost or refused before anything ran, or the group is tried again.
+        # Back to SCHEDULING: the lease was lost or refused before the start, or the group is retried.
         State.INITIALIZING: (State.SCHEDULING, State.RUNNING, State.STOPPING, State.FAILED, State.CANCELED),
         State.RUNNING: (
             State.SCHEDULING,
@@ -155,7 +155,7 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
         State.RESCHEDULED: (),
     }
 )
-"""From each state, those that may follow it."""
+"""The states that may follow each state."""
 
 WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxyType(
     {
@@ -175,12 +175,12 @@ WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxy
 
 
 def is_legal(before: State, after: State) -> bool:
-    """Return whether a task or group may go from ``before`` to ``after``; staying where it is always may."""
+    """Return whether a task or group may change from ``before`` to ``after``. Equal states are always allowed."""
     return before is after or after in MOVES[before]
 
 
 def status_of(state: State, reason: Reason | None) -> str:
-    """Return what people see of a task or group: OSMO's word for the pair."""
+    """Return the status of a task or group that commands show: OSMO's word for the pair."""
     if state is State.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is State.CANCELED:
@@ -189,7 +189,7 @@ def status_of(state: State, reason: Reason | None) -> str:
 
 
 def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
-    """Return what people see of a workflow: OSMO's word for the pair."""
+    """Return the status of a workflow that commands show: OSMO's word for the pair."""
     if state is WorkflowState.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is WorkflowState.CANCELED:

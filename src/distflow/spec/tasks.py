@@ -14,6 +14,7 @@ from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, Severity
 from distflow.documents.quantities import parse_duration
 from distflow.documents.text import did_you_mean
+from distflow.errors import InvalidValue
 from distflow.lifecycle.exits import Action, Codes, ExitActions, overlap, parse_codes
 from distflow.spec.credentials import parse_credentials
 from distflow.spec.data import checkpoints, earlier_inputs, url_inputs, url_outputs
@@ -371,9 +372,8 @@ def _parse_exit_actions(task: View) -> ExitActions:
             continue
         try:
             codes = parse_codes(text)
-        except ValueError as error:
-            message, _, hint = str(error).partition("; ")
-            entries.add(f"`{key}`: {message}", hint, key=key)
+        except InvalidValue as error:
+            entries.add(f"`{key}`: {error.message}", error.hint, key=key)
             continue
         found[action] = (key, codes)
     for (first, first_codes), (second, second_codes) in combinations(found.values(), 2):

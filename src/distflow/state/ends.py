@@ -75,7 +75,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     clock: Clock | None = None
     """The uncertainty of ``at`` compared with other nodes; ``None`` if it was not measured."""
     rivals: tuple[str, ...] = ()
-    """Tasks that also failed by themselves, at so short a distance that the clocks cannot tell which was first."""
+    """Tasks that also failed by themselves, so close in time that the clocks cannot order them."""
     lines: tuple[str, ...] = ()
     """The last lines of the task's output."""
     traceback: str = ""

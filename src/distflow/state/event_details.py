@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, get_args
 
@@ -178,8 +178,14 @@ class GroupRescheduled(_State):
     failed_task: str
     message: str
     """Why that task failed."""
-    next: str
-    """The number of the next attempt and the time when it starts."""
+    attempt: int = 0
+    """The number of the next attempt, counted from 1; 0 in a record of an older distflow."""
+    attempts: int = 0
+    """The largest number of attempts."""
+    wait_s: float = 0.0
+    """Seconds until that attempt begins."""
+    next: str = ""
+    """In a record of an older distflow: a sentence about the next attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +193,10 @@ class CheckpointsDiffer(_State):
     """The tasks of the group's next attempt begin with different files."""
 
     code: ClassVar[str] = "checkpoints_differ"
-    message: str
+    sizes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """Checkpoint directory → task → bytes; ``None`` for a task without a checkpoint of that directory."""
+    message: str = ""
+    """In a record of an older distflow: the sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +276,9 @@ class AttemptForgotten(_State):
     """The node has no record of an attempt that should run there."""
 
     code: ClassVar[str] = "attempt_forgotten"
-    message: str
+    node: str | None = None
+    message: str = ""
+    """In a record of an older distflow: the sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

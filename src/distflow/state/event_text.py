@@ -7,7 +7,7 @@ from distflow.documents.text import few
 from distflow.layout.ranks import rank_words
 from distflow.state import event_details as of
 
-__all__ = ["event_text", "hang_text"]
+__all__ = ["event_text", "hang_text", "next_attempt_text"]
 
 
 def event_text(details: of.EventDetails, *, group: str | None, task: str | None) -> str:
@@ -22,6 +22,11 @@ def hang_text(limit_s: float | None) -> str:
     return f"no task has printed anything for {seconds_text(limit_s)} (hang_timeout)" if limit_s else "no task prints anything"
 
 
+def next_attempt_text(attempt: int, attempts: int, wait_s: float) -> str:
+    """Return when the next attempt of a group begins; attempts are counted from 1."""
+    return f"attempt {attempt} of at most {attempts} begins in {seconds_text(wait_s)}"
+
+
 def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kind of event
     match details:
         case of.Message():
@@ -34,7 +39,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             where = ", ".join(details.nodes)
             return f"adopted from {where}: {details.user} submitted it on {details.host} as {details.id}"
         case of.CancelRequested():
-            return f"{details.user} asked for its end" + _after(details.message)
+            return f"{details.user} requested the cancellation" + _after(details.message)
         case of.WorkflowStatus():
             return f"workflow {details.id}: {details.status}"
         case of.WorkflowRefused():
@@ -45,16 +50,25 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             return f"{details.node}: reachable again"
         case of.GroupStatus() | of.TaskStatus():
             return details.status + _after(details.message)
-        case of.GroupWaiting() | of.CheckpointsDiffer() | of.AttemptForgotten():
+        case of.GroupWaiting():
             return details.message
+        case of.CheckpointsDiffer():
+            return details.message or _checkpoints(details)
+        case of.AttemptForgotten():
+            return details.message or f"{details.node} has no record of it: its directory there is gone"
         case of.GroupCannotStart() | of.TaskCannotStart():
             return f"cannot start: {details.message}"
         case of.GroupRescheduled():
-            return f"RESCHEDULED: {details.failed_task}: {details.message}; {details.next}"
+            following = details.next or next_attempt_text(details.attempt, details.attempts, details.wait_s)
+            return f"RESCHEDULED: {details.failed_task}: {details.message}; {following}"
         case of.LeaseGranted():
             return _lease(details)
         case of.HangSuspected():
-            where = f"; where its processes are: distflow workflow stacks {details.workflow_id}" if details.workflow_id else ""
+            where = (
+                f"; to show where its processes are: distflow workflow stacks {details.workflow_id}"
+                if details.workflow_id
+                else ""
+            )
             return f"may hang: {hang_text(details.limit_s)}{where}"
         case of.HangOver():
             return "makes progress again"
@@ -66,11 +80,11 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
         case of.LeaseLost():
             return "its lease was lost"
         case of.OrphanStopping():
-            return f"{details.node} is back, it is stopped there"
+            return f"stopping the abandoned attempt on {details.node}, which is reachable again"
         case of.OrphanGone():
-            return f"nothing of it is left on {details.node}"
+            return f"the abandoned attempt on {details.node} has ended"
         case of.OrphanNotSeen():
-            return f"{details.node} was not seen again"
+            return f"the abandoned attempt on {details.node} was not stopped: the node stayed unreachable"
         case _:
             return _data_text(details)
 
@@ -84,15 +98,18 @@ def _data_text(  # noqa: C901  one case for each kind of event
 ) -> str:  # fmt: skip
     match details:
         case of.OutputCollected():
-            left_out = f"; left out, as no file holds it: {', '.join(details.left_out)}" if details.left_out else ""
-            return f"its output is {'on every node' if details.is_everywhere else 'here'}: {bytes_text(details.size)}{left_out}"
+            where = "is available on every node" if details.is_everywhere else "was copied to this machine"
+            left_out = (
+                f"; left out, because archives cannot contain them: {', '.join(details.left_out)}" if details.left_out else ""
+            )
+            return f"its output {where}: {bytes_text(details.size)}{left_out}"
         case of.OutputHeldBack():
             return f"its output stays on {details.node}: this machine's disk is almost full; free space here"
         case of.OutputLosing():
             return f"its output is being lost: the disk of {details.node} is full; free space there"
         case of.InputFetched():
-            where = "fetched by its node" if details.is_direct else "here"
-            return f"its input is {where}: {details.url}: {_files(details.files, details.size)}"
+            verb = "is fetched by its node" if details.is_direct else "was fetched"
+            return f"its input {verb}: {details.url}: {_files(details.files, details.size)}"
         case of.InputEmpty():
             matched = f"nothing at {details.url} is matched by `{details.regex}`"
             return f"{matched if details.regex else f'there is nothing at {details.url}'}: the directory of its input is empty"
@@ -109,9 +126,21 @@ def _data_text(  # noqa: C901  one case for each kind of event
         case of.CheckpointFailed():
             return f"its checkpoint was not {'written' if details.is_taken else 'taken'}: {details.error}"
         case of.CheckpointFilesLeftOut():
-            return f"left out of its checkpoint, as they changed meanwhile or lead out of it: {', '.join(details.files)}"
+            why = "they changed during the copy or lead out of its directory"
+            return f"left out of its checkpoint, because {why}: {', '.join(details.files)}"
         case of.CheckpointWritten():
             return f"its checkpoint is at {details.url}: {details.files:,} files, {bytes_text(details.size)}"
+
+
+def _checkpoints(details: of.CheckpointsDiffer) -> str:
+    found = []
+    for directory, sizes in details.sizes.items():
+        texts = [f"{task}: {'none' if size is None else bytes_text(size)}" for task, size in sizes.items()]
+        found.append(f"`{directory}` ({few(texts)})")
+    return (
+        f"the tasks begin with different files in {' and '.join(found)}. Ranks that load different checkpoints train wrongly"
+        "; `shared` gives all tasks of the group the same files"
+    )
 
 
 def _lease(details: of.LeaseGranted) -> str:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CancelRequest",
-    "Carried",
     "Cause",
     "Checkpoint",
     "DataKind",
@@ -35,13 +34,14 @@ __all__ = [
     "GroupRecord",
     "HiddenFailure",
     "Kept",
-    "OutOfReach",
+    "OrphanState",
+    "Outage",
     "Priority",
     "Refusal",
     "Saved",
-    "Stray",
     "TaskRecord",
-    "Transfer",
+    "TransferProgress",
+    "TransferResult",
     "WorkflowRecord",
     "fresh_tasks",
 ]
@@ -63,15 +63,15 @@ class Priority(str, Enum):
 _TURNS = {priority: turn for turn, priority in enumerate(Priority)}
 
 
-class Stray(str, Enum):
+class OrphanState(str, Enum):
     """The state of an attempt that was given up and may still run on an unreachable node."""
 
-    OUT_OF_REACH = "out_of_reach"
+    UNREACHABLE = "out_of_reach"
     STOPPING = "stopping"
     """The node is back and was asked to stop it."""
 
 
-class Transfer(Struct, frozen=True, kw_only=True):
+class TransferProgress(Struct, frozen=True, kw_only=True):
     """The progress of files that are sent to a node, or of a task's output."""
 
     sent: int
@@ -122,7 +122,7 @@ class DataRef(Struct, frozen=True):
         return f"{self.kind.value}/{self.number}"
 
 
-class Carried(Struct, frozen=True, kw_only=True):
+class TransferResult(Struct, frozen=True, kw_only=True):
     """The outcome of a transfer of data at a URL: an input that was fetched, or an output that was written."""
 
     data: DataRef = DataRef()
@@ -166,7 +166,7 @@ class Carried(Struct, frozen=True, kw_only=True):
         force_setattr(self, "op", "")
 
 
-class OutOfReach(Struct, frozen=True, kw_only=True):
+class Outage(Struct, frozen=True, kw_only=True):
     """A node that does not answer at present; its tasks may still run."""
 
     since: float
@@ -208,11 +208,11 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     """Its global ranks, such as ``8-15``; empty without a world."""
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
-    out_of_reach: OutOfReach | None = None
+    outage: Outage | None = field(default=None, name="out_of_reach")
     """Set while its node is unreachable; not updated after the task has ended."""
     prepared: bool = False
     """Whether its node has everything that the start needs."""
-    transfer: Transfer | None = None
+    transfer: TransferProgress | None = None
     """The progress of its files or its output, while they are transferred."""
     pid: int | None = None
     started_at: float | None = None
@@ -224,8 +224,8 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     """The failure that was found there."""
     log_complete: bool = False
     """Whether all of its output is mirrored here, or the rest is known to be lost."""
-    stray: Stray | None = None
-    """Set if it was given up while it may still run, because its node was unreachable for too long."""
+    orphan: OrphanState | None = field(default=None, name="stray")
+    """Set for an orphan attempt: it was given up because its node was unreachable for too long, and it may still run."""
     grace_s: float | None = None
     """The seconds between TERM and KILL of its stop; ``None`` before its node has reported them."""
     outputs: tuple[str, ...] = ()
@@ -315,7 +315,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
     not_before: float = 0.0
     """It does not try to lease nodes before this time."""
-    carried: tuple[Carried, ...] = ()
+    transfer_results: tuple[TransferResult, ...] = field(default=(), name="carried")
     """Its finished transfers of data at URLs, including failed ones."""
     resting_until: float = 0.0
     """For a rescheduled group: it does not enter its pool's queue before this time."""
@@ -335,7 +335,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
         """OSMO's word for state and reason."""
         return status_of(self.state, self.reason)
 
-    def moving(self, task: TaskRecord) -> Transfer | None:
+    def moving(self, task: TaskRecord) -> TransferProgress | None:
         """Return the current transfer of a task: data before the task runs, or its output after it has ended."""
         if self.state.is_final or task.transfer is None:
             return None
@@ -465,6 +465,14 @@ class Event(Struct, frozen=True, kw_only=True):
         from distflow.state.event_text import event_text  # noqa: PLC0415  most commands show no events
 
         return event_text(self.details, group=self.group, task=self.task)
+
+    @property
+    def description(self) -> str:
+        """The sentence without the name of the group or task. An event of an older version may contain only the whole one."""
+        from distflow.state.event_text import event_text  # noqa: PLC0415  see above
+
+        text = event_text(self.details, group=None, task=None)
+        return text if self.code is not None else text.removeprefix(f"{self.task}: ")
 
 
 def fresh_tasks(plan: GroupPlan, attempt: int = 0, state: State = State.WAITING) -> tuple[TaskRecord, ...]:

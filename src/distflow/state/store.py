@@ -182,11 +182,6 @@ class Store:
                 self._write_groups(record, record.groups)
             self._write_events(events)
 
-    def add_events(self, events: Iterable[Event]) -> None:
-        """Append events that do not change any record."""
-        with self._transaction():
-            self._write_events(events)
-
     def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
         """Record a user's request to cancel this workflow (uuid). A later request never revokes an earlier force."""
         with self._transaction():
@@ -424,7 +419,7 @@ def _work_left(record: WorkflowRecord) -> int:
     tasks = [task for group in record.groups for task in group.attempts]
     if not (record.state.is_final and all(task.log_complete for task in tasks)):
         return _WORK
-    return _STRAYS if any(task.stray is not None for task in tasks) else _NOTHING
+    return _STRAYS if any(task.orphan is not None for task in tasks) else _NOTHING
 
 
 def _workflow(row: Sequence[object]) -> WorkflowRecord:

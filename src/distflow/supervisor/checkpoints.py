@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectFailed
-from distflow.documents.quantities import bytes_text
-from distflow.documents.text import few
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails
@@ -24,18 +22,18 @@ from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRec
 from distflow.structs import replace
 from distflow.supervisor.commands import PackCheckpoint, TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.snapshot import NodeView
-from distflow.supervisor.transfers import Errand, apply_data, fetch_errand, write_errand
+from distflow.supervisor.transfers import Transfer, apply_data, fetch_transfer, write_transfer
 
 __all__ = [
     "CANCELED_S",
-    "Due",
+    "DueCheckpoints",
+    "add_checkpoints",
     "apply_checkpoint",
     "apply_transfer",
-    "differences",
-    "due",
-    "errand_of",
-    "place_checkpoints",
-    "place_of",
+    "checkpoint_differences",
+    "checkpoint_path",
+    "due_checkpoints",
+    "transfer_of",
 ]
 
 
@@ -44,7 +42,7 @@ CANCELED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
+class DueCheckpoints:
     """What has to be done now for a group's checkpoints."""
 
     packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()
@@ -55,35 +53,35 @@ class Due:
     """The checkpoints that remain to be saved after all tasks have ended, as a message; empty if there are none."""
 
 
-def due(
+def due_checkpoints(
     plan: GroupPlan,
     record: WorkflowRecord,
     group: GroupRecord,
     node_of: Callable[[TaskRecord], NodeView | None],
     lost_after_s: float,
     now: float,
-) -> Due:
+) -> DueCheckpoints:
     """Return what is due at ``now``. An ended task has one last checkpoint, unless its node is unreachable for too long."""
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []
     times: list[float] = []
     waits: list[str] = []
     for task, number, planned in _all(plan, group):
-        if planned.is_shared and not _may_be_tried_again(plan, record, group):
+        if planned.is_shared and not _may_be_retried(plan, record, group):
             continue
         known = group.checkpoint(task.name, number)
-        mine = known if known is not None and known.attempt == task.attempt else None
-        if mine is not None and mine.is_new:
+        current = known if known is not None and known.attempt == task.attempt else None
+        if current is not None and current.is_new:
             key = AttemptKey(workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt, node="")
             stores.append(TransferData(record.pool_key, key, DataRef(DataKind.STORE, number)))
             waits += [task.name] if task.state.is_final else []
         elif task.state is State.RUNNING and task.started_at is not None:
-            at = max(task.started_at, mine.at if mine is not None else 0.0) + planned.every_s
+            at = max(task.started_at, current.at if current is not None else 0.0) + planned.every_s
             if now >= at:
                 packs.append((task, CheckpointRef(number)))
             else:
                 times.append(at)
-        elif _has_one_more(task, mine) and not (planned.is_shared and _goes_well(group)):
+        elif _needs_last_checkpoint(task, current) and not (planned.is_shared and _has_no_failure(group)):
             view = node_of(task)
             if view is None or view.up:
                 packs.append((task, CheckpointRef(number, is_last=True)))
@@ -92,25 +90,25 @@ def due(
             else:
                 continue
             waits.append(task.name)
-    words = f"all tasks have ended; the last checkpoint of {', '.join(dict.fromkeys(waits))} is saved" if waits else ""
-    return Due(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=words)
+    words = f"all tasks have ended; saving the last checkpoint of {', '.join(dict.fromkeys(waits))}" if waits else ""
+    return DueCheckpoints(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=words)
 
 
-def place_of(plan: GroupPlan, command: PackCheckpoint) -> str:
+def checkpoint_path(plan: GroupPlan, command: PackCheckpoint) -> str:
     """Return the directory, within the attempt's directory, that holds the checkpoint."""
     return plan.launch(command.key.task).checkpoints[command.checkpoint.number].place
 
 
-def _store_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+def _store_transfer(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Transfer:
     """Return the transfer that writes a checkpoint to its URL."""
     key, number = command.key, command.data.number
     planned = plan.launch(key.task).checkpoints[number]
     known = record.group(key.group).checkpoint(key.task, number)
     url = planned.url.replace("{{workflow_id}}", record.id)
-    return Errand(data=command.data, url=url, regex=planned.regex, digest=known.digest if known is not None else "")
+    return Transfer(data=command.data, url=url, regex=planned.regex, digest=known.digest if known is not None else "")
 
 
-def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
+def add_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
     """Return the launch with the last checkpoints of earlier attempts as archives to unpack."""
     files = []
     for number, planned in enumerate(plan.launch(launch.task).checkpoints):
@@ -128,26 +126,21 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
     return replace(launch, files=(*files, *launch.files))
 
 
-def differences(plan: GroupPlan, group: GroupRecord) -> str:
-    """Return a warning that names the tasks which begin their next attempt with different files; empty if there are none."""
+def checkpoint_differences(plan: GroupPlan, group: GroupRecord) -> dict[str, dict[str, int | None]]:
+    """Return the directories in which tasks begin their next attempt with different files.
+
+    The values are the bytes of each task's archive, or ``None`` for a task without one.
+    """
     ranked = [launch for launch in plan.launches if launch.ranks is not None]
-    found = []
+    found: dict[str, dict[str, int | None]] = {}
     for shown in dict.fromkeys(one.shown for launch in ranked for one in launch.checkpoints if not one.is_shared):
         taken: dict[str, Checkpoint | None] = {}
         for launch in ranked:
             number = next((number for number, one in enumerate(launch.checkpoints) if one.shown == shown), None)
             taken[launch.task] = group.checkpoint(launch.task, number) if number is not None else None
         if len({one.digest if one is not None else "" for one in taken.values()}) > 1:
-            sizes = [
-                f"{name}: {bytes_text(one.size) if one is not None and one.digest else 'none'}" for name, one in taken.items()
-            ]
-            found.append(f"`{shown}` ({few(sizes)})")
-    if not found:
-        return ""
-    words = (
-        f"the tasks begin with different files in {' and '.join(found)}. Ranks that load different checkpoints train wrongly"
-    )
-    return f"{words}; `shared` gives all tasks of the group the same files"
+            found[shown] = {name: one.size if one is not None and one.digest else None for name, one in taken.items()}
+    return found
 
 
 def apply_checkpoint(
@@ -177,16 +170,16 @@ def apply_checkpoint(
     return group.with_checkpoint(taken), [_event(record, group, taken, seen.at, one) for one in details]
 
 
-def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Errand:
+def transfer_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Transfer:
     """Return the transfer that a command asks for."""
     group = plan.group(command.key.group)
     match command.data.kind:
         case DataKind.FETCH:
-            return fetch_errand(group, record, command)
+            return fetch_transfer(group, record, command)
         case DataKind.WRITE:
-            return write_errand(group, record, command)
+            return write_transfer(group, record, command)
         case DataKind.STORE:
-            return _store_errand(group, record, command)
+            return _store_transfer(group, record, command)
 
 
 def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
@@ -230,17 +223,17 @@ def _archives(plan: GroupPlan, group: GroupRecord, task: str, number: int) -> li
     return list(found.values())
 
 
-def _may_be_tried_again(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> bool:
+def _may_be_retried(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> bool:
     is_left = record.cancel is None and group.attempt < plan.retry.limit
     return is_left and any(launch.exit_actions.reschedule for launch in plan.launches)
 
 
-def _goes_well(group: GroupRecord) -> bool:
+def _has_no_failure(group: GroupRecord) -> bool:
     """Return whether all tasks that have ended completed. As far as is known, another attempt will then not follow."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 
-def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:
+def _needs_last_checkpoint(task: TaskRecord, known: Checkpoint | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
     # A lost task without an end was given up. With an end, its node is back: it was rebooted, or had no contact for long.
     is_gone = task.reason is Reason.NODE_LOST and task.end is None

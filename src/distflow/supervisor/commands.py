@@ -31,7 +31,7 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
-from distflow.state.record import Carried, DataRef
+from distflow.state.record import DataRef, TransferResult
 
 __all__ = [
     "CollectOutput",
@@ -185,7 +185,7 @@ class TransferMoved(_OfTransfer):
 class TransferEnded(_OfTransfer):
     """The end of a data transfer, successful or not."""
 
-    outcome: Carried
+    outcome: TransferResult
 
 
 def answerable(key: AttemptKey) -> tuple[CommandId, ...]:

@@ -1,4 +1,4 @@
-"""``decide(world, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
+"""``decide(snapshot, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
 
 ``group_step`` returns what follows for one group, and ``scheduling`` which waiting groups may lease nodes. Commands are
 repeated at every decision until their answer was applied (the loop leaves out those in flight), so nothing is lost with a
@@ -20,65 +20,65 @@ from distflow.state.record import Event, WorkflowRecord
 from distflow.structs import replace
 from distflow.supervisor.group_step import GroupStep
 from distflow.supervisor.observations import announce_wait, end_unstarted
-from distflow.supervisor.scheduling import Leases, next_leases, share_of
-from distflow.supervisor.snapshot import Decision, LastDecision, Workflow, WorkflowView, World
+from distflow.supervisor.scheduling import Leases, next_leases, pool_usage
+from distflow.supervisor.snapshot import Decision, LastDecision, Snapshot, Workflow, WorkflowView
 
 __all__ = ["decide", "roll_up"]
 
 
-def decide(world: World, now: float) -> Decision:
-    """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
+def decide(snapshot: Snapshot, now: float) -> Decision:
+    """Return what follows from the snapshot as it is at ``now`` (seconds since the epoch)."""
     decision = Decision()
-    known = _at_rest(world, now)
-    busy = {one.workflow for one in world.in_flight}
+    unchanged = _unchanged(snapshot, now)
+    busy = {one.workflow for one in snapshot.in_flight}
     views: dict[str, WorkflowView] = {}
-    for workflow in world.workflows:
+    for workflow in snapshot.workflows:
         uuid = workflow.record.uuid
-        view = known.get(uuid)
-        # Most of thousands stay as they are, at every decision: they cost nothing more than this.
-        if view is None or view.share.workflow.record is not workflow.record or view.wake_at <= now or uuid in busy:
-            view = _look(world, workflow, now, decision, is_busy=uuid in busy)
+        view = unchanged.get(uuid)
+        # Of thousands of workflows, most do not change between decisions. Each of those costs only this check.
+        if view is None or view.usage.workflow.record is not workflow.record or view.wake_at <= now or uuid in busy:
+            view = _decide_workflow(snapshot, workflow, now, decision, is_busy=uuid in busy)
         elif view.wake_at < math.inf:
             decision.wake(view.wake_at)
         views[uuid] = view
-    waiting = next_leases(world, (view.share for view in views.values()), now)
+    waiting = next_leases(snapshot, (view.usage for view in views.values()), now)
     decision.commands += waiting.commands
-    _take(waiting, decision, views, now)
+    _apply_leases(waiting, decision, views, now)
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)
-    decision.rest = LastDecision(at=now, pools=world.pools, nodes=world.nodes, views=views)
+    decision.last_decision = LastDecision(at=now, pools=snapshot.pools, nodes=snapshot.nodes, views=views)
     return decision
 
 
-def _take(waiting: Leases, decision: Decision, views: Mapping[str, WorkflowView], now: float) -> None:
-    """Write down what groups wait for, and end those that would wait forever."""
+def _apply_leases(waiting: Leases, decision: Decision, views: Mapping[str, WorkflowView], now: float) -> None:
+    """Record why groups wait, and end those that would wait forever."""
     for (uuid, name), message in (waiting.messages | waiting.failures).items():
-        record = decision.records.get(uuid) or views[uuid].share.workflow.record
+        record = decision.records.get(uuid) or views[uuid].usage.workflow.record
         group = record.group(name)
         if (uuid, name) in waiting.failures:
             after = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
-            told: EventDetails | None = GroupCannotStart(message=message)
+            details: EventDetails | None = GroupCannotStart(message=message)
         else:
-            after, told = announce_wait(group, message)
+            after, details = announce_wait(group, message)
         if after is not group:
             decision.records[uuid] = record.with_group(after)
-        if told is not None:
-            decision.events.append(Event(at=now, details=told, workflow=uuid, group=name))
+        if details is not None:
+            decision.events.append(Event(at=now, details=details, workflow=uuid, group=name))
 
 
-def _at_rest(world: World, now: float) -> Mapping[str, WorkflowView]:
-    """Return what of the decision before still holds: nothing when a pool or a node has changed, or time has gone back."""
-    rest = world.rest
-    is_same = rest.at <= now and rest.pools is world.pools and rest.nodes is world.nodes
-    return rest.views if is_same else {}
+def _unchanged(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView]:
+    """Return the workflows of the last decision that still hold: none if a pool, a node or the clock was changed."""
+    last = snapshot.last_decision
+    is_same = last.at <= now and last.pools is snapshot.pools and last.nodes is snapshot.nodes
+    return last.views if is_same else {}
 
 
-def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
-    """Take every step of a workflow that follows now. One with commands under way is not at rest: they may get no answer."""
+def _decide_workflow(snapshot: Snapshot, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
+    """Take every step of a workflow that is due. One with running commands is decided again: they may get no answer."""
     part = Decision()
     record = workflow.record
     for group in record.groups:
-        after = GroupStep(world, workflow, record, group, now, part).run()
+        after = GroupStep(snapshot, workflow, record, group, now, part).run()
         record = record if after is group else record.with_group(after)
     before, record = record, roll_up(record, now)
     if record is not before and record.status != before.status:
@@ -92,9 +92,9 @@ def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, i
     decision.commands += part.commands
     if part.wake_at is not None:
         decision.wake(part.wake_at)
-    is_at_rest = not (has_changed or part.events or part.commands or is_busy)
-    wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_at_rest else -math.inf
-    return WorkflowView(share=share_of(workflow), wake_at=wake_at)
+    is_settled = not (has_changed or part.events or part.commands or is_busy)
+    wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_settled else -math.inf
+    return WorkflowView(usage=pool_usage(workflow), wake_at=wake_at)
 
 
 def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:

@@ -34,9 +34,9 @@ _LAST = 8
 """Lines at the end of an output that explain its end; the task may have recovered from errors in earlier lines."""
 _NEAR = 20
 """Lines that may follow the traceback of the fatal exception: libraries print warnings while the interpreter exits."""
-_NOT_PYTHONS = (-9, -15, 137, 143)
+_SIGNAL_EXIT_CODES = (-9, -15, 137, 143)
 """Exit codes of processes that a signal ended, not an exception."""
-_PYTHONS = (1, -6, -11)
+_PYTHON_EXIT_CODES = (1, -6, -11)
 """Exit codes of Python after an exception; threads of gloo and NCCL may abort the process while it exits."""
 
 
@@ -66,19 +66,19 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     error = parse_error_file(end.error if end else None) or ErrorReport(message="")
     detail, traceback = (error.message.strip().splitlines() or [""])[-1][:300], error.callstack.rstrip()
     reported = read_report(lines)
-    raised = {} if detail else _raised(lines, reported, is_by_exception=_may_be_exception(end))
-    first, exception = _first(reported, raised)
+    raised = {} if detail else _rank_exceptions(lines, reported, is_by_exception=_may_be_exception(end))
+    first, exception = _first_failure(reported, raised)
     pid = error.pid
     rank = error.rank if error.rank is not None else first.rank if first else exception.rank if exception else None
     if exception is not None:
         detail, traceback = exception.message[:300], exception.traceback
     return FailureReport(
-        detail=_printable(detail) or (_reported(first) if first else ""),
+        detail=_printable(detail) or (_report_text(first) if first else ""),
         rank=str(rank) if rank is not None else "",
         pid=pid if pid is not None else first.pid if first else None,
         signal=-first.exit_code if first is not None and first.exit_code < 0 and exception is None and not detail else None,
         traceback=traceback,
-        is_symptom=_is_symptom(detail if exception is None else exception.text, lines, first),
+        is_symptom=_reports_lost_peer(detail if exception is None else exception.text, lines, first),
         has_joined=exception is not None and exception.is_labeled,
     )
 
@@ -102,7 +102,7 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text).strip()
 
 
-def _reported(failed: ReportedRank) -> str:
+def _report_text(failed: ReportedRank) -> str:
     code = failed.exit_code
     return f"rank {failed.rank} " + (f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}")
 
@@ -112,42 +112,42 @@ def _may_be_exception(end: End | None) -> bool:
     if end is None or end.reason is not EndReason.EXITED or end.oom_pid is not None:
         return False
     code = -end.signal if end.signal else end.exit_code
-    return code not in (None, 0, *_NOT_PYTHONS)
+    return code not in (None, 0, *_SIGNAL_EXIT_CODES)
 
 
-def _raised(
+def _rank_exceptions(
     lines: Sequence[str], reported: Sequence[ReportedRank], *, is_by_exception: bool
 ) -> dict[ReportedRank | None, PrintedException]:
     """Return the exception that ended each failed rank, if the output shows it. Without a report, its key is ``None``."""
     own = without_launcher(lines)
-    printed = [one for one in printed_exceptions(own) if not one.is_launchers]
+    printed = [one for one in printed_exceptions(own) if not one.is_from_launcher]
     if not reported:
         if not is_by_exception:
             return {}
         last = {(one.rank, one.local_rank): one for one in printed if one.last_line >= len(own) - _NEAR}
-        return {None: _most_telling(list(last.values()))} if last else {}
-    failed = [one for one in reported if one.exit_code not in _NOT_PYTHONS]
+        return {None: _most_informative(list(last.values()))} if last else {}
+    failed = [one for one in reported if one.exit_code not in _SIGNAL_EXIT_CODES]
     anonymous = [one for one in printed if one.rank is None and one.local_rank is None]
     found: dict[ReportedRank | None, PrintedException] = {}
     for one in failed:
-        its_own = [
+        own_exceptions = [
             each for each in printed if each.rank == one.rank or (each.rank is None and each.local_rank == one.local_rank)
         ]
         # Lines without a label may be from any rank: consider as many of the last exceptions as there are failed ranks.
-        candidates = its_own[-1:] or anonymous[-len(failed) :]
-        if one.exit_code not in _PYTHONS:
+        candidates = own_exceptions[-1:] or anonymous[-len(failed) :]
+        if one.exit_code not in _PYTHON_EXIT_CODES:
             candidates = [each for each in candidates if each.last_line >= len(own) - _NEAR]
         if candidates:
-            found[one] = _most_telling(candidates)
+            found[one] = _most_informative(candidates)
     return found
 
 
-def _most_telling(candidates: Sequence[PrintedException]) -> PrintedException:
+def _most_informative(candidates: Sequence[PrintedException]) -> PrintedException:
     """Return the first exception that reports more than the loss of another process, or else the first one."""
     return next((one for one in candidates if not is_symptom(one.text)), candidates[0])
 
 
-def _first(
+def _first_failure(
     reported: Sequence[ReportedRank], raised: Mapping[ReportedRank | None, PrintedException]
 ) -> tuple[ReportedRank | None, PrintedException | None]:
     """Return the rank that failed first, and its exception.
@@ -159,12 +159,12 @@ def _first(
         return None, raised.get(None)
     first = reported[0]
     if first in raised and is_symptom(raised[first].text):
-        telling = (one for one in reported if one in raised and not is_symptom(raised[one].text))
-        first = next(telling, first)
+        informative = (one for one in reported if one in raised and not is_symptom(raised[one].text))
+        first = next(informative, first)
     return first, raised.get(first)
 
 
-def _is_symptom(words: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
+def _reports_lost_peer(words: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
     if words:
         return is_symptom(words)
     if failed is None:
@@ -233,7 +233,7 @@ class PrintedException(Struct, frozen=True, kw_only=True):
     """The index of its last line in the searched lines."""
 
     @property
-    def is_launchers(self) -> bool:
+    def is_from_launcher(self) -> bool:
         """Whether torchrun raised it to report a failed rank."""
         return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
 
@@ -249,10 +249,10 @@ def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
     """Return the exceptions in a task's output that may have ended a process, ordered by their last lines."""
     streams: dict[tuple[str, int] | None, _Stream] = {}
     for number, line in enumerate(lines):
-        key, rank, text, is_torchs = _unlabeled(line)
+        key, rank, text, has_torch_label = _unlabeled(line)
         stream = streams.setdefault(key, _Stream())
         stream.rank = rank if rank is not None else stream.rank
-        stream.lines.append((number, text, is_torchs))
+        stream.lines.append((number, text, has_torch_label))
     found = [one for key, stream in streams.items() for one in _exceptions(key, stream)]
     return sorted(found, key=lambda one: one.last_line)
 
@@ -275,7 +275,7 @@ def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the ranks' own output, without torchrun's notes, traceback and report."""
     left_out = {number for number, line in enumerate(lines) if _LAUNCHER_NOTE.match(line)}
     for one in printed_exceptions(lines):
-        if one.is_launchers:
+        if one.is_from_launcher:
             left_out.update(range(one.last_line - one.traceback.count("\n"), one.last_line + 1))
     begin: int | None = None
     for number, line in enumerate(lines):
@@ -291,7 +291,7 @@ def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
 def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool]:
     """Return a line's stream, its global rank, its text without labels, and whether torch labeled it as a rank's traceback."""
     key: tuple[str, int] | None = None
-    rank, start, is_torchs = None, 0, False
+    rank, start, has_torch_label = None, 0, False
     if isinstance(line, RankText):
         key, rank = ("rank", line.rank), line.rank
     line = _COLORS.sub("", line) if "\x1b" in line else line
@@ -300,10 +300,10 @@ def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool
         number = int(match["number"])
         if match["name"].lower() == "rank":
             rank = number if rank is None else rank
-            is_torchs = line.startswith(" ", start)
-            start += is_torchs
+            has_torch_label = line.startswith(" ", start)
+            start += has_torch_label
         key = key or (match["name"].lower(), number)
-    return key, rank, line[start:], is_torchs
+    return key, rank, line[start:], has_torch_label
 
 
 def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[PrintedException]:

@@ -139,7 +139,7 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
         case EndReason.REBOOTED:
             return State.FAILED, Reason.NODE_LOST, end.message or "its node was rebooted"
         case _ if end.oom_pid is not None:
-            return State.FAILED, Reason.OOM_KILLED, _oom_words(end.oom_pid, end.kernel)
+            return State.FAILED, Reason.OOM_KILLED, _oom_message(end.oom_pid, end.kernel)
         case EndReason.RUNNER_DIED:
             return State.FAILED, Reason.INTERNAL, _RUNNER_DIED
         case EndReason.KEEPER_DIED:
@@ -157,7 +157,7 @@ def _by_command(end: End) -> _Conclusion:
     return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
 
 
-def _oom_words(pid: int, kernel: Sequence[str]) -> str:
+def _oom_message(pid: int, kernel: Sequence[str]) -> str:
     words = f"out of memory: the kernel killed process {pid}"
     killed = next((match for match in map(_KILLED.search, kernel) if match and int(match[1]) == pid), None)
     if killed is None:
@@ -177,8 +177,8 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
     if not failed:
         return None
     reports = {task.name: failure_report(task.end, lines.get(task.name, ())) for task in failed}
-    blame = {task.name: _rank_of_blame(task, reports[task.name]) for task in failed}
-    suspects = [task for task in failed if blame[task.name] == min(blame.values())]
+    order = {task.name: _blame_order(task, reports[task.name]) for task in failed}
+    suspects = [task for task in failed if order[task.name] == min(order.values())]
     earliest = min(suspects, key=lambda task: task.ended_at or 0.0)
     first, *rivals = [task for task in suspects if not _is_later(task, earliest)]
     end, report = first.end or End(ended_at=first.ended_at or 0.0), reports[first.name]
@@ -209,11 +209,11 @@ def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
     return after_s > sum(one.end.clock.uncertainty_s for one in (task, earliest) if one.end and one.end.clock)
 
 
-def _rank_of_blame(task: TaskRecord, report: FailureReport) -> int:
+def _blame_order(task: TaskRecord, report: FailureReport) -> int:
     if task.reason is Reason.NODE_LOST:
         return 2
-    by_words = task.reason is Reason.EXIT_CODE or (bool(report.detail) and task.reason is not Reason.OOM_KILLED)
-    return int(by_words and report.is_symptom)
+    is_by_output = task.reason is Reason.EXIT_CODE or (bool(report.detail) and task.reason is not Reason.OOM_KILLED)
+    return int(is_by_output and report.is_symptom)
 
 
 _MEET_S = 120.0

@@ -1,6 +1,6 @@
 """The policy of one group: what follows from its state, from WAITING to its end. Pure.
 
-The methods are in the order of a group's life. Commands are repeated at every step until their answer was applied.
+The methods are in the order of a group's states. Commands are repeated at every step until their answer was applied.
 
 A group is retried if the exit actions of the first failed task say so. A retry always restarts the whole gang: the ranks of a
 world cannot continue with a new member, and tasks without a world have each other's addresses. Each attempt gets new leases,
@@ -30,17 +30,17 @@ from distflow.state.event_details import (
     OrphanNotSeen,
     TaskStatus,
 )
-from distflow.state.event_text import event_text
-from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord, fresh_tasks
+from distflow.state.event_text import event_text, next_attempt_text
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, OrphanState, TaskRecord, WorkflowRecord, fresh_tasks
 from distflow.structs import replace
-from distflow.supervisor.checkpoints import CANCELED_S, differences, due
+from distflow.supervisor.checkpoints import CANCELED_S, checkpoint_differences, due_checkpoints
 from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
 from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks
 from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted
-from distflow.supervisor.snapshot import Decision, NodeView, Workflow, World, key_of
-from distflow.supervisor.transfers import Carriage, Handover, carry_in, hand_over, kept
+from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, Workflow, attempt_key
+from distflow.supervisor.transfers import GroupTransfers, PendingOutputs, inherited_results, input_transfers, pending_outputs
 
-__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "try_again"]
+__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "next_attempt"]
 
 
 LOG_DRAIN_S = 5.0
@@ -53,17 +53,17 @@ _HANG_LOOK_S = 10.0
 
 
 class GroupStep:
-    """One step of a group: reads the world, changes the group, and adds commands, events and wake-ups to a decision."""
+    """One step of a group: reads the snapshot, changes the group, and adds commands, events and wake-ups to a decision."""
 
     def __init__(
-        self, world: World, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
+        self, snapshot: Snapshot, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
     ) -> None:
-        self.world = world
+        self.snapshot = snapshot
         self.record = record
         self.whole = workflow.plan
         self.group = group
         self.plan: GroupPlan = workflow.plan.group(group.name)
-        self.pool: Pool | None = world.pools.get(record.pool_key)
+        self.pool: Pool | None = snapshot.pools.get(record.pool_key)
         self.now = now
         self.decision = decision
 
@@ -107,8 +107,8 @@ class GroupStep:
             self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
             return
         awaited = still_awaited(self.plan.upstream, states)
-        data = Carriage() if awaited else carry_in(self.plan, self.record, self.group)
-        self._give(data.commands)
+        data = GroupTransfers() if awaited else input_transfers(self.plan, self.record, self.group)
+        self._add_commands(data.commands)
         if data.failed is not None:
             self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
             return
@@ -119,7 +119,7 @@ class GroupStep:
         self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
         self._enter(State.SCHEDULING, scheduling_at=self.now, message="")
 
-    # SCHEDULING: until there are nodes, which `scheduling` decides.
+    # SCHEDULING: until `scheduling` has leased nodes.
 
     def _scheduling(self) -> None:
         limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
@@ -161,10 +161,10 @@ class GroupStep:
             return
         barrier_s = self.pool.start_barrier_s if self.pool else 120.0
         moved_at = [task.transfer.at for task in group.tasks if task.transfer is not None]
-        moved_at += [one.at for one in group.carried]
+        moved_at += [one.at for one in group.transfer_results]
         deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
         if self.now >= deadline and group.withdrawing is False:
-            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.out_of_reach) or "its nodes"
+            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.outage) or "its nodes"
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
@@ -181,16 +181,16 @@ class GroupStep:
                 self._command_task(Start, task)
 
     def _relay(self) -> bool:
-        """Fetch what a node could not fetch by itself; return whether everything that is to be relayed is here."""
-        data = carry_in(self.plan, self.record, self.group)
-        self._give(data.commands)
+        """Fetch the inputs that a node could not fetch itself. Return whether all of them are here."""
+        data = input_transfers(self.plan, self.record, self.group)
+        self._add_commands(data.commands)
         if data.failed is not None:
             task = self.group.task(data.failed.task)
             self.group = self.group.with_task(replace(task, reason=data.failed.reason, message=data.failed.message))
         return not data.commands
 
     def _withdraw(self) -> None:
-        """Give back what is left of a lost lease, then queue again."""
+        """Release what remains of a lost lease, then queue the group again."""
         held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
         if held:
             self.group = replace(self.group, withdrawing=True)
@@ -198,7 +198,7 @@ class GroupStep:
                 self._command_task(Release, task)
             return
         tasks = fresh_tasks(self.plan, self.group.attempt, State.SCHEDULING)
-        # While it had nodes, it did not wait for any.
+        # The time with nodes does not count as waiting for nodes.
         had_s = max(0.0, self.now - (self.group.initializing_at or self.now))
         self.group = replace(
             self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None, waits_for="",
@@ -216,7 +216,7 @@ class GroupStep:
         group, plan = self.group, self.plan
         for task in group.tasks:
             if task.state is State.INITIALIZING:
-                # Without a barrier, or a supervisor that was killed between two starts.
+                # The group has no barrier, or a supervisor was killed between two starts.
                 self._command_task(Start if task.prepared else Prepare, task)
         failed = [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]
         if failed:
@@ -234,7 +234,7 @@ class GroupStep:
         if (plan.ignore_nonlead_status or plan.ends_with_lead) and lead.state is State.COMPLETED:
             self._stop(None, "the lead completed")
             return
-        self._save()
+        self._save_checkpoints()
         self._hangs()
         if self._missing_ranks():
             return
@@ -246,7 +246,7 @@ class GroupStep:
                 self.decision.wake(group.running_at + limit)
 
     def _missing_ranks(self) -> bool:
-        """Say when ranks wait for others that failed unnoticed, and stop the group when those can no longer join."""
+        """Report ranks that wait for others which failed unnoticed. Stop the group when those can no longer join."""
         before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
         found = missing_ranks(self.group)
         if found is None:
@@ -257,7 +257,7 @@ class GroupStep:
             return False
         if self.group is not before:
             return False  # the next step knows when the waiting tasks were last active
-        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
+        signs = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
         quiet_since = max([found.task.ended_at or self.now, *(at for at in signs if at is not None)])
         if self.now < quiet_since + MISSING_RANKS_S:
             self.decision.wake(quiet_since + MISSING_RANKS_S)
@@ -266,11 +266,11 @@ class GroupStep:
         return True
 
     def _hangs(self) -> None:
-        """Say when the whole gang has been silent for long, and take it back when it speaks again. Nothing is ended."""
+        """Report a gang that has printed nothing for long, and report it again when it makes progress. Stop nothing."""
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
             return
-        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
+        signs = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
         silent_since = max([self.group.running_at or self.now, *(at for at in signs if at is not None)])
         if self.now < silent_since + limit:
             self.decision.wake(silent_since + limit)
@@ -284,7 +284,7 @@ class GroupStep:
             self._add_event(hang)
         self.decision.wake(self.now + _HANG_LOOK_S)
 
-    # STOPPING: until nothing is left anywhere.
+    # STOPPING: until all processes have ended.
 
     def _stopping(self) -> None:
         if all(task.state.is_final for task in self.group.tasks):
@@ -292,12 +292,12 @@ class GroupStep:
             return
         is_forced = self.record.cancel is not None and self.record.cancel.force
         for task in self.group.tasks:
-            # A person may lose patience with one that has its grace already.
+            # A forced cancellation also ends a grace period that has begun.
             is_hastened = is_forced and task.state is State.STOPPING and task.grace_s != 0
             if is_hastened or task.state in (State.INITIALIZING, State.RUNNING):
                 self._command_task(partial(Stop, grace_s=self._grace_s(), why=self._stop_reason()), task)
             elif task.state in (State.WAITING, State.SCHEDULING):
-                # Its lease is gone already, so nothing of it is anywhere.
+                # Its lease is gone, so it has no processes.
                 self.group = self.group.with_task(stop_unstarted(task, self.group.stop_reason, self.now))
         if all(task.state.is_final for task in self.group.tasks):
             self._finish()
@@ -327,27 +327,27 @@ class GroupStep:
             gone = f"{task.node} has been unreachable for {seconds_text(self.now - view.since)}: {view.error}"
             lost = replace(
                 task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
-                stray=Stray.OUT_OF_REACH,
+                orphan=OrphanState.UNREACHABLE,
             )  # fmt: skip
             lost = by_exit_actions(lost, self.plan.launch(task.name).exit_actions)
             self.group = self.group.with_task(lost)
             self._add_event(TaskStatus(status=lost.status, message=lost.message), task)
 
     def _orphans(self) -> None:
-        """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone.
+        """Stop orphan attempts as soon as their node is back: they may hold GPUs, and the other ranks of their world are gone.
 
-        Neither that nor output that a lost node still holds is waited for longer than nodes keep it.
+        The group waits for orphans, and for output on lost nodes, only as long as nodes keep the files of attempts.
         """
         for task in (*self.group.earlier, *self.group.tasks):
-            if task.stray is None and not (task.state.is_final and not task.log_complete and self._unreachable(task)):
+            if task.orphan is None and not (task.state.is_final and not task.log_complete and self._unreachable(task)):
                 continue
             forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
             if self.now >= forgotten_at:
-                self.group = self.group.with_task(replace(task, stray=None, log_complete=True))
+                self.group = self.group.with_task(replace(task, orphan=None, log_complete=True))
                 self._add_event(OrphanNotSeen(node=task.node), task)
                 continue
             self.decision.wake(forgotten_at)
-            if task.stray is Stray.OUT_OF_REACH:
+            if task.orphan is OrphanState.UNREACHABLE:
                 self._command_task(partial(Stop, why=Reason.NODE_LOST.value), task)
 
     # The end.
@@ -358,15 +358,15 @@ class GroupStep:
         if not drained and self.now < ended + LOG_DRAIN_S:
             self.decision.wake(ended + LOG_DRAIN_S)
             return
-        saving = self._save()
+        saving = self._save_checkpoints()
         if saving:
-            if self.group.stop_reason in (None, Reason.PEER_FAILED):  # else its message is why it ends
+            if self.group.stop_reason in (None, Reason.PEER_FAILED):  # otherwise, the message says why it ends
                 self._show_message(saving)
             return
         group = self.group
         cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
-            # A task whose end would not count, had it ever been started.
+            # No task that counts has failed: a task that could not start is the cause, although its end would not count.
             cause = first_cause(group.tasks, self._lines())
         if cause is not None or group.stop_reason is Reason.PEER_FAILED:
             cause = hidden_cause(group, cause, self._last_lines)
@@ -376,53 +376,53 @@ class GroupStep:
             self._enter(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
         elif group.stop_reason is Reason.START_TIMEOUT:
             late = Cause(task=self.plan.lead.task, reason=group.stop_reason, message=group.message, at=ended)
-            if not self._try_again(late):
+            if not self._retry(late):
                 self._enter(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
         elif cause is not None:
             self._fail(cause, ended)
         else:
-            self._hand_over(ended)
+            self._complete(ended)
 
-    def _save(self) -> str:
-        """Take the checkpoints that are due; return what is still to be saved of tasks that have ended, in words."""
+    def _save_checkpoints(self) -> str:
+        """Take the checkpoints that are due. Return a message about those of ended tasks that remain to be saved."""
         cancel = self.record.cancel
         if cancel is not None:
-            # What a task saves in the grace of its stop is saved, too, however long that is.
+            # Checkpoints that a task writes during its grace period are saved too, however long that period is.
             patient_until = max(cancel.at, *(task.ended_at or self.now for task in self.group.tasks)) + CANCELED_S
             if cancel.force or self.now >= patient_until:
                 return ""
             self.decision.wake(patient_until)
-        found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
+        found = due_checkpoints(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         for task, checkpoint in found.packs:
             self._command_task(partial(PackCheckpoint, checkpoint=checkpoint), task)
-        self._give(found.stores)
+        self._add_commands(found.stores)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
         return found.message
 
-    def _hand_over(self, ended: float) -> None:
-        """Complete as soon as what waiting groups take of it is here, and what goes to URLs is there."""
-        found = hand_over(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
+    def _complete(self, ended: float) -> None:
+        """Complete the group when its outputs for waiting groups are here and its outputs for URLs are written."""
+        found = pending_outputs(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
         if found.failure is not None:
             self._fail(found.failure, self.now)
         elif not found.message:
             self._enter(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
         elif (cancel := self.record.cancel) is not None and not any(one.state is State.WAITING for one in self.record.groups):
-            # Its lead had ended it before the cancel; only URLs want something of it now.
+            # The lead had ended the group before it was canceled. Its outputs are only for URLs.
             self._enter(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, message=_canceled(cancel))
         else:
-            self._fetch(found)
+            self._collect_outputs(found)
 
-    def _fetch(self, found: Handover) -> None:
+    def _collect_outputs(self, found: PendingOutputs) -> None:
         for task in found.missing:
             self._command_task(partial(CollectOutput, for_nodes=not self.plan.launch(task.name).url_outputs), task)
-        self._give(found.commands)
+        self._add_commands(found.commands)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
         self._show_message(found.message)
 
     def _fail(self, cause: Cause, ended: float) -> None:
-        if self._try_again(cause):
+        if self._retry(cause):
             return
         message = f"{cause.task}: {cause.message}"
         if self.group.attempt:
@@ -430,14 +430,23 @@ class GroupStep:
             message += f" (attempt {self.group.attempt + 1}{last})"
         self._enter(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
 
-    def _try_again(self, cause: Cause) -> bool:
-        again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, self.group, cause) else None
-        if again is not None:
-            self.group = again
-            self._add_event(GroupRescheduled(failed_task=cause.task, message=cause.message, next=again.message))
-            if words := differences(self.plan, again):
-                self._add_event(CheckpointsDiffer(message=words))
-        return again is not None
+    def _retry(self, cause: Cause) -> bool:
+        """Begin the next attempt if the spec asks for one after this failure; return whether it does."""
+        if not is_rescheduled(self.plan, self.group, cause):
+            return False
+        following = next_attempt(self.plan, self.group, cause, self.now)
+        if following is None:
+            return False
+        self.group = following
+        self._add_event(
+            GroupRescheduled(
+                failed_task=cause.task, message=cause.message, attempt=following.attempt + 1,
+                attempts=self.plan.retry.limit + 1, wait_s=self.plan.retry.wait_s(following.attempt),
+            )
+        )  # fmt: skip
+        if found := checkpoint_differences(self.plan, following):
+            self._add_event(CheckpointsDiffer(sizes=found))
+        return True
 
     # Helpers.
 
@@ -460,21 +469,21 @@ class GroupStep:
 
     def _command_task(self, make: Callable[[str, AttemptKey], Command], task: TaskRecord) -> None:
         """Give the command that ``make`` returns for the pool and the task's attempt, if the task's node can be reached."""
-        key, view = key_of(self.record, self.group, task), self._node(task)
+        key, view = attempt_key(self.record, self.group, task), self._node(task)
         if key is not None and view is not None and view.up:
-            self._give([make(self.record.pool_key, key)])
+            self._add_commands([make(self.record.pool_key, key)])
 
-    def _give(self, commands: Iterable[Command]) -> None:
-        self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
+    def _add_commands(self, commands: Iterable[Command]) -> None:
+        self.decision.commands += [one for one in commands if one.identity not in self.snapshot.in_flight]
 
     @property
     def _is_leasing(self) -> bool:
         """Whether the group's nodes have been asked for a lease and have not answered."""
         group = AttemptKey(workflow=self.record.uuid, group=self.group.name, task="", attempt=self.group.attempt, node="")
-        return CommandId.of(Lease, group) in self.world.in_flight
+        return CommandId.of(Lease, group) in self.snapshot.in_flight
 
     def _node(self, task: TaskRecord) -> NodeView | None:
-        return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None
+        return self.snapshot.nodes.get((self.record.pool_key, task.node)) if task.node else None
 
     def _unreachable(self, task: TaskRecord) -> bool:
         view = self._node(task)
@@ -485,7 +494,7 @@ class GroupStep:
         return self.pool.node_lost_after_s if self.pool else 120.0
 
     def _show_message(self, message: str) -> None:
-        """Show what the group waits for, and record an event when that is new."""
+        """Show why the group waits, and add an event if the reason is new."""
         if self.group.message != message:
             self.group = replace(self.group, message=message)
             self._add_event(GroupWaiting(message=message))
@@ -495,11 +504,11 @@ class GroupStep:
         return {task.name: self._last_lines(task) for task in self.group.tasks if task.state is State.FAILED}
 
     def _last_lines(self, task: TaskRecord) -> tuple[str, ...]:
-        return self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
+        return self.snapshot.lines.get((self.record.uuid, self.group.name, task.name), ())
 
 
 def _late(task: TaskRecord) -> str:
-    return f"{task.name} on {task.node}" + (", which is unreachable" if task.out_of_reach else "")
+    return f"{task.name} on {task.node}" + (", which is unreachable" if task.outage else "")
 
 
 def _canceled(request: CancelRequest) -> str:
@@ -512,7 +521,7 @@ def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 
 
-def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
+def next_attempt(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
     """Return an ended group as it waits for its next attempt; ``None`` after its last one."""
     if group.attempt >= plan.retry.limit:
         return None
@@ -522,9 +531,9 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         name=group.name,
         upstream=group.upstream,
         state=State.SCHEDULING,
-        message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {seconds_text(wait_s)}",
+        message=next_attempt_text(attempt + 1, plan.retry.limit + 1, wait_s),
         attempt=attempt,
-        carried=kept(group),
+        transfer_results=inherited_results(group),
         checkpoints=group.checkpoints,
         earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
         earlier_causes=(*group.earlier_causes, cause),

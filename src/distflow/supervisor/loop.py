@@ -41,8 +41,7 @@ from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
 from distflow.structs import replace
-from distflow.supervisor.checkpoints import apply_transfer, errand_of, place_checkpoints, place_of
-from distflow.supervisor.clock import Clock
+from distflow.supervisor.checkpoints import add_checkpoints, apply_transfer, checkpoint_path, transfer_of
 from distflow.supervisor.commands import (
     CollectOutput,
     Command,
@@ -60,23 +59,23 @@ from distflow.supervisor.commands import (
 )
 from distflow.supervisor.decide import decide
 from distflow.supervisor.observations import (
+    adjust_cancel_time,
+    adjust_times,
     apply_node_observation,
     apply_observation,
     end_unstarted,
-    in_our_time,
     node_details,
-    request_in_our_time,
     update_node_view,
 )
-from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow, World, key_of
-from distflow.supervisor.transfer_threads import DataMover
-from distflow.supervisor.transfers import archives, arrived, is_wanted, place_data, place_inputs
-from distflow.supervisor.workflow_copies import memo_for
+from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Snapshot, Workflow, attempt_key
+from distflow.supervisor.transfer_threads import TransferRunner
+from distflow.supervisor.transfers import add_task_inputs, add_url_inputs, archives, arrived_archives, is_needed
+from distflow.supervisor.workflow_copies import encode_copy
 
-__all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake", "launch_of", "secrets_of"]
+__all__ = ["ORPHAN_PATIENCE_S", "Supervisor", "Wake", "launch_of", "secrets_of"]
 
 
-STRAY_PATIENCE_S = 3600.0
+ORPHAN_PATIENCE_S = 3600.0
 """Seconds that a supervisor runs only for a lost node, to stop the orphan processes that may still run there."""
 
 _IDLE_S = 5.0
@@ -84,7 +83,7 @@ _ROUNDS = 20
 """Decisions that may follow from one another at one instant; more would be a bug."""
 
 OpenBackend = Callable[[Pool, Sink], Backend]
-OpenMover = Callable[[Callable[[TransferMoved | TransferEnded], None]], DataMover]
+OpenTransfers = Callable[[Callable[[TransferMoved | TransferEnded], None]], TransferRunner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +91,8 @@ class Wake:
     """Another process changed the store."""
 
 
-Seen = Observation | TransferMoved | TransferEnded | Wake
-"""Everything that the loop waits for."""
+Input = Observation | TransferMoved | TransferEnded | Wake
+"""What the loop waits for."""
 
 
 class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
@@ -127,9 +126,9 @@ class Supervisor:
         mirror: Mirror,
         secrets: Path,
         blobs: Path,
-        clock: Clock,
+        now: Callable[[], float],
         open_backend: OpenBackend,
-        open_mover: OpenMover,
+        open_transfers: OpenTransfers,
         log: Callable[[str], None],
     ) -> None:
         """Store the arguments. The supervisor does nothing before ``run`` or ``step`` is called."""
@@ -137,41 +136,42 @@ class Supervisor:
         self._mirror = mirror
         self._secrets = secrets
         self._blobs = blobs
-        self._spent: set[str] = set()
-        self._over: set[str] = set()
-        """Workflows that have ended and whose data was released; they are kept only because of orphan attempts."""
+        self._unneeded: set[str] = set()
+        """Archives (SHA-256) that may be removed, unless another workflow needs them."""
+        self._released: set[str] = set()
+        """Workflows that have ended and whose data was removed; they are loaded only because of orphan attempts."""
         self.unreadable: frozenset[str] = frozenset()
         """Workflows (uuids) that another version of distflow wrote and only it can read; they are not changed."""
-        self._clock = clock
+        self._now = now
         self._open_backend = open_backend
-        self._mover = open_mover(self.tell)
+        self._transfers = open_transfers(self.report)
         self._log = log
-        self._seen: queue.SimpleQueue[Seen] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
         # These two are replaced, never changed: a decision uses their identity to see whether anything happened.
         self._pools: Mapping[str, Pool] = {}
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
-        self._rest = LastDecision()
+        self._last_decision = LastDecision()
         self._backends: dict[str, Backend] = {}
         self.in_flight: dict[CommandId, Command] = {}
         """Commands that were given and are not answered yet."""
 
-    def tell(self, seen: Seen) -> None:
-        """Add an observation, from any thread."""
-        self._seen.put(seen)
+    def report(self, seen: Input) -> None:
+        """Queue an observation, from any thread."""
+        self._inbox.put(seen)
 
     def wake(self) -> None:
         """Report a change of the store, from any thread."""
-        self._seen.put(Wake())
+        self._inbox.put(Wake())
 
     def run(self) -> None:
         """Work until there is no unfinished workflow."""
         try:
             wake_at = self.step(0.0)
             while self._is_needed():
-                wake_at = self.step(_IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - self._clock.now())))
+                wake_at = self.step(_IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - self._now())))
         finally:
-            self._mover.close()
+            self._transfers.close()
             for backend in self._backends.values():
                 backend.close()
 
@@ -186,9 +186,9 @@ class Supervisor:
 
     def _is_needed(self) -> bool:
         """Return whether there is work. Orphans alone count only for a while: the next supervisor checks them again."""
-        patience = self._clock.now() - STRAY_PATIENCE_S
+        patience = self._now() - ORPHAN_PATIENCE_S
         return any(
-            not _is_over(one.record) or any(task.stray and (task.ended_at or 0) > patience for task in _tasks(one.record))
+            not _is_over(one.record) or any(task.orphan and (task.ended_at or 0) > patience for task in _tasks(one.record))
             for one in self._workflows.values()
         )
 
@@ -196,28 +196,28 @@ class Supervisor:
 
     def observe(self, patience_s: float) -> None:
         """Take the queued observations, waiting ``patience_s`` for the first. Save the changes, and load new work."""
-        batch: list[Seen] = []
+        batch: list[Input] = []
         with contextlib.suppress(queue.Empty):
-            batch.append(self._seen.get(timeout=patience_s))
+            batch.append(self._inbox.get(timeout=patience_s))
             while True:
-                batch.append(self._seen.get_nowait())
+                batch.append(self._inbox.get_nowait())
         changed: dict[str, WorkflowRecord] = {}
         events: list[Event] = []
-        # The writer's wake-up may have been lost: its session has another runtime directory, or ours was removed.
+        # The wake-up of another process may have been lost, for example if the socket was removed.
         reload = self._store.has_news()
         for seen in batch:
             if isinstance(seen, Wake):
                 reload = True
             elif isinstance(seen, NodeUp | NodeDown):
-                self._see_node(seen, changed, events)
+                self._apply_node(seen, changed, events)
             else:
-                self._see(seen, changed, events)
+                self._apply(seen, changed, events)
         if changed or events:
             self._store.save(changed.values(), events)
         if reload:
             self._load()
 
-    def _see(
+    def _apply(
         self,
         seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded,
         changed: dict[str, WorkflowRecord],
@@ -227,9 +227,9 @@ class Supervisor:
             self.in_flight.pop(identity, None)
         uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
         workflow = self._workflows.get(uuid)
-        came = arrived(seen)
+        new_archives = arrived_archives(seen)
         if workflow is None:
-            self._spent |= came  # it was in transit when its workflow ended
+            self._unneeded |= new_archives  # they were in transit when their workflow ended
         if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
             return
         if isinstance(seen, TransferMoved | TransferEnded):
@@ -237,14 +237,14 @@ class Supervisor:
         else:
             record, new_events = apply_observation(workflow.record, workflow.plan, seen)
         events += new_events
-        if came:
-            # A checkpoint replaced the one before it, or no group needs this archive now.
-            self._spent |= (archives(workflow.record) | came) - archives(record)
+        if new_archives:
+            # A checkpoint replaced an earlier one, or no group needs the new archive.
+            self._unneeded |= (archives(workflow.record) | new_archives) - archives(record)
         if record is not workflow.record:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)
 
-    def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
+    def _apply_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes[place]
         self._nodes = {**self._nodes, place: update_node_view(view, seen)}
@@ -271,11 +271,11 @@ class Supervisor:
         unreadable = set(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
             unreadable.discard(record.uuid)
-            known = self._workflows.get(record.uuid)
-            if known is not None:
-                cancel = request_in_our_time(record.cancel, known.record.cancel, self._clock.now())
-                if cancel != known.record.cancel:
-                    self._workflows[record.uuid] = replace(known, record=replace(known.record, cancel=cancel))
+            loaded = self._workflows.get(record.uuid)
+            if loaded is not None:
+                cancel = adjust_cancel_time(record.cancel, loaded.record.cancel, self._now())
+                if cancel != loaded.record.cancel:
+                    self._workflows[record.uuid] = replace(loaded, record=replace(loaded.record, cancel=cancel))
                 continue
             try:
                 backend = self._backend(record)
@@ -286,22 +286,22 @@ class Supervisor:
             except RecordUnreadable:
                 unreadable.add(record.uuid)
                 continue
-            self._workflows[record.uuid] = Workflow(record=in_our_time(record, plan, self._clock.now()), plan=plan)
+            self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan)
             keys = [
                 key
                 for group in record.groups
                 for task in group.attempts
-                if (key := key_of(record, group, task)) is not None and not _is_done(task)
+                if (key := attempt_key(record, group, task)) is not None and not _is_done(task)
             ]
             if keys:
                 backend.watch(keys)
         for uuid in unreadable - self.unreadable:
-            self._log(f"the record of workflow {uuid} cannot be read: another version of distflow wrote it; it stays as it is")
+            self._log(f"the record of workflow {uuid} cannot be read and is not changed: another version of distflow wrote it")
         self.unreadable = frozenset(unreadable)
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
-        """End a workflow that this version of distflow cannot run, with a message; nothing of it is on any node."""
-        now = self._clock.now()
+        """End a workflow that this version of distflow cannot run. It has not run on any node."""
+        now = self._now()
         groups = tuple(
             group if group.state.is_final else end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
             for group in record.groups
@@ -313,7 +313,7 @@ class Supervisor:
         key = record.pool_key
         if key not in self._backends:
             pool = replace(self._store.pool(record.uuid), name=key)
-            now = self._clock.now()
+            now = self._now()
             self._pools = {**self._pools, key: pool}
             self._nodes = {
                 **self._nodes,
@@ -322,7 +322,7 @@ class Supervisor:
                     for node in pool.nodes
                 },
             }
-            self._backends[key] = self._open_backend(pool, self.tell)
+            self._backends[key] = self._open_backend(pool, self.report)
             self._backends[key].connect(pool.nodes)
         return self._backends[key]
 
@@ -333,7 +333,7 @@ class Supervisor:
         decision = Decision()
         for _ in range(_ROUNDS):
             decision = self.decide()
-            self._rest = decision.rest
+            self._last_decision = decision.last_decision
             if decision.records or decision.events:
                 self._store.save(decision.records.values(), decision.events)
                 for event in decision.events:
@@ -344,31 +344,31 @@ class Supervisor:
                 self._act(command)
             if not decision.records and not decision.commands:
                 break
-        self._call_off()
+        self._cancel_unneeded_transfers()
         self._forget_finished()
         return decision.wake_at
 
-    def _call_off(self) -> None:
-        """Cancel the transfers of groups that are over."""
+    def _cancel_unneeded_transfers(self) -> None:
+        """Cancel the transfers of groups that have ended or have another attempt."""
         for identity, command in list(self.in_flight.items()):
-            if isinstance(command, TransferData) and not is_wanted(self._workflows[command.key.workflow].record, command):
-                self._mover.call_off(command)
+            if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
+                self._transfers.cancel(command)
                 del self.in_flight[identity]
 
     def decide(self) -> Decision:
         """Return what follows from the current state, without acting on it."""
-        return decide(self.world(), self._clock.now())
+        return decide(self.snapshot(), self._now())
 
-    def world(self) -> World:
+    def snapshot(self) -> Snapshot:
         """Return everything that a decision depends on, except the time."""
-        return World(
+        return Snapshot(
             workflows=tuple(self._workflows.values()),
             pools=self._pools,
             nodes=self._nodes,
             in_flight=frozenset(self.in_flight),
             lines=_LastLines(self._workflows, self._mirror),
             alive_at=self._alive_at(),
-            rest=self._rest,
+            last_decision=self._last_decision,
         )
 
     def _alive_at(self) -> dict[tuple[str, str, str], float]:
@@ -402,10 +402,10 @@ class Supervisor:
             case CollectOutput():
                 backend.collect(command.key, for_nodes=command.for_nodes)
             case PackCheckpoint():
-                place = place_of(workflow.plan.group(command.key.group), command)
+                place = checkpoint_path(workflow.plan.group(command.key.group), command)
                 backend.collect(command.key, command.checkpoint, place)
             case TransferData():
-                self._mover.begin(command, errand_of(workflow.plan, workflow.record, command), backend)
+                self._transfers.begin(command, transfer_of(workflow.plan, workflow.record, command), backend)
 
     def _prepare(self, backend: Backend, command: Prepare) -> None:
         workflow, pool, node = self._workflows[command.key.workflow], self._pools[command.pool], command.key.node
@@ -415,36 +415,36 @@ class Supervisor:
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)
-            known = {one.number: self._mover.identity(one.url) for one in launch.brings}
-            memo = memo_for(workflow, command, self._store, os.uname().nodename, self._secrets)
+            identities = {one.number: self._transfers.identity(one.url) for one in launch.brings}
+            memo = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
-            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
+            self.report(PrepareFailed(at=self._now(), key=command.key, message=error.message))
             return
-        secrets = replace(secrets, stores={number: identity for number, identity in known.items() if identity is not None})
+        secrets = replace(secrets, stores={number: identity for number, identity in identities.items() if identity is not None})
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
 
     def _forget_finished(self) -> None:
         for uuid, workflow in list(self._workflows.items()):
             if not _is_over(workflow.record):
                 continue
-            if uuid not in self._over:
-                # Only once: the workflow's restart may have brought the same archives since then.
-                self._over.add(uuid)
+            if uuid not in self._released:
+                # Only once: a restart of the workflow may have stored the same archives since then.
+                self._released.add(uuid)
                 remove_secrets(self._secrets, uuid)
-                self._mover.forget(uuid)
-                self._spent |= archives(workflow.record)
-            if not any(task.stray for task in _tasks(workflow.record)):
+                self._transfers.forget(uuid)
+                self._unneeded |= archives(workflow.record)
+            if not any(task.orphan for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
-        # Remove nothing while archives arrive: an equal one may arrive now, and its sender would take it for present.
-        if self._spent and not any(_brings_archives(command) for command in self.in_flight.values()):
-            at_work = [one for one in self._workflows.values() if not _is_over(one.record)]
-            others = [archives(one.record) | one.plan.blobs for one in at_work]
-            for digest in self._spent.difference(*others):
+        # Remove nothing while archives arrive: the sender of an equal one skips it if it is already here.
+        if self._unneeded and not any(_brings_archives(command) for command in self.in_flight.values()):
+            active = [one for one in self._workflows.values() if not _is_over(one.record)]
+            others = [archives(one.record) | one.plan.blobs for one in active]
+            for digest in self._unneeded.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)
-            self._spent.clear()
+            self._unneeded.clear()
         if all(_is_over(one.record) for one in self._workflows.values()):
             for part in self._blobs.glob("*.part"):
-                part.unlink(missing_ok=True)  # of an output that no group needs now
+                part.unlink(missing_ok=True)  # a partial archive of an output that no group needs now
 
 
 def _brings_archives(command: Command) -> bool:
@@ -456,7 +456,7 @@ def _is_over(record: WorkflowRecord) -> bool:
 
 
 def _is_done(task: TaskRecord) -> bool:
-    return task.state.is_final and task.log_complete and task.stray is None
+    return task.state.is_final and task.log_complete and task.orphan is None
 
 
 def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
@@ -464,19 +464,19 @@ def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
 
 
 def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
-    """Return the complete launch of the task that ``prepare`` names; ``None`` if its group has lost its lease."""
+    """Return the complete launch of the task to prepare; ``None`` if its group has lost its lease."""
     group, plan = workflow.record.group(command.key.group), workflow.plan.group(command.key.group)
     if group.binding is None:
         return None
     launch = bind_task(
         plan.sized(len(group.tasks)), command.key.task, group.binding, workflow.record.id, nodes, command.key.attempt
     )
-    launch = place_inputs(launch, plan.launch(command.key.task).inputs, workflow.record)
-    return place_checkpoints(place_data(launch, plan, workflow.record, group), plan, group)
+    launch = add_task_inputs(launch, plan.launch(command.key.task).inputs, workflow.record)
+    return add_checkpoints(add_url_inputs(launch, plan, workflow.record, group), plan, group)
 
 
 def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
-    """Return that task's secrets from ``folder``. Raises ``StateError`` if they are not there."""
+    """Return the secrets of the task to prepare from ``folder``. Raises ``StateError`` if they are missing."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))
@@ -484,5 +484,5 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecre
     except (OSError, json.JSONDecodeError) as error:
         raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
     except LookupError as error:
-        raise StateError(f"{error.args[0]} is no longer kept; submit the workflow again") from error
+        raise StateError(f"{error.args[0]} is no longer stored; submit the workflow again") from error
     return replace(given, token=token)

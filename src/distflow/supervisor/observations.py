@@ -58,16 +58,17 @@ from distflow.state.event_details import (
     TaskStarted,
     TaskStatus,
 )
+from distflow.state.event_text import event_text
 from distflow.state.record import (
     CancelRequest,
     Event,
     GroupRecord,
-    OutOfReach,
+    OrphanState,
+    Outage,
     Refusal,
     Saved,
-    Stray,
     TaskRecord,
-    Transfer,
+    TransferProgress,
     WorkflowRecord,
 )
 from distflow.structs import replace
@@ -78,13 +79,13 @@ from distflow.supervisor.transfers import apply_not_brought
 
 __all__ = [
     "REFUSED",
+    "adjust_cancel_time",
+    "adjust_times",
     "announce_wait",
     "apply_node_observation",
     "apply_observation",
     "end_unstarted",
-    "in_our_time",
     "node_details",
-    "request_in_our_time",
     "stop_unstarted",
     "update_node_view",
 ]
@@ -120,7 +121,7 @@ def apply_observation(
     if task is None or task.node != key.node:
         return record, []
     if isinstance(seen, NotBrought | OutputLost | OutputWaits):
-        return _apply_trouble(record, group, task, seen)
+        return _apply_warning(record, group, task, seen)
     if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
         taken, events = apply_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
         return record.with_group(taken), events
@@ -164,11 +165,11 @@ def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> t
             if isinstance(seen, NodeDown):
                 if task.state.is_final:
                     continue
-                since = task.out_of_reach.since if task.out_of_reach else seen.since or seen.at
-                away = OutOfReach(since=since, error=seen.error)
-            if task.out_of_reach != away:
+                since = task.outage.since if task.outage else seen.since or seen.at
+                away = Outage(since=since, error=seen.error)
+            if task.outage != away:
                 is_news = True
-                after = after.with_group(after.group(group.name).with_task(replace(task, out_of_reach=away)))
+                after = after.with_group(after.group(group.name).with_task(replace(task, outage=away)))
     if not is_news:
         return record, []
     return after, [_event(record, seen.at, node_details(seen))]
@@ -228,8 +229,7 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
         event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
         return record.with_group(failed), [event]
     waiting, details = announce_wait(replace(group, refusals=tuple(known.values())), message)
-    again = record.with_group(waiting)
-    return again, [_event(record, seen.at, details, group.name)] if details is not None else []
+    return record.with_group(waiting), [_event(record, seen.at, details, group.name)] if details is not None else []
 
 
 def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupWaiting | None]:
@@ -253,7 +253,7 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupW
 _LEASE_LOST = (
     EndReason.START_TIMEOUT, EndReason.RELEASED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED,
 )  # fmt: skip
-"""How a runner and a keeper end that waited for the start."""
+"""How runners and keepers end that waited for the start."""
 
 _StatusReport = (
     Staging | Prepared | PrepareFailed | Started | StopAccepted | Ended | Released | Absent
@@ -279,7 +279,7 @@ def _task_after(  # noqa: C901  one case for each observation
         case Ended():
             return _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
         case Released():
-            return _given_back(task, seen.at) if task.state is State.INITIALIZING else (task, None)
+            return _lease_released(task, seen.at) if task.state is State.INITIALIZING else (task, None)
         case Absent():
             return _absent(task, seen)
         case LogComplete():
@@ -303,7 +303,7 @@ def _prepared(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
 def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
     if task.state is not State.INITIALIZING or task.prepared:
         return task
-    moved = Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
+    moved = TransferProgress(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
     return replace(task, transfer=moved)
 
 
@@ -331,8 +331,8 @@ def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, EventDetails 
 
 
 def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, EventDetails | None]:
-    if task.stray is Stray.OUT_OF_REACH:
-        return replace(task, stray=Stray.STOPPING), OrphanStopping(node=task.node)
+    if task.orphan is OrphanState.UNREACHABLE:
+        return replace(task, orphan=OrphanState.STOPPING), OrphanStopping(node=task.node)
     if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING):
         return task, None
     grace_s = task.grace_s if seen.grace_s is None else seen.grace_s
@@ -342,14 +342,14 @@ def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, Ev
 
 
 def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, EventDetails | None]:
-    if task.stray is not None:
-        return _is_gone(task)
+    if task.orphan is not None:
+        return _orphan_gone(task)
     if task.state.is_final:
         return task, None
     end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
-        # Nothing has run, so nothing has failed: the gang gives back its leases and queues again.
+        # No command has run, so none has failed: the gang releases its leases and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
     if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
@@ -359,38 +359,37 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     return ended, TaskStatus(status=ended.status, message=ended.message)
 
 
-def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, EventDetails | None]:
+def _lease_released(task: TaskRecord, at: float) -> tuple[TaskRecord, EventDetails | None]:
     if task.reason in REFUSED:
-        # This refusal is why the group ends, so the task keeps its reason when its lease is given back.
+        # This refusal ends the group, so the task keeps its reason when its lease is released.
         failed = replace(task, state=State.FAILED, ended_at=at, log_complete=True)
         return failed, TaskStatus(status=failed.status, message=task.message)
-    back = replace(
-        task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), out_of_reach=None, prepared=False, transfer=None
-    )
+    back = replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), outage=None, prepared=False, transfer=None)
     return back, None
 
 
-def _is_gone(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
-    return replace(task, stray=None), OrphanGone(node=task.node)
+def _orphan_gone(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
+    return replace(task, orphan=None), OrphanGone(node=task.node)
 
 
 def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, EventDetails | None]:
-    if task.stray is not None:
-        return _is_gone(task)
+    if task.orphan is not None:
+        return _orphan_gone(task)
     if task.state is State.INITIALIZING:
-        return _given_back(task, seen.at)
+        return _lease_released(task, seen.at)
     if task.state.is_final:
         return (task, None) if task.log_complete else (replace(task, log_complete=True), None)
-    message = f"{task.node} has no record of it: its directory there is gone"
+    details = AttemptForgotten(node=task.node)
+    message = event_text(details, group=None, task=None)
     gone = replace(task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=seen.at, log_complete=True)
-    return gone, AttemptForgotten(message=message)
+    return gone, details
 
 
 def _collecting(task: TaskRecord, seen: Collecting) -> TaskRecord:
     if task.saved is not None or seen.checkpoint is not None:
         return task
     verb = "sends" if seen.is_packed else "packs"
-    moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)
+    moved = TransferProgress(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)
     return replace(task, transfer=moved)
 
 
@@ -407,10 +406,10 @@ def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
     return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None)
 
 
-def _apply_trouble(
+def _apply_warning(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: NotBrought | OutputLost | OutputWaits
 ) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the record after trouble that does not change the task itself, and the events that report it."""
+    """Return the record after a problem that does not change the task itself, and the events that report it."""
     if isinstance(seen, NotBrought):
         return apply_not_brought(record, seen)
     details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)
@@ -426,23 +425,23 @@ def _event(
     )  # fmt: skip
 
 
-def in_our_time(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
+def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
     """Return the record without times that are later than they can be at ``now``."""
     groups = tuple(
-        group if group.state.is_final else _group_in_our_time(group, plan.group(group.name).retry.wait_s(group.attempt), now)
+        group if group.state.is_final else _adjust_group(group, plan.group(group.name).retry.wait_s(group.attempt), now)
         for group in record.groups
     )
-    return replace(record, groups=groups, cancel=request_in_our_time(record.cancel, None, now))
+    return replace(record, groups=groups, cancel=adjust_cancel_time(record.cancel, None, now))
 
 
-def request_in_our_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
+def adjust_cancel_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
     """Return a cancel request with the time at which this supervisor learned of it, if its own time is later."""
     if request is None:
         return None
     return replace(request, at=known.at if known is not None else min(request.at, now))
 
 
-def _group_in_our_time(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
+def _adjust_group(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
     # A rescheduled group begins to wait for nodes only after its backoff.
     rests_until = min(group.resting_until, now + rest_s)
     return replace(
@@ -454,18 +453,18 @@ def _group_in_our_time(group: GroupRecord, rest_s: float, now: float) -> GroupRe
         not_before=min(group.not_before, now + 1.0),
         resting_until=rests_until,
         refusals=tuple(replace(one, until=min(one.until, now + LEASE_BACKOFF_S[-1])) for one in group.refusals),
-        carried=tuple(replace(one, at=min(one.at, now)) for one in group.carried),
+        transfer_results=tuple(replace(one, at=min(one.at, now)) for one in group.transfer_results),
         checkpoints=tuple(replace(one, at=min(one.at, now)) for one in group.checkpoints),
-        tasks=tuple(_task_in_our_time(task, now) for task in group.tasks),
+        tasks=tuple(_adjust_task(task, now) for task in group.tasks),
     )
 
 
-def _task_in_our_time(task: TaskRecord, now: float) -> TaskRecord:
+def _adjust_task(task: TaskRecord, now: float) -> TaskRecord:
     return replace(
         task,
         started_at=_earlier(task.started_at, now),
         ended_at=_earlier(task.ended_at, now),
-        out_of_reach=task.out_of_reach and replace(task.out_of_reach, since=min(task.out_of_reach.since, now)),
+        outage=task.outage and replace(task.outage, since=min(task.outage.since, now)),
         transfer=task.transfer and replace(task.transfer, at=min(task.transfer.at, now)),
         saved=task.saved and replace(task.saved, at=min(task.saved.at, now)),
     )

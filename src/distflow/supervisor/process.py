@@ -19,7 +19,7 @@ from pathlib import Path
 from distflow.errors import SupervisorError
 from distflow.state.directory import StateDirectory, is_locked, lock_at_once
 
-__all__ = ["Held", "Lock", "ensure_supervisor", "hold_supervisor", "is_running", "open_wake_socket", "wake"]
+__all__ = ["Lock", "PreloadedSupervisor", "ensure_supervisor", "is_running", "open_wake_socket", "preload_supervisor", "wake"]
 
 _READY_TIMEOUT_S = 30.0
 _LOG_LIMIT = 4 << 20
@@ -64,14 +64,14 @@ def is_running(directory: StateDirectory) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PreloadedSupervisor:
     """A supervisor that loads its modules and waits for a byte to start working. It exits if this process ends first."""
 
     process: subprocess.Popen[bytes]
     ready: int
 
 
-def hold_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Held | None:
+def preload_supervisor(directory: StateDirectory, backends: Iterable[str]) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work; ``None`` if one is running.
 
     ``backends`` are the backends that it may need. Pass the result to ``ensure_supervisor``.
@@ -81,17 +81,17 @@ def hold_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Held 
     return _launch(directory, ",".join(sorted(set(backends))))
 
 
-def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, held: Held | None = None) -> None:
+def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded: PreloadedSupervisor | None = None) -> None:
     """Wake the supervisor, or start one. With ``wait``, return when it is running.
 
     Raises ``SupervisorError`` if it does not start; the reason is in its log.
     """
-    if held is None:
+    if preloaded is None:
         if is_running(directory):
             wake(directory)
             return
-        held = _launch(directory)
-    process, ready = held.process, held.ready
+        preloaded = _launch(directory)
+    process, ready = preloaded.process, preloaded.ready
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(b"g")
@@ -106,18 +106,18 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, held: Hel
         os.close(ready)
 
 
-def _launch(directory: StateDirectory, held_with: str | None = None) -> Held:
+def _launch(directory: StateDirectory, backends: str | None = None) -> PreloadedSupervisor:
     _trim(directory.supervisor_log)
-    ready, tell = os.pipe()
+    ready, report = os.pipe()
     try:
         with open(directory.supervisor_log, "ab", opener=_private) as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(tell)]
-                + ([held_with] if held_with is not None else []),
-                stdin=subprocess.DEVNULL if held_with is None else subprocess.PIPE,
+                [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(report)]
+                + ([backends] if backends is not None else []),
+                stdin=subprocess.DEVNULL if backends is None else subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=(tell,),
+                pass_fds=(report,),
                 start_new_session=True,
                 cwd="/",
                 bufsize=0,
@@ -126,17 +126,17 @@ def _launch(directory: StateDirectory, held_with: str | None = None) -> Held:
         os.close(ready)
         raise
     finally:
-        os.close(tell)
-    return Held(process, ready)
+        os.close(report)
+    return PreloadedSupervisor(process, ready)
 
 
 def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateDirectory) -> None:
     readable, _, _ = select.select([ready], [], [], _READY_TIMEOUT_S)
-    said = os.read(ready, 64) if readable else b""
+    answer = os.read(ready, 64) if readable else b""
     # "ready": it runs. "other": another supervisor took the lock first and must be woken for the new work.
-    if said in (b"ready", b"other"):
+    if answer in (b"ready", b"other"):
         process.returncode = 0
-        if said == b"other":
+        if answer == b"other":
             wake(directory)
         return
     raise SupervisorError(

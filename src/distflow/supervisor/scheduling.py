@@ -21,9 +21,9 @@ from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, WorkflowRecord
 from distflow.supervisor.commands import Lease
-from distflow.supervisor.snapshot import Hold, NodeView, Share, Workflow, World
+from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot, Workflow
 
-__all__ = ["Leases", "capacity", "free", "next_leases", "share_of"]
+__all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 
 
 _LEASE_OUTLIVES_S = 15.0
@@ -47,53 +47,53 @@ class Leases:
         self.wake_at = min([*at, *([] if self.wake_at is None else [self.wake_at])], default=None)
 
 
-def next_leases(world: World, shares: Iterable[Share], now: float) -> Leases:
+def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> Leases:
     """Return the lease commands of the gangs whose turn it is, and the reasons why the others wait.
 
-    ``shares`` are those of all workflows, in the order of their submission.
+    ``usages`` are those of all workflows, in the order of their submission.
     """
     leases = Leases()
-    by_pool: dict[str, list[Share]] = {}
-    for share in shares:
-        by_pool.setdefault(share.workflow.record.pool_key, []).append(share)
-    asking = {one.workflow for one in world.in_flight if one.kind is Lease}
-    for pool_key, pool in world.pools.items():
+    by_pool: dict[str, list[PoolUsage]] = {}
+    for usage in usages:
+        by_pool.setdefault(usage.workflow.record.pool_key, []).append(usage)
+    asking = {one.workflow for one in snapshot.in_flight if one.kind is Lease}
+    for pool_key, pool in snapshot.pools.items():
         of_pool = by_pool.get(pool_key, [])
-        waiting = [(share.workflow, group) for share in of_pool for group in share.waiting]
+        waiting = [(usage.workflow, group) for usage in of_pool for group in usage.waiting]
         resting = [group.resting_until for _, group in waiting if now < group.resting_until]
         leases.wake(resting)
         waiting = [one for one in waiting if now >= one[1].resting_until]
         # The sort is stable: workflows of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
-        if waiting and not any(share.workflow.record.uuid in asking for share in (of_pool if asking else ())):
-            _next_of_pool(world, pool_key, pool, of_pool, waiting, now, leases)
+        if waiting and not any(usage.workflow.record.uuid in asking for usage in (of_pool if asking else ())):
+            _next_of_pool(snapshot, pool_key, pool, of_pool, waiting, now, leases)
     return leases
 
 
 def _next_of_pool(
-    world: World,
+    snapshot: Snapshot,
     pool_key: str,
     pool: Pool,
-    shares: Sequence[Share],
+    usages: Sequence[PoolUsage],
     waiting: Sequence[tuple[Workflow, GroupRecord]],
     now: float,
     leases: Leases,
 ) -> None:
-    views = [world.nodes[pool_key, node.name] for node in pool.nodes]
+    views = [snapshot.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
     # Name the gang directly before it. The head of the queue changes often, and each new message is an event for all others.
     for (before, _), (other, later) in pairwise(waiting):
         leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
-    left, bad, is_connecting = _usable(plan, group, views, shares, shared=pool.shares_nodes)
+    available, avoided, is_connecting = _usable(plan, group, views, usages, shared=pool.shares_nodes)
     spread = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)
-    if len(left) < spread and is_connecting:
+    if len(available) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
-            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
+            leases.messages[workflow.record.uuid, group.name] = _wait_message(views, ())
         return
     # Nodes that refused are not asked again for a while; other suitable nodes are asked meanwhile.
     refused = {one.node: one.until for one in group.refusals if now < one.until}
-    willing = [one for one in left if one.node not in refused]
+    willing = [one for one in available if one.node not in refused]
     unplaced: tuple[Unplaced, ...] = ()
     sizes = _sizes(plan, group, now, leases)
     for size in sizes:
@@ -105,25 +105,25 @@ def _next_of_pool(
                 leases.commands.append(Lease(pool_key, _request(workflow.record, group, size, placed.nodes, pool)))
             return
         unplaced = unplaced or placed
-    if refused and isinstance(place_near(demands(sizes[-1]), left, shared=pool.shares_nodes), Placement):
+    if refused and isinstance(place_near(demands(sizes[-1]), available, shared=pool.shares_nodes), Placement):
         leases.wake(list(refused.values()))
-    elif group.attempt == 0 and (never := _never(plan, views, pool)):
+    elif group.attempt == 0 and (never := _never_fits(plan, views, pool)):
         leases.failures[workflow.record.uuid, group.name] = (
             f"pool {workflow.record.pool} cannot run it, even when idle: {never}"
         )
     elif any(view.up or view.error for view in views):  # otherwise the first connections are still being made
-        words = _wait_words(views, unplaced)
-        words += f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
-        leases.messages[workflow.record.uuid, group.name] = words
+        message = _wait_message(views, unplaced)
+        message += f"; avoided, as attempts failed there: {few(sorted(avoided), ', ')}" if avoided else ""
+        leases.messages[workflow.record.uuid, group.name] = message
 
 
-def _never(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
+def _never_fits(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
     """Return why the idle pool could not hold a gang; empty if it could, as far as is known."""
     placed = place_near(demands(plan.sizes[-1]), capacity(views), shared=pool.shares_nodes)
-    return "" if isinstance(placed, Placement) else _no_room(placed)
+    return "" if isinstance(placed, Placement) else _no_room_message(placed)
 
 
-def _no_room(unplaced: Sequence[Unplaced]) -> str:
+def _no_room_message(unplaced: Sequence[Unplaced]) -> str:
     return "; ".join(f"no room for {one.task}: {few(one.reasons, ', ')}" for one in unplaced[:1])
 
 
@@ -137,30 +137,30 @@ def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> S
 
 
 def _usable(
-    plan: GroupPlan, group: GroupRecord, views: Sequence[NodeView], shares: Sequence[Share], *, shared: bool
+    plan: GroupPlan, group: GroupRecord, views: Sequence[NodeView], usages: Sequence[PoolUsage], *, shared: bool
 ) -> tuple[list[Free], frozenset[str], bool]:
     """Return the free resources of usable nodes, the nodes to avoid, and whether some nodes are still being connected to."""
     # Nodes on which earlier attempts failed come last, so they are used only if there are no others.
     failures = Counter(cause.node for cause in group.earlier_causes)
-    left = free(views, shares, plan.world.port if plan.world else None)
+    available = free(views, usages, plan.world.port if plan.world else None)
     if failures:
-        left.sort(key=lambda one: failures[one.node])
-    bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
+        available.sort(key=lambda one: failures[one.node])
+    avoided = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     # While the first connections are being made, nothing is known about those nodes.
     is_connecting = any(not view.up and not view.error for view in views)
-    if bad and (is_connecting or _could_do_without(bad, left, demands(plan.sizes[-1]), shared=shared)):
-        return [one for one in left if one.node not in bad], bad, is_connecting
-    return left, frozenset(), is_connecting
+    if avoided and (is_connecting or _fits_elsewhere(avoided, available, demands(plan.sizes[-1]), shared=shared)):
+        return [one for one in available if one.node not in avoided], avoided, is_connecting
+    return available, frozenset(), is_connecting
 
 
-def _could_do_without(bad: frozenset[str], left: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
+def _fits_elsewhere(avoided: frozenset[str], available: Sequence[Free], demand: Sequence[Demand], *, shared: bool) -> bool:
     """Return whether a gang would find room on the other nodes if they were idle."""
     empty = [
         replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory, closed="")
-        for one in left
-        if one.node not in bad
+        for one in available
+        if one.node not in avoided
     ]
-    return isinstance(place_near(asked, empty, shared=shared), Placement)
+    return isinstance(place_near(demand, empty, shared=shared), Placement)
 
 
 def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes: Mapping[str, str], pool: Pool) -> LeaseRequest:
@@ -182,27 +182,27 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
     )
 
 
-def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
+def _wait_message(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
     down = [f"{view.node.name}: {view.error}" for view in views if not view.up and view.error]
     connecting = [view.node.name for view in views if not view.up and not view.error]
-    words = [f"connecting to {few(connecting, ', ')}"] if connecting else []
+    message = [f"connecting to {few(connecting, ', ')}"] if connecting else []
     # Errors come last: some have a remedy of several lines.
     if len(down) == len(views):
         return "no node can be reached: " + few(down, "; ")
     if any(view.up for view in views):
-        words = [*filter(None, [_no_room(unplaced)]), *words]
-    return "; ".join([*words, *([f"unreachable: {few(down, '; ')}"] if down else [])])
+        message = [*filter(None, [_no_room_message(unplaced)]), *message]
+    return "; ".join([*message, *([f"unreachable: {few(down, '; ')}"] if down else [])])
 
 
 _HOLDING = (State.INITIALIZING, State.RUNNING, State.STOPPING)
 _NOTHING = (0, 0, 0)
 
 
-def share_of(workflow: Workflow) -> Share:
+def pool_usage(workflow: Workflow) -> PoolUsage:
     """Return the groups of a workflow that wait for nodes, and the resources that it holds."""
     groups = workflow.record.groups
     waits = workflow.record.cancel is None
-    return Share(
+    return PoolUsage(
         workflow=workflow,
         waiting=tuple(group for group in groups if waits and group.state is State.SCHEDULING),
         holds=tuple(
@@ -210,26 +210,30 @@ def share_of(workflow: Workflow) -> Share:
             for group in groups
             for hold in (
                 *(_holds(group, workflow.plan.group(group.name)) if group.state in _HOLDING else ()),
-                *(Hold(node=task.node, is_stray=True) for task in group.attempts if task.stray is not None and task.node),
+                *(
+                    HeldResources(node=task.node, is_orphan=True)
+                    for task in group.attempts
+                    if task.orphan is not None and task.node
+                ),
             )
         ),
     )
 
 
-def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[Hold]:
+def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[HeldResources]:
     if group.binding is None:
         return
     if group.binding.port is not None:
-        yield Hold(node=group.binding.tasks[plan.master].node, port=group.binding.port)
+        yield HeldResources(node=group.binding.tasks[plan.master].node, port=group.binding.port)
     by_task = {demand.task: demand for demand in demands(plan)}
     for task in group.tasks:
         if task.node is not None and not task.state.is_final:
-            asked = by_task[task.name]
-            yield Hold(node=task.node, gpus=asked.gpus, cpus=asked.cpus, memory=asked.memory)
+            demand = by_task[task.name]
+            yield HeldResources(node=task.node, gpus=demand.gpus, cpus=demand.cpus, memory=demand.memory)
 
 
-def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | None) -> list[Free]:
-    """Return the free resources of each reachable node of a pool, given the shares of that pool.
+def free(views: Sequence[NodeView], usages: Sequence[PoolUsage], fixed_port: int | None) -> list[Free]:
+    """Return the free resources of each reachable node of a pool, given the usage of each workflow of that pool.
 
     A node is closed if ``fixed_port`` is in use there, or if an abandoned attempt must first be stopped there. If several
     entries of the pool are one machine, its resources count once.
@@ -237,20 +241,21 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
     first = _first_entries(views)
     used: dict[str, tuple[int, int, int]] = {}
     closed: dict[str, str] = {}
-    for share in shares:
-        for hold in share.holds:
+    for usage in usages:
+        for hold in usage.holds:
             machine = first.get(hold.node, hold.node)
             gpus, cpus, memory = used.get(machine, _NOTHING)
             used[machine] = (gpus + hold.gpus, cpus + hold.cpus, memory + hold.memory)
             if fixed_port is not None and hold.port == fixed_port:
                 closed[machine] = f"port {fixed_port} is taken"
-            if hold.is_stray:
+            if hold.is_orphan:
                 closed[machine] = "an earlier attempt is being stopped there"
     touched = first.keys() | used.keys() | closed.keys()
     # Most nodes of a large pool are idle, and their view has the answer already.
     return [
-        view.whole if view.node.name not in touched
-        else _left_of(_whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), ""))
+        view.whole if view.node.name not in touched else _remaining_of(
+            _whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), "")
+        )
         for view in views
         if view.up
     ]  # fmt: skip
@@ -282,23 +287,24 @@ def _whole(view: NodeView, first: Mapping[str, str]) -> Free:
     if owner is None or owner == view.node.name:
         return whole
     return replace(
-        whole, gpus=_none(whole.gpus), cpus=_none(whole.cpus), memory=_none(whole.memory), all_gpus=_none(whole.all_gpus),
-        all_cpus=_none(whole.all_cpus), all_memory=_none(whole.all_memory),
+        whole, gpus=_zero(whole.gpus), cpus=_zero(whole.cpus), memory=_zero(whole.memory), all_gpus=_zero(whole.all_gpus),
+        all_cpus=_zero(whole.all_cpus), all_memory=_zero(whole.all_memory),
         note=f"the same machine as {owner}, or it shares its lease_dir",
     )  # fmt: skip
 
 
-def _none(capacity: int | None) -> int | None:
+def _zero(capacity: int | None) -> int | None:
+    """Return zero, or ``None`` if the capacity is not known."""
     return None if capacity is None else 0
 
 
-def _left_of(whole: Free, used: tuple[int, int, int] | None, closed: str) -> Free:
+def _remaining_of(whole: Free, used: tuple[int, int, int] | None, closed: str) -> Free:
     if used is None and not closed:
         return whole
     gpus, cpus, memory = used or _NOTHING
-    left = (_left(whole.gpus, gpus), _left(whole.cpus, cpus), _left(whole.memory, memory))
-    return replace(whole, gpus=left[0], cpus=left[1], memory=left[2], closed=closed)
+    available = (_remaining(whole.gpus, gpus), _remaining(whole.cpus, cpus), _remaining(whole.memory, memory))
+    return replace(whole, gpus=available[0], cpus=available[1], memory=available[2], closed=closed)
 
 
-def _left(capacity: int | None, used: int) -> int | None:
+def _remaining(capacity: int | None, used: int) -> int | None:
     return None if capacity is None else max(0, capacity - used)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from distflow.backends import steady
 from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.backends.registry import open_backend, preload
 from distflow.errors import StateError
@@ -22,17 +23,16 @@ from distflow.state.directory import StateDirectory, has_room
 from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
-from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.process import Lock, open_wake_socket
-from distflow.supervisor.transfer_threads import Mover
+from distflow.supervisor.transfer_threads import ThreadedTransfers
 from distflow.transports.local import LocalTransport
 
 __all__ = ["main"]
 
-_PATIENCE_S = 86400.0
-_LOOK_S = 5.0
+_FULL_DISK_PATIENCE_S = 86400.0
+_POLL_S = 5.0
 
 
 class _Logs:
@@ -80,10 +80,10 @@ def main(argv: list[str]) -> int:
         except (StateError, OSError) as error:
             _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
             lock.give_up()
-            # The process that started us waits for a report; without one, it shows the last line of the log.
+            # The process that started this one waits for a report. Without one, it shows the last line of the log.
             if starter.is_waiting or not _await_room(directory):
                 return 1
-            _log("there is room again")
+            _log("the disk has free space again")
 
 
 class _Starter:
@@ -111,7 +111,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
         else:
             starter.report(b"ready")
         lock.give_up()
-        # The sender of work that came after the last check found the lock taken, so this process must do it.
+        # A command that added work after the last check found the lock taken, so this process must do the work.
         return not store.has_unfinished(but=unreadable)
 
 
@@ -122,27 +122,27 @@ def _await_room(directory: StateDirectory) -> bool:
     """
     if has_room(directory):
         return False
-    until, pause = time.monotonic() + _PATIENCE_S, threading.Event()
+    until, pause = time.monotonic() + _FULL_DISK_PATIENCE_S, threading.Event()
     while not has_room(directory):
         if time.monotonic() > until:
             return False
-        pause.wait(_LOOK_S)
+        pause.wait(_POLL_S)
     return True
 
 
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
     """Work until there is no unfinished workflow. Return the workflows (uuids) whose records cannot be read."""
-    keys, clock = data_credentials(directory.credentials), SystemClock()
-    mirror = Mirror(directory.logs, clock.now)  # silence must be measured by the same clock that decides about it
+    keys = data_credentials(directory.credentials)
+    mirror = Mirror(directory.logs, steady.now)  # silence must be measured by the same clock that decides about it
 
     def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
-    def open_mover(sink: Callable[[TransferMoved | TransferEnded], None]) -> Mover:
-        return Mover(directory.blobs, directory.blobs.parent / "transfers", clock, sink, keys)
+    def open_transfers(sink: Callable[[TransferMoved | TransferEnded], None]) -> ThreadedTransfers:
+        return ThreadedTransfers(directory.blobs, directory.blobs.parent / "transfers", steady.now, sink, keys)
 
-    sweep_secrets(directory.secrets, store, clock.now())
-    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, open_mover, _log)
+    sweep_secrets(directory.secrets, store, steady.now())
+    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log)
     wake_socket = open_wake_socket(directory)
 
     def listen(wake_socket: socket.socket) -> None:
@@ -161,7 +161,7 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     finally:
         if wake_socket is not None:
             wake_socket.close()
-    _log("nothing left to do")
+    _log("all workflows have ended")
     return supervisor.unreadable
 
 

@@ -14,7 +14,17 @@ from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId
 
-__all__ = ["Decision", "Hold", "LastDecision", "NodeView", "Share", "Workflow", "WorkflowView", "World", "key_of"]
+__all__ = [
+    "Decision",
+    "HeldResources",
+    "LastDecision",
+    "NodeView",
+    "PoolUsage",
+    "Snapshot",
+    "Workflow",
+    "WorkflowView",
+    "attempt_key",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,7 @@ class NodeView:
     """The idle node as placement sees it. It is computed once, because most nodes of a large pool are idle."""
 
     def __post_init__(self) -> None:
-        """Compute the idle node as placement sees it."""
+        """Compute ``whole``."""
         node = self.node
         whole = Free(
             node=node.name, gpus=self.gpus, cpus=self.cpus, memory=self.memory, platform=node.platform, labels=node.labels,
@@ -47,7 +57,7 @@ class NodeView:
         object.__setattr__(self, "whole", whole)
 
     def _note(self) -> str:
-        """Return why it has less than its configuration says."""
+        """Return why the node has less than its configuration says."""
         node, seen = self.node, self.reported
         if seen is None:
             return ""
@@ -73,7 +83,7 @@ class Workflow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class HeldResources:
     """Resources of a node that a task, a master's port or an orphan attempt holds."""
 
     node: str
@@ -81,25 +91,24 @@ class Hold:
     cpus: int = 0
     memory: int = 0
     port: int | None = None
-    is_stray: bool = False
+    is_orphan: bool = False
     """Whether an attempt holds it that was given up and has not been seen to stop yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The part of a workflow that the queue needs."""
+class PoolUsage:
+    """The groups of a workflow that wait for nodes, and the resources that its other groups hold."""
 
     workflow: Workflow
     waiting: tuple[GroupRecord, ...]
-    """Its groups that wait for nodes."""
-    holds: tuple[Hold, ...]
+    holds: tuple[HeldResources, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowView:
     """A workflow after a decision."""
 
-    share: Share
+    usage: PoolUsage
     wake_at: float
     """Nothing changes by itself before this time. Minus infinity: something changed now or is in progress, so check again."""
 
@@ -120,7 +129,7 @@ class LastDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class Snapshot:
     """Everything that a decision may depend on, except the time."""
 
     workflows: tuple[Workflow, ...]
@@ -136,7 +145,7 @@ class World:
     """When running tasks last wrote output or sent a heartbeat, if it matters; by workflow (uuid), group and task.
 
     Like ``lines``, it is read only when another change or a time makes a decision necessary."""
-    rest: LastDecision = field(default_factory=LastDecision)
+    last_decision: LastDecision = field(default_factory=LastDecision)
     """The previous decision; without it the result is the same, at more cost."""
 
 
@@ -150,14 +159,15 @@ class Decision:
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
     """When something changes by itself; ``None`` for never."""
-    rest: LastDecision = field(default_factory=LastDecision)
+    last_decision: LastDecision = field(default_factory=LastDecision)
+    """What the next decision needs of this one."""
 
     def wake(self, at: float) -> None:
         """Decide again at ``at`` at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 
-def key_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:
+def attempt_key(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:
     """Return the key of an attempt, or ``None`` if it has no node yet."""
     if task.node is None:
         return None

@@ -78,19 +78,19 @@ def _of_task(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> I
         yield Moment(at=task.started_at, node=node, task=task.name, text=f"started{pid}")
     end = task.end
     if end is not None and end.stopped_at is not None and end.started_at is not None:
-        yield Moment(at=end.stopped_at, node=node, task=task.name, text="asked to stop", because=_blamed(task, cause))
+        yield Moment(at=end.stopped_at, node=node, task=task.name, text="asked to stop", because=_stop_cause(task, cause))
     if task.ended_at is not None:
         text = "lost" if task.reason is Reason.NODE_LOST else f"ended: {show_end(end)}" if end else "ended"
-        yield Moment(at=task.ended_at, node=node, task=task.name, text=text, because=_because(task, cause, lines))
+        yield Moment(at=task.ended_at, node=node, task=task.name, text=text, because=_end_cause(task, cause, lines))
 
 
-def _because(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> str:
+def _end_cause(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> str:
     if cause is not None and task.name == cause.task:
         return "the first cause"
     if cause is not None and task.name in cause.rivals:
         return f"failed by itself, at the same time as {cause.task} as far as the clocks can tell"
     if task.reason is Reason.PEER_FAILED:
-        return _blamed(task, cause)
+        return _stop_cause(task, cause)
     if task.state is State.COMPLETED:
         return "completed" if task.end is not None and task.end.is_success else task.message
     if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL) and failure_report(task.end, lines).is_symptom:
@@ -100,7 +100,7 @@ def _because(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> s
     return REASON_TEXT[task.reason] if task.reason is not None else ""
 
 
-def _blamed(task: TaskRecord, cause: Cause | None) -> str:
+def _stop_cause(task: TaskRecord, cause: Cause | None) -> str:
     if task.reason is Reason.PEER_FAILED and cause is not None:
         return f"{cause.task} failed"
     return REASON_TEXT[task.reason] if task.reason is not None else task.message

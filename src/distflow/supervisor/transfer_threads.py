@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.connection.transfers import Pace
 from distflow.errors import DistflowError
-from distflow.state.record import Carried
+from distflow.state.record import TransferResult
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
-from distflow.supervisor.clock import Clock
 from distflow.supervisor.commands import CommandId, TransferData, TransferEnded, TransferMoved
-from distflow.supervisor.transfers import Errand
+from distflow.supervisor.transfers import Transfer
 
 if TYPE_CHECKING:
     from distflow.storage.base import Store
@@ -30,27 +29,27 @@ if TYPE_CHECKING:
     from distflow.storage.failures import Retries
     from distflow.storage.task_data import Delivery
 
-__all__ = ["DataMover", "Mover"]
+__all__ = ["ThreadedTransfers", "TransferRunner"]
 
 
-_AT_ONCE = 4
+_MOST_TRANSFERS = 4
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
-_OURS_ALONE = (
+_LOCAL_CREDENTIALS = (
     "no node has the credentials, which are in files or a role of this machine (to make it direct: "
     "distflow credential set NAME --type DATA)"
 )
 
 
-class DataMover(Protocol):
+class TransferRunner(Protocol):
     """Moves data between URLs, nodes and the blob store. No method blocks; the supervisor's sink gets progress and outcomes."""
 
-    def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
+    def begin(self, command: TransferData, transfer: Transfer, backend: Backend | None = None) -> None:
         """Begin one transfer and report its progress and outcome. ``backend`` is that of the node that holds the data."""
         ...
 
-    def call_off(self, command: TransferData) -> None:
+    def cancel(self, command: TransferData) -> None:
         """Abandon one transfer; nothing more is reported about it."""
         ...
 
@@ -67,33 +66,33 @@ class DataMover(Protocol):
         ...
 
 
-class Mover:
-    """The ``DataMover`` of a supervisor process: one thread for each transfer."""
+class ThreadedTransfers:
+    """The ``TransferRunner`` of a supervisor process: one thread for each transfer."""
 
     def __init__(
         self,
         blobs: Path,
         scratch: Path,
-        clock: Clock,
+        now: Callable[[], float],
         sink: Callable[[TransferMoved | TransferEnded], None],
         credentials_for: CredentialsFor = ambient_credentials,
     ) -> None:
         """Start no transfer yet. ``scratch`` is created when it is needed, on the file system of ``blobs``."""
         self._blobs = blobs
         self._scratch = scratch
-        self._clock = clock
+        self._now = now
         self._sink = sink
         self._credentials_for = credentials_for
         self._halts: dict[CommandId, threading.Event] = {}
-        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+        self._slots = threading.BoundedSemaphore(_MOST_TRANSFERS)
 
-    def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
+    def begin(self, command: TransferData, transfer: Transfer, backend: Backend | None = None) -> None:
         """Begin one transfer in a thread, which reports to the sink until it ends. ``backend`` is that of the source's node."""
         halt = self._halts[command.identity] = threading.Event()
-        given = (command, errand, backend, halt)
-        threading.Thread(target=self._run, args=given, name=f"data {errand.data}", daemon=True).start()
+        given = (command, transfer, backend, halt)
+        threading.Thread(target=self._run, args=given, name=f"data {transfer.data}", daemon=True).start()
 
-    def call_off(self, command: TransferData) -> None:
+    def cancel(self, command: TransferData) -> None:
         """Abandon one transfer that is not needed now; nothing more is reported about it."""
         halt = self._halts.pop(command.identity, None)
         if halt is not None:
@@ -108,16 +107,16 @@ class Mover:
         for halt in list(self._halts.values()):  # a copy: transfers that end meanwhile remove their entry
             halt.set()
 
-    def _run(self, command: TransferData, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
+    def _run(self, command: TransferData, transfer: Transfer, backend: Backend | None, halt: threading.Event) -> None:
         from distflow.storage.failures import TransferCanceled  # noqa: PLC0415  most workflows have no data at URLs
 
-        reporter = _TransferReporter(command, errand, self._clock, self._sink)
+        reporter = _TransferReporter(command, transfer, self._now, self._sink)
         try:
-            if errand.source is not None:
-                outcome = self._deliver(command, errand, errand.source, backend, halt, reporter)
+            if transfer.source is not None:
+                outcome = self._deliver(command, transfer, transfer.source, backend, halt, reporter)
             else:
-                with self._turns:
-                    outcome = self._carry(command, errand, halt, reporter)
+                with self._slots:
+                    outcome = self._copy(command, transfer, halt, reporter)
         except TransferCanceled:
             outcome = reporter.outcome(error="the transfer was canceled")  # reported only if the supervisor did not call it off
         except DistflowError as error:
@@ -131,7 +130,9 @@ class Mover:
         if self._halts.pop(command.identity, None) is halt:
             self._sink(reporter.ended(outcome))
 
-    def _carry(self, command: TransferData, errand: Errand, halt: threading.Event, reporter: _TransferReporter) -> Carried:
+    def _copy(
+        self, command: TransferData, transfer: Transfer, halt: threading.Event, reporter: _TransferReporter
+    ) -> TransferResult:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.failures import Retries  # noqa: PLC0415
         from distflow.storage.stores import open_store  # noqa: PLC0415
@@ -139,28 +140,28 @@ class Mover:
 
         retries = Retries(halt, _PAUSES_S)
         retries.check()
-        url = parse_url(errand.url, writes=bool(errand.digest))
+        url = parse_url(transfer.url, writes=bool(transfer.digest))
         store = open_store(url, self._credentials_for)
         try:
-            if not errand.digest:
-                return self._fetch(command, errand, store, retries, reporter)
-            with unpacked(self._blobs / errand.digest, self._scratch_of(command)) as top:
-                done = deliver(store, self._delivery(command, errand), top, retries=retries, on_progress=reporter)
+            if not transfer.digest:
+                return self._fetch(command, transfer, store, retries, reporter)
+            with unpacked(self._blobs / transfer.digest, self._scratch_of(command)) as top:
+                done = deliver(store, self._delivery(command, transfer), top, retries=retries, on_progress=reporter)
             return reporter.outcome(files=done.files, content=done.size, url=done.words)
         finally:
             store.close()
 
     def _fetch(
-        self, command: TransferData, errand: Errand, store: Store, retries: Retries, reporter: _TransferReporter
-    ) -> Carried:
+        self, command: TransferData, transfer: Transfer, store: Store, retries: Retries, reporter: _TransferReporter
+    ) -> TransferResult:
         from distflow.storage import task_data  # noqa: PLC0415
 
         request = task_data.pin_version(
-            store, task_data.InputRequest(url=errand.url, regex=errand.regex, dataset=errand.dataset), retries
+            store, task_data.InputRequest(url=transfer.url, regex=transfer.regex, dataset=transfer.dataset), retries
         )
-        if errand.may_stay:
-            if self.identity(errand.url) is None:
-                return reporter.outcome(relayed=_OURS_ALONE)
+        if transfer.may_stay:
+            if self.identity(transfer.url) is None:
+                return reporter.outcome(relayed=_LOCAL_CREDENTIALS)
             there = task_data.inspect_input(store, request, retries)
             return reporter.outcome(
                 url=request.label, files=there.files, content=there.size, is_direct=True, dataset=request.dataset
@@ -184,27 +185,27 @@ class Mover:
     def _deliver(
         self,
         command: TransferData,
-        errand: Errand,
+        transfer: Transfer,
         source: AttemptKey,
         backend: Backend | None,
         halt: threading.Event,
         reporter: _TransferReporter,
-    ) -> Carried:
-        """Make a node write its output. If it cannot, the outcome says why, and what to do about it."""
+    ) -> TransferResult:
+        """Make a node write its output. If it cannot, the outcome contains the reason and the remedy."""
         if backend is None:
-            raise AssertionError("what a node is to write is asked of its backend")
+            raise AssertionError("the backend of the node that writes the output is missing")
         from distflow.storage.task_data import RelayRequired  # noqa: PLC0415
 
-        identity = self.identity(errand.url)
+        identity = self.identity(transfer.url)
         if identity is None:
-            return reporter.outcome(relayed=_OURS_ALONE)
+            return reporter.outcome(relayed=_LOCAL_CREDENTIALS)
         try:
-            done = backend.deliver(source, self._delivery(command, errand), identity, halt, reporter)
+            done = backend.deliver(source, self._delivery(command, transfer), identity, halt, reporter)
         except RelayRequired as why:
             return reporter.outcome(relayed=str(why))
         return reporter.outcome(files=done.files, content=done.size, url=done.words)
 
-    def _delivery(self, command: TransferData, errand: Errand) -> Delivery:
+    def _delivery(self, command: TransferData, transfer: Transfer) -> Delivery:
         from distflow.storage.task_data import Delivery  # noqa: PLC0415
 
         # Every retry of this delivery has the same id.
@@ -212,13 +213,13 @@ class Mover:
         name = f"{command.data}/{key.workflow}/{key.group}/{key.task}/{key.attempt}"
         upload_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         return Delivery(
-            url=errand.url,
-            regex=errand.regex,
-            dataset=errand.dataset,
-            paths=errand.paths,
-            is_update=errand.is_update,
+            url=transfer.url,
+            regex=transfer.regex,
+            dataset=transfer.dataset,
+            paths=transfer.paths,
+            is_update=transfer.is_update,
             upload_id=upload_id,
-            at=self._clock.now(),
+            at=self._now(),
         )
 
     def _scratch_of(self, command: TransferData) -> Path:
@@ -230,36 +231,40 @@ class _TransferReporter:
     """Reports the progress of one transfer every second."""
 
     def __init__(
-        self, command: TransferData, errand: Errand, clock: Clock, sink: Callable[[TransferMoved | TransferEnded], None]
+        self,
+        command: TransferData,
+        transfer: Transfer,
+        now: Callable[[], float],
+        sink: Callable[[TransferMoved | TransferEnded], None],
     ) -> None:
         self._command = command
-        self._errand = errand
-        self._clock = clock
+        self._transfer = transfer
+        self._now = now
         self._sink = sink
         self._pace = Pace()
-        self._since = clock.now()
+        self._since = now()
 
     def __call__(self, done: int, total: int) -> None:
         rate = self._pace.due(done)
         if rate is not None:
             self._sink(
                 TransferMoved(
-                    at=self._clock.now(), key=self._command.key, data=self._command.data, url=self._errand.words, done=done,
+                    at=self._now(), key=self._command.key, data=self._command.data, url=self._transfer.label, done=done,
                     total=total, bytes_per_s=max(0.0, rate),
                 )
             )  # fmt: skip
 
-    def ended(self, outcome: Carried) -> TransferEnded:
+    def ended(self, outcome: TransferResult) -> TransferEnded:
         return TransferEnded(
-            at=self._clock.now(), key=self._command.key, data=self._command.data, url=self._errand.words, outcome=outcome
+            at=self._now(), key=self._command.key, data=self._command.data, url=self._transfer.label, outcome=outcome
         )
 
     def outcome(
         self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
         relayed: str = "", is_direct: bool = False, dataset: str = "",
-    ) -> Carried:  # fmt: skip
-        return Carried(
-            data=self._command.data, is_relayed=bool(relayed), task=self._command.key.task, at=self._clock.now(),
-            since=self._since, url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files,
-            content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,
+    ) -> TransferResult:  # fmt: skip
+        return TransferResult(
+            data=self._command.data, is_relayed=bool(relayed), task=self._command.key.task, at=self._now(),
+            since=self._since, url=url or self._transfer.label, regex=self._transfer.regex, digest=digest, size=size,
+            files=files, content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

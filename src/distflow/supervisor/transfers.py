@@ -2,7 +2,7 @@
 
 Inputs are fetched before a group is queued, and outputs are written after its tasks end. If a URL means the same on a node as
 here, the node fetches and writes by itself. An input is then only looked up before its group is queued, and every task's node
-fetches it during preparation. Otherwise ``is_relayed`` is noted, and the data passes through this machine. A relayed input
+fetches it during preparation. Otherwise the data is relayed: it passes through this machine. A relayed input
 becomes an archive in the blob store, like the output of a task, and is sent to the nodes. A relayed output is first collected
 from its node.
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought
+from distflow.documents.quantities import seconds_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State, listed
 from distflow.plan.model import BoundLaunch, Bring, GroupPlan, Plan, PlannedFile
@@ -29,38 +30,48 @@ from distflow.state.event_details import (
     OutputEmpty,
     OutputWritten,
 )
-from distflow.state.record import Carried, Cause, DataKind, DataRef, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import (
+    Cause,
+    DataKind,
+    DataRef,
+    Event,
+    GroupRecord,
+    TaskRecord,
+    TransferProgress,
+    TransferResult,
+    WorkflowRecord,
+)
 from distflow.storage.credentials import package_of
 from distflow.structs import replace
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
-from distflow.supervisor.snapshot import NodeView, key_of
+from distflow.supervisor.snapshot import NodeView, attempt_key
 
 __all__ = [
-    "Carriage",
-    "Errand",
-    "Handover",
+    "GroupTransfers",
+    "PendingOutputs",
+    "Transfer",
+    "add_task_inputs",
+    "add_url_inputs",
     "apply_data",
     "apply_not_brought",
     "archives",
-    "arrived",
-    "carry_in",
-    "carry_out",
-    "fetch_errand",
-    "fetched_for",
-    "hand_over",
-    "is_wanted",
-    "kept",
-    "place_data",
-    "place_inputs",
-    "relayed",
-    "write_errand",
+    "arrived_archives",
+    "fetch_transfer",
+    "fetched_inputs",
+    "inherited_results",
+    "input_transfers",
+    "is_needed",
+    "output_transfers",
+    "pending_outputs",
+    "relayed_tasks",
+    "write_transfer",
     "writers",
-    "written_of",
+    "written_outputs",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
+class Transfer:
     """One data transfer to execute."""
 
     data: DataRef
@@ -81,13 +92,13 @@ class Errand:
     """For an input: whether nodes can fetch it themselves, as far as is known."""
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The dataset, or the URL without secrets."""
         return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carriage:
+class GroupTransfers:
     """The state of a group's data transfers."""
 
     commands: tuple[TransferData, ...] = ()
@@ -102,30 +113,29 @@ class Carriage:
     """Tasks whose node still has something to write."""
 
 
-def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
+def input_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> GroupTransfers:
     """Return the transfers from URLs that a group still needs. The groups that it depended on have ended."""
-    there, done = {task.name for task in group.tasks}, {one.data: one.task for one in group.carried if not one.is_relayed}
-    errands = [
+    there = {task.name for task in group.tasks}
+    done = {one.data: one.task for one in group.transfer_results if not one.is_relayed}
+    transfers = [
         # The transfer is named after a task that runs: a smaller world may leave out the first task that needs the data.
         (done.get(data) or next(name for name in tasks if name in there), _fetch(data, one, record, group))
         for data, tasks, one in _fetches(plan)
         if data in done or not there.isdisjoint(tasks)
     ]
-    doing = "looks up its inputs: " if all(errand.may_stay for _, errand in errands) else "fetches its inputs: "
-    return _carriage(record, group, errands, doing, "an input cannot be fetched")
+    doing = "checking inputs: " if all(transfer.may_stay for _, transfer in transfers) else "fetching inputs: "
+    return _group_transfers(record, group, transfers, doing, "an input cannot be fetched")
 
 
-def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
+def output_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> GroupTransfers:
     """Return the transfers to URLs that remain for a group whose tasks ended well, if they can be done now."""
-    errands = [(task, errand) for task, errand in _writes(plan, record, group) if errand.source or errand.digest]
-    return _carriage(
-        record, group, errands, "all tasks have ended; their outputs are written: ", "its output cannot be written"
-    )
+    transfers = [(task, transfer) for task, transfer in _writes(plan, record, group) if transfer.source or transfer.digest]
+    return _group_transfers(record, group, transfers, "all tasks have ended; writing outputs: ", "its output cannot be written")
 
 
-def relayed(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> frozenset[str]:
+def relayed_tasks(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> frozenset[str]:
     """Return the tasks that have an output which this machine writes. That output must first be collected here."""
-    return frozenset(task for task, errand in _writes(plan, record, group) if errand.source is None)
+    return frozenset(task for task, transfer in _writes(plan, record, group) if transfer.source is None)
 
 
 def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
@@ -138,13 +148,13 @@ def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
     ]
 
 
-def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> BoundLaunch:
+def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> BoundLaunch:
     """Return the launch with its inputs from URLs: archives to unpack, and inputs that its node fetches itself.
 
     All of them were fetched or looked up before the task was prepared.
     """
     refs = {_content(one): data for data, _, one in _fetches(plan)}
-    done = {one.data: one for one in group.carried if not one.is_relayed}
+    done = {one.data: one for one in group.transfer_results if not one.is_relayed}
     files, brings = [], []
     for one in plan.launch(launch.task).url_inputs:
         found, path = done[refs[_content(one)]], input_place(one.position)
@@ -152,49 +162,49 @@ def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, gro
             url = _filled(one, record)
             brings.append(Bring(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
         else:
-            shown = f"what is at {found.url}"
+            shown = f"the data at {found.url}"
             files.append(PlannedFile(path=path, shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True))
     return replace(launch, files=(*launch.files, *files), brings=tuple(brings))
 
 
-def fetched_for(plan: GroupPlan, group: GroupRecord, task: str) -> list[Carried]:
+def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferResult]:
     """Return the inputs of a task that were fetched to this machine; several tasks may share one."""
     wanted = {_content(one) for one in plan.launch(task).url_inputs}
     refs = {data for data, _, one in _fetches(plan) if _content(one) in wanted}
-    return [one for one in group.carried if one.data in refs and not (one.is_relayed or one.is_direct)]
+    return [one for one in group.transfer_results if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
-def written_of(group: GroupRecord, task: str) -> list[Carried]:
+def written_outputs(group: GroupRecord, task: str) -> list[TransferResult]:
     """Return the outputs of a task that were written."""
-    return [one for one in group.carried if one.is_written and one.task == task]
+    return [one for one in group.transfer_results if one.is_written and one.task == task]
 
 
-def kept(group: GroupRecord) -> tuple[Carried, ...]:
+def inherited_results(group: GroupRecord) -> tuple[TransferResult, ...]:
     """Return the transfers that the next attempt of a group inherits.
 
     They are the inputs that were fetched or looked up, and the notes about inputs that nodes cannot fetch.
     """
-    inputs = [one for one in group.carried if one.data.kind is DataKind.FETCH]
+    inputs = [one for one in group.transfer_results if one.data.kind is DataKind.FETCH]
     return (
         *(one for one in inputs if not (one.is_relayed or one.error)),
         *(one for one in inputs if one.is_relayed),
     )
 
 
-def fetch_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+def fetch_transfer(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Transfer:
     """Return the transfer that fetches an input or looks it up."""
     one = next(one for data, _, one in _fetches(plan) if data == command.data)
     return _fetch(command.data, one, record, record.group(plan.name))
 
 
-def write_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+def write_transfer(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Transfer:
     """Return the transfer that writes an output."""
     group, task = record.group(plan.name), command.key.task
     one = next(one for one in plan.launch(task).url_outputs if one.position == command.data.number)
     return _write(one, record, group, group.task(task))
 
 
-def is_wanted(record: WorkflowRecord, command: TransferData) -> bool:
+def is_needed(record: WorkflowRecord, command: TransferData) -> bool:
     """Return whether the group of a transfer still needs it."""
     group = record.group(command.key.group)
     return not group.state.is_final and group.attempt == command.key.attempt
@@ -205,15 +215,19 @@ def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> t
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
     is_relayed = isinstance(seen, TransferEnded) and seen.outcome.is_relayed
-    is_known = any((one.data, one.is_relayed, one.task) == (seen.data, is_relayed, seen.key.task) for one in group.carried)
+    is_known = any(
+        (one.data, one.is_relayed, one.task) == (seen.data, is_relayed, seen.key.task) for one in group.transfer_results
+    )
     if task is None or task.attempt != group.attempt or group.state.is_final or is_known:
         return record, []
     is_input = seen.data.kind is DataKind.FETCH
     if isinstance(seen, TransferMoved):
         verb = "" if is_input else "writes"
-        moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
+        moved = TransferProgress(
+            sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url
+        )
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
-    after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
+    after = replace(group.with_task(replace(task, transfer=None)), transfer_results=(*group.transfer_results, seen.outcome))
     details = _details(seen)
     event = Event(at=seen.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt)
     warnings = (event.text,) if isinstance(details, InputEmpty) else ()
@@ -240,42 +254,44 @@ def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workflo
     """Return the workflow's record after a node could not fetch an input: this machine then fetches it for all nodes."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)
-    found = next((one for one in group.carried if one.data == data and one.is_direct), None)
+    found = next((one for one in group.transfer_results if one.data == data and one.is_direct), None)
     if found is None or seen.key.attempt != group.attempt or group.state.is_final:
         return record, []  # another node reported the same before
-    left = tuple(one for one in group.carried if one is not found)
-    note = Carried(data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
+    left = tuple(one for one in group.transfer_results if one is not found)
+    note = TransferResult(
+        data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why
+    )
     event = Event(
         at=seen.at, details=DataRelayed(is_input=True, url=found.url, why=seen.why), workflow=record.uuid, group=group.name,
         task=seen.key.task, attempt=seen.key.attempt,
     )  # fmt: skip
-    return record.with_group(replace(group, carried=(*left, note))), [event]
+    return record.with_group(replace(group, transfer_results=(*left, note))), [event]
 
 
-def _errand(data: DataRef, one: DataSpec, record: WorkflowRecord) -> Errand:
+def _transfer(data: DataRef, one: DataSpec, record: WorkflowRecord) -> Transfer:
     paths = one.paths or ((one.path,) if one.path else ())
-    return Errand(
+    return Transfer(
         data=data, url=_filled(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
     )
 
 
-def _fetch(data: DataRef, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Errand:
-    errand = _errand(data, one, record)
-    relayed = {done.data for done in group.carried if done.is_relayed}
-    return replace(errand, may_stay=_means_the_same(errand.url) and data not in relayed)
+def _fetch(data: DataRef, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Transfer:
+    transfer = _transfer(data, one, record)
+    relayed = {done.data for done in group.transfer_results if done.is_relayed}
+    return replace(transfer, may_stay=_nodes_can_transfer(transfer.url) and data not in relayed)
 
 
 def _filled(one: DataSpec, record: WorkflowRecord) -> str:
     return one.url.replace("{{workflow_id}}", record.id)
 
 
-def _means_the_same(url: str) -> bool:
+def _nodes_can_transfer(url: str) -> bool:
     """Return whether nodes can transfer the URL. Those without a driver depend on this machine."""
     return bool(package_of(parse_url(url)))
 
 
-def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Errand]]:
-    """Return all outputs that go to URLs, each with its task, including those that are already written."""
+def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Transfer]]:
+    """Return all outputs for URLs, each with its task, including those that are already written."""
     return [
         (task.name, _write(one, record, group, task))
         for task in writers(plan, group)
@@ -283,17 +299,17 @@ def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list
     ]
 
 
-def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> Errand:
-    errand = _errand(DataRef(DataKind.WRITE, one.position), one, record)
-    source = key_of(record, group, task)
-    is_relayed = (errand.data, task.name) in {(done.data, done.task) for done in group.carried if done.is_relayed}
-    if source is not None and not is_relayed and _means_the_same(errand.url):
-        return replace(errand, source=source)
-    return replace(errand, digest=task.saved.digest if task.saved is not None else "")
+def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> Transfer:
+    transfer = _transfer(DataRef(DataKind.WRITE, one.position), one, record)
+    source = attempt_key(record, group, task)
+    is_relayed = (transfer.data, task.name) in {(done.data, done.task) for done in group.transfer_results if done.is_relayed}
+    if source is not None and not is_relayed and _nodes_can_transfer(transfer.url):
+        return replace(transfer, source=source)
+    return replace(transfer, digest=task.saved.digest if task.saved is not None else "")
 
 
 def _content(one: DataSpec) -> tuple[str, str, str]:
-    """Return a key that is equal for equal inputs."""
+    """Return a key that equal inputs share."""
     return (one.url, one.dataset, one.regex)
 
 
@@ -307,37 +323,37 @@ def _fetches(plan: GroupPlan) -> list[tuple[DataRef, tuple[str, ...], DataSpec]]
     return list(found.values())
 
 
-def _carriage(
-    record: WorkflowRecord, group: GroupRecord, errands: list[tuple[str, Errand]], doing: str, failing: str
-) -> Carriage:
-    done = {(one.data, one.task): one for one in group.carried if not one.is_relayed}
-    left = [(task, errand) for task, errand in errands if (errand.data, task) not in done]
-    failed = [one for task, errand in errands if (one := done.get((errand.data, task))) is not None and one.error]
+def _group_transfers(
+    record: WorkflowRecord, group: GroupRecord, transfers: list[tuple[str, Transfer]], doing: str, failing: str
+) -> GroupTransfers:
+    done = {(one.data, one.task): one for one in group.transfer_results if not one.is_relayed}
+    left = [(task, transfer) for task, transfer in transfers if (transfer.data, task) not in done]
+    failed = [one for task, transfer in transfers if (one := done.get((transfer.data, task))) is not None and one.error]
     first = failed[0] if failed else None
-    return Carriage(
+    return GroupTransfers(
         commands=tuple(
             TransferData(
                 record.pool_key,
                 AttemptKey(workflow=record.uuid, group=group.name, task=task, attempt=group.attempt, node=""),
-                errand.data,
+                transfer.data,
             )
-            for task, errand in left
+            for task, transfer in left
         ),
-        message=doing + ", ".join(dict.fromkeys(errand.words for _, errand in errands)) if left else "",
+        message=doing + ", ".join(dict.fromkeys(transfer.label for _, transfer in transfers)) if left else "",
         failed=_cause(group, first, failing) if first is not None else None,
-        at=max((one.at for task, errand in errands if (one := done.get((errand.data, task))) is not None), default=0.0),
-        on_nodes=frozenset(task for task, errand in left if errand.source is not None),
+        at=max((one.at for task, transfer in transfers if (one := done.get((transfer.data, task))) is not None), default=0.0),
+        on_nodes=frozenset(task for task, transfer in left if transfer.source is not None),
     )
 
 
-def _cause(group: GroupRecord, failed: Carried, failing: str) -> Cause:
+def _cause(group: GroupRecord, failed: TransferResult, failing: str) -> Cause:
     task = group.task(failed.task)
     message = f"{failing}: {failed.error}"
     return Cause(task=task.name, reason=Reason.DATA, message=message, at=failed.at, node=task.node, ranks=task.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
+class PendingOutputs:
     """The state of a group's outputs after all of its tasks have ended."""
 
     missing: tuple[TaskRecord, ...] = ()
@@ -354,50 +370,53 @@ class Handover:
     """When a node will have been unreachable for too long."""
 
 
-def hand_over(
+def pending_outputs(
     plan: Plan,
     record: WorkflowRecord,
     group: GroupRecord,
     node_of: Callable[[TaskRecord], NodeView | None],
     lost_after_s: float,
     now: float,
-) -> Handover:
+) -> PendingOutputs:
     """Return what remains to be done with a group's outputs: fetch them for dependent groups, and write them to URLs."""
     planned = plan.group(group.name)
-    handed_on = _wanted(plan, record)
-    wanted = handed_on | relayed(planned, record, group)
-    written = carry_out(planned, record, group)
+    passed_on = _wanted(plan, record)
+    wanted = passed_on | relayed_tasks(planned, record, group)
+    written = output_transfers(planned, record, group)
     tasks = [task for task in group.tasks if task.name in wanted]
     missing = tuple(task for task in tasks if task.saved is None)
     needed = [task for task in group.tasks if task.name in wanted | written.on_nodes]
     unavailable = [cause for task in needed if (cause := _unavailable(task, node_of(task), lost_after_s, now)) is not None]
-    away = {
+    unreachable = {
         task.node: view
         for task in needed
         if (task in missing or task.name in written.on_nodes) and (view := node_of(task)) is not None and not view.up
     }
-    return Handover(
+    message = _collecting_message(missing, passed_on) if missing else written.message
+    return PendingOutputs(
         missing=missing,
         commands=written.commands,
-        message=_waiting_message(missing, away, handed_on) if missing else _with_away(written.message, away),
+        message="; ".join(
+            [message, *(f"{name} is unreachable: {view.error}" for name, view in unreachable.items() if view.error)]
+        ),
         failure=unavailable[0] if unavailable else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
-        wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
+        wake_at=min((view.since + lost_after_s for view in unreachable.values()), default=None),
     )
 
 
-def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: WorkflowRecord) -> BoundLaunch:
+def add_task_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: WorkflowRecord) -> BoundLaunch:
     """Return the launch with its inputs as archives to unpack; all groups that produce them have completed."""
     saved = {task.name: task.saved for group in record.groups for task in group.tasks}
     files = []
     for one in inputs:
         found = saved[one.task]
         if found is None:
-            raise AssertionError("a group completes when what it hands on is here")
+            raise AssertionError("a group completes only after its outputs have arrived")
         files.append(
             PlannedFile(
-                path=input_place(one.position), shown=f"what {one.task} wrote", blob=found.digest, size=found.size, mode=0o700,
-                is_tar=True, only=one.regex,
+                path=input_place(one.position), shown=f"the output of {one.task}", blob=found.digest, size=found.size,
+                mode=0o700, is_tar=True, only=one.regex,
             )
         )  # fmt: skip
     return replace(launch, files=(*launch.files, *files))
@@ -406,12 +425,12 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
 def archives(record: WorkflowRecord) -> frozenset[str]:
     """Return the archives (SHA-256) of a workflow's outputs, checkpoints and fetched inputs."""
     saved = {task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest}
-    carried = {one.digest for group in record.groups for one in group.carried if one.digest}
+    inputs = {one.digest for group in record.groups for one in group.transfer_results if one.digest}
     checkpoints = {one.digest for group in record.groups for one in group.checkpoints if one.digest}
-    return frozenset(saved | carried | checkpoints)
+    return frozenset(saved | inputs | checkpoints)
 
 
-def arrived(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> frozenset[str]:
+def arrived_archives(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> frozenset[str]:
     """Return the archive (SHA-256) whose arrival an observation reports; empty for any other observation."""
     outcome = seen.outcome if isinstance(seen, TransferEnded) else seen if isinstance(seen, Collected) else None
     return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()
@@ -431,17 +450,13 @@ def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, n
         words = "it was never started, so it has no output"
     elif view is not None and not view.up and now >= view.since + lost_after_s:
         reason = Reason.NODE_LOST
-        words = f"{task.node} has been unreachable for {now - view.since:.0f} s: {view.error}"
+        words = f"{task.node} has been unreachable for {seconds_text(now - view.since)}: {view.error}"
     if not words:
         return None
-    message = f"its output cannot be handed on: {words}"
+    message = f"its output cannot be passed on: {words}"
     return Cause(task=task.name, reason=reason, message=message, at=now, node=task.node, ranks=task.ranks)
 
 
-def _waiting_message(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], handed_on: Container[str]) -> str:
-    why = "for the groups that wait" if any(task.name in handed_on for task in missing) else "to be written to its URL"
-    return _with_away(f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched {why}", away)
-
-
-def _with_away(words: str, away: dict[str | None, NodeView]) -> str:
-    return "; ".join([words, *(f"{name} is unreachable: {view.error}" for name, view in away.items() if view.error)])
+def _collecting_message(missing: Sequence[TaskRecord], passed_on: Container[str]) -> str:
+    why = "for waiting groups" if any(task.name in passed_on for task in missing) else "to write it to its URL"
+    return f"all tasks have ended; copying the output of {listed([task.name for task in missing])} to this machine {why}"

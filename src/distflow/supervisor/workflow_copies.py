@@ -29,7 +29,18 @@ from distflow.supervisor.commands import Prepare
 from distflow.supervisor.observations import end_unstarted
 from distflow.supervisor.snapshot import Workflow
 
-__all__ = ["COPIES", "Memo", "Place", "Rebuilt", "is_starting", "latest", "memo_for", "read_memo", "rebuild", "writes_here"]
+__all__ = [
+    "COPIES",
+    "AdoptedAttempt",
+    "Rebuilt",
+    "WorkflowCopy",
+    "encode_copy",
+    "is_starting",
+    "latest",
+    "read_copy",
+    "rebuild",
+    "writes_here",
+]
 
 
 COPIES = 8
@@ -44,7 +55,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memo:
+class WorkflowCopy:
     """A workflow when one of its attempts was prepared. It contains no secret values: plans and records do not have any."""
 
     record: WorkflowRecord
@@ -55,8 +66,8 @@ class Memo:
     """The submitter's host name."""
 
 
-def memo_for(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
-    """Return the memo to send with a task's ``prepare``; empty for all but the first tasks of a large gang.
+def encode_copy(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
+    """Return the copy to send with a task's ``prepare``; empty for all but the first tasks of a large gang.
 
     It is signed with the key in the directory ``secrets``. Raises ``StateError`` if that key cannot be used.
     """
@@ -64,13 +75,13 @@ def memo_for(workflow: Workflow, command: Prepare, store: Store, host: str, secr
     if command.key.task not in [task.name for task in record.group(command.key.group).tasks[:COPIES]]:
         return ""
     template, spec = store.document(record.uuid, "template"), store.document(record.uuid, "spec")
-    text = encode(Memo(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()
+    text = encode(WorkflowCopy(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()
     with state_errors(secrets):
         return f'{text[:-1]},"mac":"{record_mac(secrets, text)}"}}'
 
 
-def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
-    """Return the memo in a text of ``memo_for``, from any version of distflow, and whether the key in ``secrets`` signed it.
+def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
+    """Return the copy in a text of ``encode_copy``, from any version of distflow, and whether the key in ``secrets`` signed it.
 
     All names that become paths here are checked, even those of a signed record. Raises ``StateError``.
     """
@@ -78,29 +89,29 @@ def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
     body = f"{text[: signed.start()]}}}" if signed else text
     try:
         decode_object(body, max_bytes=_LONGEST)
-        memo = decode(body.encode(), Memo)
-        _check(memo.record, memo.plan)
+        copy = decode(body.encode(), WorkflowCopy)
+        _check(copy.record, copy.plan)
         with state_errors(secrets):
-            return memo, signed is not None and is_own_record(secrets, body, signed.group(1))
+            return copy, signed is not None and is_own_record(secrets, body, signed.group(1))
     except (DecodeError, ValueError, RecursionError) as error:
         raise StateError(f"its workflow.json on the node cannot be read: {error}") from error
 
 
-def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
+def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
     """Return the URLs that a workflow writes to: those that this machine writes itself, and all others.
 
     The first are files of this machine, files that this user reaches over SSH, and URLs that cannot be parsed.
     """
     here: set[str] = set()
     stores: set[str] = set()
-    for group in memo.plan.groups:
+    for group in copy.plan.groups:
         for launch in (launch for size in group.sizes for launch in size.launches):
             for url in (
                 *(one.url for one in launch.url_outputs),
                 *(one.url for one in launch.checkpoints if not one.is_shared),
             ):
                 try:
-                    goal = parse_url(url.replace("{{workflow_id}}", memo.record.id), writes=True)
+                    goal = parse_url(url.replace("{{workflow_id}}", copy.record.id), writes=True)
                 except InputError:
                     here.add(url)
                     continue
@@ -118,7 +129,7 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     for uuid in (record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)):
         if not is_uuid(uuid):
             raise ValueError(f"{uuid[:_SHOWN]!r} is not a uuid")
-    digests = [one.digest for group in record.groups for one in group.carried]
+    digests = [one.digest for group in record.groups for one in group.transfer_results]
     digests += [one.digest for group in record.groups for one in group.checkpoints]
     digests += [task.saved.digest for _, task in tasks if task.saved is not None]
     digests += [file.blob or "" for launch in launches for file in launch.files]
@@ -146,7 +157,7 @@ _UNSTARTED = "it had not been started when the workflow was adopted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AdoptedAttempt:
     """An attempt that was found on a node; the node has its name in the adopting pool."""
 
     node: str
@@ -167,11 +178,11 @@ class Rebuilt:
     """What could not be recovered, one message for each item."""
 
 
-def latest(memos: Iterable[Memo]) -> Memo:
-    """Return the memo that shows the most progress. The nodes' clocks are not compared: a workflow only moves forward."""
+def latest(copies: Iterable[WorkflowCopy]) -> WorkflowCopy:
+    """Return the copy that shows the most progress. The nodes' clocks are not compared: a workflow only moves forward."""
 
-    def progress(memo: Memo) -> tuple[int, int, int, int]:
-        groups = memo.record.groups
+    def progress(copy: WorkflowCopy) -> tuple[int, int, int, int]:
+        groups = copy.record.groups
         return (
             sum(group.attempt for group in groups),
             sum(group.state.is_final for group in groups),
@@ -179,10 +190,10 @@ def latest(memos: Iterable[Memo]) -> Memo:
             sum(task.state.is_final or task.prepared for group in groups for task in group.tasks),
         )
 
-    return max(memos, key=progress)
+    return max(copies, key=progress)
 
 
-def is_starting(record: WorkflowRecord, places: Mapping[str, Place]) -> bool:
+def is_starting(record: WorkflowRecord, attempts: Mapping[str, AdoptedAttempt]) -> bool:
     """Return whether a gang of the workflow is starting, or its start was abandoned a moment ago. Both states are temporary."""
     names = {
         attempt_name(record.uuid, group.name, task.name, task.attempt)
@@ -190,19 +201,19 @@ def is_starting(record: WorkflowRecord, places: Mapping[str, Place]) -> bool:
         for task in group.tasks
         if group.state in _BEGUN
     }
-    return any(name in names and place.phase in ("leased", "prepared") for name, place in places.items())
+    return any(name in names and attempt.phase in ("leased", "prepared") for name, attempt in attempts.items())
 
 
-def rebuild(memo: Memo, places: Mapping[str, Place], *, nodes: Collection[str], now: float) -> Rebuilt:
+def rebuild(copy: WorkflowCopy, attempts: Mapping[str, AdoptedAttempt], *, nodes: Collection[str], now: float) -> Rebuilt:
     """Return the workflow in a form that a supervisor can continue with.
 
-    ``places`` are its attempts that were found, by name. ``nodes`` are the nodes of the pool.
+    ``attempts`` are its attempts that were found, by name. ``nodes`` are the nodes of the pool.
     """
-    record = memo.record
+    record = copy.record
     notes: list[str] = []
     groups: list[GroupRecord] = []
     for group in record.groups:
-        adopted = _group(record, group, places, nodes, now)
+        adopted = _group(record, group, attempts, nodes, now)
         groups.append(adopted)
         if not group.state.is_final and not _has_begun(group):
             notes.append(f"{group.name} {_UNSTARTED}: `distflow workflow restart` runs it")
@@ -210,12 +221,12 @@ def rebuild(memo: Memo, places: Mapping[str, Place], *, nodes: Collection[str], 
         if _has_begun(group):
             gone = [one for one in adopted.tasks if one.reason is Reason.NODE_LOST and one.name not in was_over]
             notes += [f"{task.name}: {task.message}" for task in gone]
-    secret = sorted({name for group in memo.plan.groups for launch in group.launches for name in launch.secret_names})
+    secret = sorted({name for group in copy.plan.groups for launch in group.launches for name in launch.secret_names})
     if secret:
         notes.append(f"the values of --set-env are gone ({', '.join(secret)}): a restart needs them again")
-    if any(launch.exit_actions.reschedule for group in memo.plan.groups for launch in group.launches):
+    if any(launch.exit_actions.reschedule for group in copy.plan.groups for launch in group.launches):
         notes.append("a group that fails is not tried again from here")
-    plan = replace(memo.plan, groups=tuple(_without_retries(one) for one in memo.plan.groups))
+    plan = replace(copy.plan, groups=tuple(_without_retries(one) for one in copy.plan.groups))
     return Rebuilt(record=replace(record, groups=tuple(groups)), plan=plan, notes=tuple(notes))
 
 
@@ -225,15 +236,15 @@ def _without_retries(plan: GroupPlan) -> GroupPlan:
 
 
 def _group(
-    record: WorkflowRecord, group: GroupRecord, places: Mapping[str, Place], nodes: Collection[str], now: float
+    record: WorkflowRecord, group: GroupRecord, attempts: Mapping[str, AdoptedAttempt], nodes: Collection[str], now: float
 ) -> GroupRecord:
-    def place_of(task: TaskRecord) -> Place | None:
-        return places.get(attempt_name(record.uuid, group.name, task.name, task.attempt))
+    def attempt_of(task: TaskRecord) -> AdoptedAttempt | None:
+        return attempts.get(attempt_name(record.uuid, group.name, task.name, task.attempt))
 
     def over(task: TaskRecord) -> TaskRecord:
         """Return an attempt that had ended; its output is mirrored again if a node still has it."""
-        place = place_of(task)
-        return replace(task, log_complete=True) if place is None else replace(task, node=place.node, log_complete=False)
+        attempt = attempt_of(task)
+        return replace(task, log_complete=True) if attempt is None else replace(task, node=attempt.node, log_complete=False)
 
     earlier = tuple(over(task) for task in group.earlier)
     if group.state.is_final:
@@ -245,17 +256,17 @@ def _group(
     def begun(task: TaskRecord) -> TaskRecord:
         if task.state.is_final:
             return over(task)
-        place = place_of(task)
+        attempt = attempt_of(task)
         state = State.STOPPING if group.state is State.STOPPING else State.RUNNING
-        if place is None and task.node not in nodes:
+        if attempt is None and task.node not in nodes:
             return replace(
                 task, state=State.FAILED, reason=Reason.NODE_LOST, message=_no_node(task), ended_at=now, log_complete=True
             )
-        if place is None:
+        if attempt is None:
             return replace(task, state=state, prepared=True, transfer=None, log_complete=False)
         return replace(
-            task, state=state, reason=None, node=place.node, prepared=True, transfer=None, pid=place.pid,
-            started_at=place.started_at, output_dir=f"{place.directory}/output", out_of_reach=None, log_complete=False,
+            task, state=state, reason=None, node=attempt.node, prepared=True, transfer=None, pid=attempt.pid,
+            started_at=attempt.started_at, output_dir=f"{attempt.directory}/output", outage=None, log_complete=False,
         )  # fmt: skip
 
     tasks = tuple(begun(task) for task in group.tasks)

@@ -42,7 +42,6 @@ from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.storage.task_data import Delivered, RelayRequired
 from distflow.structs import replace
-from distflow.supervisor.clock import Clock as OurClock
 from distflow.testing.attempts import Attempt, Attempts, Behavior
 
 __all__ = ["Behavior", "FakeBackend"]
@@ -58,7 +57,7 @@ class FakeBackend:
         self,
         pool: Pool,
         *,
-        clock: OurClock,
+        now: Callable[[], float],
         sink: Sink,
         logs: LogSink | None = None,
         behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
@@ -66,7 +65,7 @@ class FakeBackend:
     ) -> None:
         """Create the pool's nodes, which are reachable after ``connect``. ``clocks``: the clocks that are wrong, by node."""
         self._pool = pool
-        self._clock = clock
+        self._now = now
         self._sink = sink
         self._is_closed = False
         self._logs = logs
@@ -133,7 +132,7 @@ class FakeBackend:
             key = request.key(task)
             self._attempts.watch(key)
             if key not in self._attempts.alive:
-                expires_at = self._clock.now() + request.start_timeout_s if self.leases_expire else float("inf")
+                expires_at = self._now() + request.start_timeout_s if self.leases_expire else float("inf")
                 self._attempts.add(Attempt(key, chosen[task], expires_at))
         silent = sorted(self._silent.intersection(request.nodes.values()))
         if silent:
@@ -145,7 +144,7 @@ class FakeBackend:
         }
         self._emit(
             Leased(
-                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
+                at=self._now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
                 binding=Binding(tasks=bindings, port=port if isinstance(port, int) else None),
             )
         )  # fmt: skip
@@ -168,11 +167,11 @@ class FakeBackend:
         self.launches[key.name] = launch
         attempt.behavior = self._behavior(key)
         if attempt.behavior.refuses:
-            self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behavior.refuses), key)
+            self._say(PrepareFailed(at=self._now(), key=key, message=attempt.behavior.refuses), key)
         elif relayed := [
             one.number for one in launch.brings if key.node in self.bare_nodes or one.number not in secrets.stores
         ]:
-            self._say(NotBrought(at=self._clock.now(), key=key, number=relayed[0], why="no credentials for it"), key)
+            self._say(NotBrought(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
             self._tell(Prepared, key)
@@ -186,7 +185,7 @@ class FakeBackend:
         attempt = self._attempts.known.get(key)
         if attempt is not None and attempt.phase == "prepared":
             self.starts.append(key.name)
-            attempt.phase, attempt.started_at = "running", self._clock.now()
+            attempt.phase, attempt.started_at = "running", self._now()
             attempt.ends_at = attempt.started_at + attempt.behavior.seconds
         self._report(key)
 
@@ -199,11 +198,11 @@ class FakeBackend:
             self._tell(Absent, key)
             return
         if attempt.end is None:
-            attempt.stopped_at = self._clock.now()
+            attempt.stopped_at = self._now()
             attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behavior.obeys_term else grace_s)
             attempt.phase = "stopping"
-            self._say(StopAccepted(at=self._clock.now(), key=key, grace_s=grace_s), key)
-            if attempt.ends_at <= self._clock.now():
+            self._say(StopAccepted(at=self._now(), key=key, grace_s=grace_s), key)
+            if attempt.ends_at <= self._now():
                 self._finish(attempt, attempt.ends_at)
         else:
             self._report(key)
@@ -236,9 +235,9 @@ class FakeBackend:
         if self._up.get(key.node) and self.holds_outputs:
             return
         if not self._up.get(key.node):
-            self._emit(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
+            self._emit(CollectUnanswered(at=self._now(), key=key, checkpoint=checkpoint))
             return
-        now, spoils = self._clock.now(), attempt.behavior.spoils if attempt else "the output no longer exists"
+        now, spoils = self._now(), attempt.behavior.spoils if attempt else "the output no longer exists"
         if spoils:
             self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
         else:
@@ -261,7 +260,7 @@ class FakeBackend:
 
     def tick(self) -> None:
         """End all attempts that are due."""
-        now = self._clock.now()
+        now = self._now()
         for attempt in [one for one in self._attempts.alive.values() if one.due_at <= now]:
             if attempt.started_at > 0 or attempt.ends_at <= now:
                 self._finish(attempt, attempt.ends_at)
@@ -273,12 +272,12 @@ class FakeBackend:
         for attempt in self._named(name, "running", "stopping"):
             attempt.behavior = Behavior(seconds=0, signal=number)
             attempt.stopped_at = None
-            self._finish(attempt, self._clock.now())
+            self._finish(attempt, self._now())
 
     def leave(self, name: str) -> None:
         """End a running attempt as its node does after the failure of another task of the gang."""
         for attempt in self._named(name, "running"):
-            self._finish(attempt, self._clock.now(), "peer_failed")
+            self._finish(attempt, self._now(), "peer_failed")
 
     def expire(self, name: str) -> None:
         """End an attempt that waited too long for its start, as its node does."""
@@ -290,7 +289,7 @@ class FakeBackend:
         self._silent.discard(node)
         if self._up.get(node):
             self._up[node] = False
-            self._emit(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
+            self._emit(NodeDown(at=self._now(), pool=self._pool.name, node=node, error="cut"))
 
     def silence(self, node: str) -> None:
         """Let a node execute commands without answering, until ``cut`` or ``heal``. The answers are lost."""
@@ -311,7 +310,7 @@ class FakeBackend:
         """Make a node unreachable and end all of its attempts. It can report their ends after ``heal``."""
         self.cut(node)
         for attempt in self._attempts.on(node):
-            self._finish(attempt, self._clock.now(), "rebooted")
+            self._finish(attempt, self._now(), "rebooted")
 
     def forget(self, node: str) -> None:
         """Remove all processes and files from a node."""
@@ -364,7 +363,7 @@ class FakeBackend:
 
     def _expire(self, attempt: Attempt) -> None:
         attempt.phase = "ended"
-        attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._clock.now()}
+        attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._now()}
         self._is_over(attempt)
 
     def _is_over(self, attempt: Attempt) -> None:
@@ -382,11 +381,11 @@ class FakeBackend:
             clock = self._clock_of(key)
             if attempt.started_at > 0:
                 started = attempt.started_at + clock.offset_s
-                self._say(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock), key)
+                self._say(Started(at=self._now(), key=key, pid=1, started_at=started, clock=clock), key)
             if attempt.end is not None:
                 if self._logs is not None and attempt.behavior.output:
                     self._logs.write(key, "output.log", 0, attempt.behavior.output)
-                self._say(Ended(at=self._clock.now(), key=key, end=attempt.end_by(clock), clock=clock), key)
+                self._say(Ended(at=self._now(), key=key, end=attempt.end_by(clock), clock=clock), key)
                 self._tell(LogComplete, key)
 
     def _emit(self, seen: Observation) -> None:
@@ -397,25 +396,25 @@ class FakeBackend:
         return self._clocks.get(key.node, _RIGHT)
 
     def _say_up(self, node: Node) -> None:
-        self._emit(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
+        self._emit(NodeUp(at=self._now(), pool=self._pool.name, node=node.name))
 
     def _reaches(self, key: AttemptKey) -> bool:
         self._attempts.watch(key)
         if self._up.get(key.node):
             return True
-        self._emit(Unanswered(at=self._clock.now(), key=key))
+        self._emit(Unanswered(at=self._now(), key=key))
         return False
 
     def _refuse(self, request: LeaseRequest, node: str, why: str) -> None:
         self._emit(
             LeaseRefused(
-                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
+                at=self._now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
                 nodes={node: f"{node}: {why}"},
             )
         )  # fmt: skip
 
     def _tell(self, kind: type[Absent | Prepared | Released | LogComplete], key: AttemptKey) -> None:
-        self._say(kind(at=self._clock.now(), key=key), key)
+        self._say(kind(at=self._now(), key=key), key)
 
     def _say(self, seen: AttemptObservation, key: AttemptKey) -> None:
         if key.node not in self._silent:

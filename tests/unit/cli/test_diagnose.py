@@ -114,7 +114,7 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
 
     def tell(at: float, event: Event) -> None:
-        screen.store.add_events([replace(event, at=at, workflow=record.uuid, group="training")])
+        screen.store.save([], [replace(event, at=at, workflow=record.uuid, group="training")])
 
     tell(T0 + 60, silent)
     with supervised(screen.directory):

@@ -13,7 +13,7 @@ from distflow.client.client import Client
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.protocol.ends import EndReason
 from distflow.state.event_details import CancelRequested
-from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
+from distflow.state.record import CancelRequest, End, Event, GroupRecord, TransferProgress
 from distflow.structs import replace
 from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import (
@@ -78,7 +78,7 @@ def test_verbose_shows_every_attempt(screen: Screen) -> None:
 
 
 def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> None:
-    moves = Transfer(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
+    moves = TransferProgress(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
     waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=moves),))
     record = submit(screen.store, workflow([waiting], state=WorkflowState.PENDING))
     with supervised(screen.directory):

@@ -7,16 +7,16 @@ import json
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, changes, left_behind
 from distflow.documents.quantities import local_second
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord
+from distflow.state.record import GroupRecord, OrphanState, Outage, WorkflowRecord
 from distflow.structs import replace
 from unit.cli.screen import Screen
 from unit.state.stored import T0, running_group, submit, supervised, task, workflow
 
-AWAY = OutOfReach(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
+AWAY = Outage(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
 
 
 def _half_lost() -> GroupRecord:
-    worker = replace(task("worker", State.RUNNING), out_of_reach=AWAY)
+    worker = replace(task("worker", State.RUNNING), outage=AWAY)
     return replace(running_group(), tasks=(task("master", State.RUNNING), worker))
 
 
@@ -38,7 +38,7 @@ def test_query_names_the_node_and_why(screen: Screen) -> None:
 
 
 def test_what_has_ended_is_not_out_of_reach() -> None:
-    ended = replace(task("worker"), out_of_reach=AWAY)
+    ended = replace(task("worker"), outage=AWAY)
     assert cancel_json(_record(replace(running_group(), tasks=(task("master"), ended)))) == []
 
 
@@ -62,6 +62,6 @@ def test_cancel_says_what_is_known_and_what_will_happen() -> None:
 
 def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
     gone = "worker-node has been unreachable for 2 min: it does not answer"
-    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, stray=Stray.OUT_OF_REACH)
+    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, orphan=OrphanState.UNREACHABLE)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))
     assert list(left_behind(record)) == [f"worker: {gone}; it may still run there until worker-node responds"]

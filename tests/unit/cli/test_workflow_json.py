@@ -8,7 +8,7 @@ from distflow.cli.render.workflow_json import workflow_json
 from distflow.lifecycle.states import State
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts
-from distflow.state.record import Carried, DataKind, DataRef, WorkflowRecord
+from distflow.state.record import DataKind, DataRef, TransferResult, WorkflowRecord
 from distflow.structs import replace
 from unit.state.stored import T0, plan_of, running_group, workflow
 
@@ -39,9 +39,9 @@ def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
 
 def test_steps_of_a_task_are_told_where_they_are_known() -> None:
     carried = (
-        Carried(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
-        Carried(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
-        Carried(
+        TransferResult(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
+        TransferResult(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
+        TransferResult(
             data=DataRef(DataKind.WRITE, 0),
             is_relayed=True,
             task="worker",
@@ -50,9 +50,9 @@ def test_steps_of_a_task_are_told_where_they_are_known() -> None:
             url="s3://b/out",
             error="no driver",
         ),
-        Carried(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
+        TransferResult(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
     )
-    group = replace(running_group(), carried=carried)
+    group = replace(running_group(), transfer_results=carried)
     record = replace(workflow(), groups=(group,))
     plan = with_data(record)
     second = int(T0 % 60)
@@ -65,13 +65,14 @@ def test_steps_of_a_task_are_told_where_they_are_known() -> None:
         "worker 0": [at(1), at(2), at(2), at(7), at(22)],
     }
     # What nodes fetched by themselves was only looked up here, and what an older supervisor noted has no begin.
-    old = replace(group, carried=(replace(carried[0], is_direct=True), replace(carried[1], since=None)))
+    old = replace(group, transfer_results=(replace(carried[0], is_direct=True), replace(carried[1], since=None)))
     record = replace(record, groups=(old,))
     assert steps(record, plan)["worker 0"] == [at(1), at(2), None, at(7), None]
     assert steps(record, plan)["master 0"] == [at(1), at(2), None, None, None]
     # Of an attempt before, and of one that waits for nodes again, nothing is made up.
     again = replace(
-        group, attempt=1, scheduling_at=T0 + 30, carried=(), tasks=tuple(replace(one, attempt=1) for one in group.tasks),
+        group, attempt=1, scheduling_at=T0 + 30, transfer_results=(),
+        tasks=tuple(replace(one, attempt=1) for one in group.tasks),
         earlier=tuple(replace(one, state=State.RESCHEDULED) for one in group.tasks),
     )  # fmt: skip
     told = steps(replace(record, groups=(again,)), plan)

@@ -11,15 +11,18 @@ from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.record import WorkflowRecord
 from distflow.state.store import Store
-from distflow.supervisor.workflow_copies import Memo, Place
+from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy
 from unit.state.stored import plan_of, running_group, submit, supervised, workflow
 
 
 def found(record: WorkflowRecord) -> FoundWorkflow:
-    places = {f"{record.uuid}/training/{name}/0": Place(node=f"{name}-node", phase="running") for name in ("master", "worker")}
-    memo = Memo(record=record, plan=plan_of(record), template="", spec="", host="theirs")
+    attempts = {
+        f"{record.uuid}/training/{name}/0": AdoptedAttempt(node=f"{name}-node", phase="running")
+        for name in ("master", "worker")
+    }
+    copy = WorkflowCopy(record=record, plan=plan_of(record), template="", spec="", host="theirs")
     return FoundWorkflow(
-        uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, is_own=True, places=places
+        uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), copy=copy, is_own=True, attempts=attempts
     )
 
 

@@ -30,7 +30,7 @@ def _value(hint: Any) -> Any:
         return ("x",)
     if origin is types.UnionType:
         return _value(typing.get_args(hint)[0])
-    return VALUES.get(hint, {"x": "x"})
+    return VALUES[hint] if hint in VALUES else {"x": _value(typing.get_args(hint)[1])}
 
 
 def test_each_kind_has_a_code_of_its_own() -> None:

@@ -31,7 +31,7 @@ from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Workflow
 from distflow.testing.backend import Behavior, FakeBackend
-from distflow.testing.mover import FakeMover
+from distflow.testing.transfers import FakeTransfers
 from distflow.testing.waiting import FakeClock
 
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
@@ -147,8 +147,8 @@ class Driver:
         for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):
             made.mkdir()
         self.mirror = Mirror(self.directory.logs, self.clock.now)
-        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behavior=behavior, clocks=clocks)
-        self.mover = FakeMover()
+        self.backend = FakeBackend(self.pool, now=self.clock.now, sink=self.seen.append, behavior=behavior, clocks=clocks)
+        self.transfers = FakeTransfers()
         self.reader = Store(self.directory.store)
         weakref.finalize(self, self.reader.close)
         self._pool_document = msgspec.Raw(encode(self.pool))
@@ -171,9 +171,9 @@ class Driver:
         """Return the nodes, which are the same for each supervisor."""
         return self.backend
 
-    def open_mover(self, _sink: object) -> FakeMover:
-        """Return the mover, which is the same for each supervisor."""
-        return self.mover
+    def open_transfers(self, _sink: object) -> FakeTransfers:
+        """Return the fake transfers, which are the same for each supervisor."""
+        return self.transfers
 
     # What a test does.
 
@@ -181,8 +181,8 @@ class Driver:
         self.store = self.open_store()
         self._closing = weakref.finalize(self, self.store.close)
         self.supervisor = self.supervisor_type(
-            self.store, self.mirror, self.directory.secrets, self.directory.blobs, self.clock,
-            self.open_backend, self.open_mover, self.log.append,
+            self.store, self.mirror, self.directory.secrets, self.directory.blobs, self.clock.now,
+            self.open_backend, self.open_transfers, self.log.append,
         )  # fmt: skip
         self.supervisor.observe(0.0)
 
@@ -227,7 +227,7 @@ class Driver:
         """Step until nothing follows; return when to look again."""
         for _ in range(rounds):
             wake_at = self.step()
-            if not self.seen and self.supervisor._seen.empty():
+            if not self.seen and self.supervisor._inbox.empty():
                 return wake_at
         raise AssertionError("the supervisor does not come to rest")
 
@@ -258,7 +258,7 @@ class Driver:
     def _deliver(self) -> None:
         self.count += len(self.seen)
         while self.seen:
-            self.supervisor.tell(self.seen.popleft())
+            self.supervisor.report(self.seen.popleft())
 
     # What a reader of the store sees.
 

@@ -1,4 +1,4 @@
-"""Checkpoints: when one is due, what an ended group waits for, and what the next attempt is given."""
+"""Checkpoints: when one is due_checkpoints, what an ended group waits for, and what the next attempt is given."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
-from distflow.state.record import Carried, DataKind, DataRef
+from distflow.state.record import DataKind, DataRef, TransferResult
 from distflow.structs import replace
-from distflow.supervisor.checkpoints import apply_checkpoint, errand_of, place_checkpoints
+from distflow.supervisor.checkpoints import add_checkpoints, apply_checkpoint, transfer_of
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData, TransferEnded
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -41,10 +41,12 @@ def running(seconds: float = 1000.0, exit_code: int = 0, **more: object) -> Driv
 
 
 def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
-    """Say what the mover would."""
+    """Say what the transfers would."""
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=attempt, node="")
     now = driver.clock.now()
-    outcome = Carried(data=DataRef(DataKind.STORE, 0), task="t0", at=now, url="file:///kept", files=1, content=1, error=error)
+    outcome = TransferResult(
+        data=DataRef(DataKind.STORE, 0), task="t0", at=now, url="file:///kept", files=1, content=1, error=error
+    )
     seen = TransferEnded(at=now, key=key, data=DataRef(DataKind.STORE, 0), url="file:///kept", outcome=outcome)
     driver.seen.append(seen)
     driver.observe()
@@ -83,7 +85,7 @@ def test_an_ended_group_waits_for_its_last_one() -> None:
     driver = running(seconds=5)
     driver.advance(6.0)
     assert driver.group().state is State.RUNNING
-    assert driver.group().message == "all tasks have ended; the last checkpoint of t0 is saved"
+    assert driver.group().message == "all tasks have ended; saving the last checkpoint of t0"
     assert STORE in driver.supervisor.in_flight
     stored(driver)
     driver.settle()
@@ -228,7 +230,7 @@ def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_th
     taken = {task: group.checkpoint(task, 0) for task in ("t0", "t1")}
     for task in taken:
         launch = BoundLaunch(task=task, node="n1", argv=("x",), environment={}, files=(SCRIPT,))
-        placed = place_checkpoints(launch, whole, group).files
+        placed = add_checkpoints(launch, whole, group).files
         assert [(one.path, one.within, one.blob) for one in placed[:2]] == [
             (".", "work", one.digest) for name in ("t1", "t0") if (one := taken[name]) is not None
         ]
@@ -347,7 +349,7 @@ def test_the_next_attempt_is_given_the_last_one() -> None:
     assert (group.attempt, group.state) == (1, State.RUNNING)
     taken = group.checkpoint("t0", 0)
     assert taken is not None
-    launch = place_checkpoints(
+    launch = add_checkpoints(
         BoundLaunch(task="t0", node="n1", argv=("x",), environment={}), driver.workflows["u1"].plan.groups[0], group
     )
     (file,) = launch.files
@@ -360,8 +362,8 @@ def test_it_is_written_where_the_spec_says() -> None:
     one = driver.workflows["u1"]
     command = driver.supervisor.in_flight[STORE]
     assert isinstance(command, TransferData)
-    errand = errand_of(one.plan, one.record, command)
+    transfer = transfer_of(one.plan, one.record, command)
     taken = driver.group().checkpoint("t0", 0)
     assert taken is not None
-    assert (errand.url, errand.digest) == ("file:///kept/w-1", taken.digest)
+    assert (transfer.url, transfer.digest) == ("file:///kept/w-1", taken.digest)
     assert PACK not in driver.supervisor.in_flight

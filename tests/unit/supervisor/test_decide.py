@@ -10,7 +10,7 @@ from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Stagin
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import Stray
+from distflow.state.record import OrphanState
 from distflow.supervisor.commands import Lease, Stop
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -294,7 +294,7 @@ def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> Non
     driver.advance(121)
     driver.settle()
     assert driver.group().state is State.FAILED
-    assert driver.group().task("t1").stray is Stray.OUT_OF_REACH
+    assert driver.group().task("t1").orphan is OrphanState.UNREACHABLE
     assert driver.backend.alive == ["u1/train/t1/0"]
     if killed:
         driver.restart()
@@ -302,9 +302,9 @@ def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> Non
     driver.settle()
     driver.advance(1)
     assert driver.backend.alive == []
-    assert driver.group().task("t1").stray is None
+    assert driver.group().task("t1").orphan is None
     assert driver.group().task("t1").reason is Reason.NODE_LOST
-    assert any("nothing of it is left on n2" in event.text for event in driver.events)
+    assert any("the abandoned attempt on n2 has ended" in event.text for event in driver.events)
 
 
 def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
@@ -314,7 +314,7 @@ def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
     driver.advance(121)
     driver.settle()
     driver.advance(86401)
-    assert driver.group().task("t1").stray is None
+    assert driver.group().task("t1").orphan is None
 
 
 def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None:
@@ -333,7 +333,7 @@ def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None
     assert not driver.group().task("t1").log_complete  # it may still be back
     driver.advance(400.0)
     assert driver.group().task("t1").log_complete
-    assert driver.events[-1].text == "t1: n2 was not seen again"
+    assert driver.events[-1].text == "t1: the abandoned attempt on n2 was not stopped: the node stayed unreachable"
 
 
 def test_a_blink_of_the_network_changes_nothing() -> None:
@@ -511,7 +511,7 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert driver.group().message == ""
     driver.advance(1.0)
     said = "may hang: no task has printed anything for 30 s (hang_timeout)"
-    said += "; where its processes are: distflow workflow stacks w-1"
+    said += "; to show where its processes are: distflow workflow stacks w-1"
     assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
     driver.advance(100.0)
     assert [event.text for event in driver.events].count(f"train: {said}") == 1
@@ -534,24 +534,24 @@ def test_only_what_changed_is_looked_at_again() -> None:
     gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
     driver = Driver(*gangs, behavior=lambda _: HANG)
     driver.settle()
-    before = driver.supervisor.world().rest.views
+    before = driver.supervisor.snapshot().last_decision.views
     driver.backend.kill(driver.backend.running[1].name)
     driver.settle()
-    after = driver.supervisor.world().rest.views
+    after = driver.supervisor.snapshot().last_decision.views
     assert [after[uuid] is before[uuid] for uuid in ("u0", "u1", "u2")] == [True, False, True]
     # A node that goes or comes may mean something to any of them.
     driver.backend.cut("n1")
     driver.settle()
-    assert not any(driver.supervisor.world().rest.views[uuid] is after[uuid] for uuid in ("u0", "u2"))
+    assert not any(driver.supervisor.snapshot().last_decision.views[uuid] is after[uuid] for uuid in ("u0", "u2"))
 
 
 def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
-    before = driver.supervisor.world().rest.views["u1"]
+    before = driver.supervisor.snapshot().last_decision.views["u1"]
     driver.clock.advance(-3600.0)
     driver.settle()
-    assert driver.supervisor.world().rest.views["u1"] is not before
+    assert driver.supervisor.snapshot().last_decision.views["u1"] is not before
 
 
 def _held_by_others(driver: Driver, *nodes: str) -> None:

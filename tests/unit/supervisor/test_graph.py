@@ -179,7 +179,7 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     driver.advance(1.0)
     top = group(driver, "top")
     assert (top.state, [task.state for task in top.tasks]) == (State.RUNNING, [COMPLETED, COMPLETED])
-    assert top.message == "all tasks have ended; what t0 wrote is fetched for the groups that wait"
+    assert top.message == "all tasks have ended; copying the output of t0 to this machine for waiting groups"
     assert states(driver)["bottom"] is WAITING
     # A supervisor that was killed meanwhile asks again.
     driver.backend.holds_outputs = False
@@ -192,7 +192,7 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     assert saved is not None
     (file,) = driver.backend.launches["u1/bottom/b/0"].files
     assert (file.path, file.blob, file.size, file.is_tar, file.only) == ("input/1", saved.digest, 10240, True, "a.*")
-    assert any(event.text == "t0: its output is here: 10 KiB" for event in driver.events)
+    assert any(event.text == "t0: its output was copied to this machine: 10 KiB" for event in driver.events)
 
 
 def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node_stayed_in_reach() -> None:
@@ -218,7 +218,7 @@ def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
     saved = group(driver, "top").task("t0").saved
     assert saved is not None
     assert driver.backend.launches["u1/bottom/b/0"].files[0].blob == saved.digest
-    assert any(event.text == "t0: its output is on every node: 10 KiB" for event in driver.events)
+    assert any(event.text == "t0: its output is available on every node: 10 KiB" for event in driver.events)
 
 
 def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -> None:
@@ -228,7 +228,7 @@ def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -
     assert (top.state, top.reason, top.status) == (FAILED, Reason.DATA, "FAILED")
     assert top.cause is not None
     assert top.cause.task == "t0"
-    assert top.message == "t0: its output cannot be handed on: no space left on device"
+    assert top.message == "t0: its output cannot be passed on: no space left on device"
     assert group(driver, "bottom").status == "FAILED_UPSTREAM"
     assert driver.record().reason is Reason.DATA
 
@@ -262,7 +262,7 @@ def test_a_node_that_is_lost_with_an_output_fails_its_group() -> None:
     driver.run()
     top = group(driver, "top")
     assert (top.reason, top.status) == (Reason.NODE_LOST, "FAILED_BACKEND_ERROR")
-    assert f"t0: its output cannot be handed on: {where} has been unreachable for 60 s: cut" in top.message
+    assert f"t0: its output cannot be passed on: {where} has been unreachable for 60 s: cut" in top.message
     assert top.task("t0").state is COMPLETED
 
 

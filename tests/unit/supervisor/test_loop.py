@@ -9,7 +9,7 @@ from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
-from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
+from distflow.state.record import CancelRequest, DataKind, DataRef, Event, OrphanState, TransferResult
 from distflow.storage.credentials import Identity
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S
@@ -64,7 +64,7 @@ def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(driver: Dr
     end_at_once(driver)
     (driver.directory.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
-    outcome = Carried(
+    outcome = TransferResult(
         data=DataRef(DataKind.FETCH, 0), task="t0", at=driver.clock.now(), url="file:///data", digest=DIGEST, size=10240
     )
     driver.seen.append(
@@ -102,7 +102,7 @@ def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_
     driver.advance(200.0)
     record = driver.record("u1")
     (digest,) = archives(record)
-    assert (record.reason, record.group("bottom").task("b").stray) == (Reason.NODE_LOST, Stray.OUT_OF_REACH)
+    assert (record.reason, record.group("bottom").task("b").orphan) == (Reason.NODE_LOST, OrphanState.UNREACHABLE)
     # `restart` fetches what was kept, and stores the new workflow a moment later.
     (driver.directory.blobs / digest).touch()
     driver.settle()
@@ -113,11 +113,11 @@ def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_sup
     inputs = (DataSpec(position=0, url="s3://b/in"),)
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0, url_inputs=inputs)))
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2"))
-    driver.mover.identity = unreadable  # type: ignore[method-assign]
+    driver.transfers.identity = unreadable  # type: ignore[method-assign]
     driver.settle()
     # They could be read when the input was looked up.
     key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), driver.clock.now()
-    found = Carried(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
+    found = TransferResult(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
     driver.seen.append(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
     driver.settle()
     record = driver.record("u1")
@@ -149,7 +149,7 @@ def test_a_workflow_that_another_distflow_wrote_is_left_alone_and_the_others_go_
     assert driver.supervisor.unreadable == {"u1"}
     assert driver.reader._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (theirs,)
     assert [line for line in driver.log if "u1" in line] == [
-        "the record of workflow u1 cannot be read: another version of distflow wrote it; it stays as it is"
+        "the record of workflow u1 cannot be read and is not changed: another version of distflow wrote it"
     ]
 
 

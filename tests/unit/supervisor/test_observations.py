@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distflow.backends.base import AttemptKey, Ended, Leased, NodeDown, NodeUp, Prepared, Staging, Started
 from distflow.lifecycle.states import State
-from distflow.state.record import Transfer
+from distflow.state.record import TransferProgress
 from distflow.structs import replace
 from distflow.supervisor.observations import apply_node_observation, apply_observation, update_node_view
 from distflow.testing.backend import Behavior
@@ -40,7 +40,7 @@ def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
     driver.settle()
     told = Staging(at=5.0, key=_key(), sent=10, total=40, bytes_per_s=5.0)
     record, events = apply_observation(driver.record(), PLAN, told)
-    assert record.groups[0].task("t0").transfer == Transfer(sent=10, total=40, bytes_per_s=5.0, at=5.0)
+    assert record.groups[0].task("t0").transfer == TransferProgress(sent=10, total=40, bytes_per_s=5.0, at=5.0)
     assert events == []
     record, _ = apply_observation(record, PLAN, Prepared(at=6.0, key=_key()))
     assert record.groups[0].task("t0").transfer is None
@@ -72,14 +72,14 @@ def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> 
     pool = record.pool_key
     lost, events = apply_node_observation(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
     assert [event.text for event in events] == ["n1: unreachable: no route"]
-    away = lost.groups[0].task("t0").out_of_reach
+    away = lost.groups[0].task("t0").outage
     assert away is not None
     assert (away.since, away.error) == (7.0, "no route")
-    assert lost.groups[0].task("t1").out_of_reach is None
+    assert lost.groups[0].task("t1").outage is None
     assert apply_node_observation(lost, NodeDown(at=8.0, pool=pool, node="n1", error="no route")) == (lost, [])
     # The reason may change; since when does not.
     other, events = apply_node_observation(lost, NodeDown(at=9.0, pool=pool, node="n1", error="refused"))
-    away = other.groups[0].task("t0").out_of_reach
+    away = other.groups[0].task("t0").outage
     assert away is not None
     assert (away.since, away.error, len(events)) == (7.0, "refused", 1)
     found, events = apply_node_observation(other, NodeUp(at=10.0, pool=pool, node="n1"))
@@ -92,10 +92,10 @@ def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
     driver = _running()
     record = driver.record()
     down = NodeDown(at=20.0, pool=record.pool_key, node="n1", error="silent", since=5.0)
-    away = apply_node_observation(record, down)[0].groups[0].task("t0").out_of_reach
+    away = apply_node_observation(record, down)[0].groups[0].task("t0").outage
     assert away is not None
     assert away.since == 5.0
-    view = update_node_view(replace(driver.supervisor.world().nodes["lab", "n1"], up=True, since=1.0), down)
+    view = update_node_view(replace(driver.supervisor.snapshot().nodes["lab", "n1"], up=True, since=1.0), down)
     assert (view.up, view.since) == (False, 5.0)
     # Only the first word counts: a try to connect that fails later was not heard either.
     assert update_node_view(view, replace(down, at=30.0, since=None)).since == 5.0

@@ -11,7 +11,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.pools.model import Node
 from distflow.spec.model import Retry
-from distflow.state.record import Stray
+from distflow.state.record import OrphanState
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -210,14 +210,14 @@ def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
     assert [task.node for task in group.tasks] == ["n1", "n3"]
     lost = group.find("t1", 0)
     assert lost is not None
-    assert (lost.status, lost.exit_code, lost.stray) == ("RESCHEDULED", 3001, Stray.OUT_OF_REACH)
+    assert (lost.status, lost.exit_code, lost.orphan) == ("RESCHEDULED", 3001, OrphanState.UNREACHABLE)
     driver.backend.heal("n2")
     driver.advance(1.0)
     assert driver.backend.alive == ["u1/train/t0/1", "u1/train/t1/1"]  # what was left on the lost node is stopped
     driver.run()
     lost = driver.group().find("t1", 0)
     assert lost is not None
-    assert lost.stray is None
+    assert lost.orphan is None
     assert driver.record().state is WorkflowState.COMPLETED
 
 
@@ -271,4 +271,4 @@ def test_a_decision_is_the_same_however_often_it_is_made() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)
-    assert decide(driver.supervisor.world(), driver.clock.now()).records == {}
+    assert decide(driver.supervisor.snapshot(), driver.clock.now()).records == {}

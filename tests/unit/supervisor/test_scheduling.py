@@ -11,8 +11,8 @@ from distflow.state.event_details import GroupWaiting
 from distflow.state.record import Priority
 from distflow.structs import replace
 from distflow.supervisor.observations import announce_wait, update_node_view
-from distflow.supervisor.scheduling import Leases, capacity, free, next_leases, share_of
-from distflow.supervisor.snapshot import Hold, NodeView, Share, World
+from distflow.supervisor.scheduling import Leases, capacity, free, next_leases, pool_usage
+from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 
 
@@ -21,8 +21,8 @@ def _asked(tasks: int, views: list[NodeView], gpus: int = 8, **asked: int) -> Le
     groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
     waiting = replace(one, record=replace(one.record, groups=groups))
     nodes = {("lab", view.node.name): view for view in views}
-    world = World(workflows=(waiting,), pools={"lab": pool(*(view.node for view in views))}, nodes=nodes)
-    return next_leases(world, [share_of(waiting)], 0.0)
+    snapshot = Snapshot(workflows=(waiting,), pools={"lab": pool(*(view.node for view in views))}, nodes=nodes)
+    return next_leases(snapshot, [pool_usage(waiting)], 0.0)
 
 
 def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
@@ -115,8 +115,8 @@ def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
     groups = tuple(replace(group, state=State.SCHEDULING, attempt=1) for group in one.record.groups)
     waiting = replace(one, record=replace(one.record, groups=groups))
     view = _reported(0, configured=8, gpus=7)
-    world = World(workflows=(waiting,), pools={"lab": pool(view.node)}, nodes={("lab", "n0"): view})
-    leases = next_leases(world, [share_of(waiting)], 0.0)
+    snapshot = Snapshot(workflows=(waiting,), pools={"lab": pool(view.node)}, nodes={("lab", "n0"): view})
+    leases = next_leases(snapshot, [pool_usage(waiting)], 0.0)
     assert leases.failures == {}
     (words,) = leases.messages.values()
     assert "7 of 7 GPUs free, 8 requested (the configuration says 8 GPUs, the node reports 7)" in words
@@ -131,7 +131,7 @@ def test_entries_that_are_one_machine_count_once() -> None:
     assert command.request is not None
     assert command.request.nodes == {"t0": "n0"}
     assert [(one.gpus, one.note != "") for one in capacity(views)] == [(8, False), (0, True)]
-    held = Share(workflow=workflow(group_plan(tasks=1)), waiting=(), holds=(Hold(node="n1", gpus=8, port=29500),))
+    held = PoolUsage(workflow=workflow(group_plan(tasks=1)), waiting=(), holds=(HeldResources(node="n1", gpus=8, port=29500),))
     assert [one.gpus for one in free(views, [held], None)] == [0, 0]
     assert [one.closed for one in free(views, [held], 29500)] == ["port 29500 is taken"] * 2
     # What asks for nothing that is counted may stand on both.
@@ -179,8 +179,8 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
     served: list[str] = []
     told: dict[str, str] = {}
     while left:
-        world = World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views)
-        leases = next_leases(world, [share_of(one) for one in left.values()], 0.0)
+        snapshot = Snapshot(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views)
+        leases = next_leases(snapshot, [pool_usage(one) for one in left.values()], 0.0)
         (command,) = leases.commands
         served.append(command.key.workflow)
         words = {uuid: message for (uuid, _), message in leases.messages.items()}
@@ -199,7 +199,7 @@ def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
     binding = Binding(tasks={"t0": TaskBinding(node="n0", address="10.0.0.1", gpu_ids=tuple(range(8)))}, port=29500)
     held = replace(group, state=State.RUNNING, binding=binding, tasks=tuple(replace(one, node="n0") for one in group.tasks))
     waits = tuple(replace(one, state=State.SCHEDULING) for one in high.record.groups)
-    world = World(
+    snapshot = Snapshot(
         workflows=(
             replace(low, record=replace(low.record, groups=(held,), priority=Priority.LOW)),
             replace(high, record=replace(high.record, groups=waits, priority=Priority.HIGH)),
@@ -207,6 +207,6 @@ def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
         pools={"lab": pool(node("n0"))},
         nodes={("lab", "n0"): _view(0, up=True)},
     )
-    leases = next_leases(world, [share_of(one) for one in world.workflows], 0.0)
+    leases = next_leases(snapshot, [pool_usage(one) for one in snapshot.workflows], 0.0)
     assert leases.commands == []
     assert leases.messages["high", "train"].startswith("no room for t0")

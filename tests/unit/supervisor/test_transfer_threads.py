@@ -15,8 +15,8 @@ import pytest
 from distflow.backends.base import AttemptKey
 from distflow.state.record import DataKind, DataRef
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
-from distflow.supervisor.transfer_threads import Mover
-from distflow.supervisor.transfers import Errand
+from distflow.supervisor.transfer_threads import ThreadedTransfers
+from distflow.supervisor.transfers import Transfer
 from distflow.testing.waiting import FakeClock, wait_until
 
 KEY = AttemptKey(workflow="u1", group="g", task="t", attempt=0, node="")
@@ -24,14 +24,14 @@ COMMAND = TransferData("lab", KEY, DataRef(DataKind.WRITE, 0))
 
 
 class Place:
-    """A mover with folders and a sink of its own."""
+    """A transfers with folders and a sink of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.blobs = folder / "blobs"
         self.blobs.mkdir(exist_ok=True)
         self.seen: queue.SimpleQueue[TransferMoved | TransferEnded] = queue.SimpleQueue()
-        self.mover = Mover(self.blobs, folder / "transfers", FakeClock(), self.seen.put)
+        self.transfers = ThreadedTransfers(self.blobs, folder / "transfers", FakeClock().now, self.seen.put)
 
     def blob(self, **files: bytes) -> str:
         """Make an archive as a node's output is one."""
@@ -45,9 +45,9 @@ class Place:
         (self.blobs / digest).write_bytes(buffer.getvalue())
         return digest
 
-    def carry(self, errand: Errand, command: TransferData = COMMAND) -> TransferEnded:
+    def carry(self, transfer: Transfer, command: TransferData = COMMAND) -> TransferEnded:
         """Do it, and return how it ended."""
-        self.mover.begin(command, errand)
+        self.transfers.begin(command, transfer)
         while True:
             seen = self.seen.get(timeout=60)
             if isinstance(seen, TransferEnded):
@@ -56,10 +56,10 @@ class Place:
 
 def test_what_is_written_twice_is_one_version(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    errand = Errand(
+    transfer = Transfer(
         data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/sets", regex="", digest=place.blob(x=b"1"), dataset="m"
     )
-    outcomes = [Place(tmp_path).carry(errand).outcome for _ in range(2)]
+    outcomes = [Place(tmp_path).carry(transfer).outcome for _ in range(2)]
     assert [(one.url, one.files, one.error) for one in outcomes] == [("dataset m:1", 1, "")] * 2
     assert not (tmp_path / "transfers" / "u1" / "g" / "t" / "write-0").exists()
 
@@ -68,7 +68,7 @@ def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").write_bytes(b"1")
     fetched = [
-        Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url=f"file://{tmp_path}/data", regex="")).outcome
+        Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url=f"file://{tmp_path}/data", regex="")).outcome
         for _ in range(2)
     ]
     (digest,) = {one.digest for one in fetched}
@@ -77,7 +77,7 @@ def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
 
 
 def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> None:
-    outcome = Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
+    outcome = Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
     assert (outcome.error, outcome.files) == ("", 0)
     with tarfile.open(tmp_path / "blobs" / outcome.digest) as tar:
         assert tar.getnames() == []
@@ -90,14 +90,14 @@ def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> No
     ],
 )
 def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:
-    seen = Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
+    seen = Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
     assert words in seen.outcome.error
     assert "\n" not in seen.outcome.error
 
 
 def test_a_blob_that_is_gone_is_told_of(tmp_path: Path) -> None:
     seen = Place(tmp_path).carry(
-        Errand(data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/out", regex="", digest="0" * 64)
+        Transfer(data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/out", regex="", digest="0" * 64)
     )
     assert "No such file" in seen.outcome.error
 
@@ -105,8 +105,8 @@ def test_a_blob_that_is_gone_is_told_of(tmp_path: Path) -> None:
 def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
     place = Place(tmp_path)
     # Nobody listens on the port of discarded data: it is tried again and again.
-    place.mover.begin(COMMAND, Errand(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
-    place.mover.call_off(COMMAND)
+    place.transfers.begin(COMMAND, Transfer(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
+    place.transfers.cancel(COMMAND)
     wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
     assert place.seen.empty()
 
@@ -116,18 +116,18 @@ def test_one_that_ends_while_all_are_let_go_of_keeps_none_from_it(tmp_path: Path
     place = Place(tmp_path)
     commands = [replace(COMMAND, data=DataRef(DataKind.WRITE, number)) for number in range(3)]
     for one in commands:
-        place.mover.begin(one, Errand(data=one.data, url="http://127.0.0.1:9/x", regex=""))
-    halts = dict(place.mover._halts)
+        place.transfers.begin(one, Transfer(data=one.data, url="http://127.0.0.1:9/x", regex=""))
+    halts = dict(place.transfers._halts)
     first, ending, last = (halts[one.identity] for one in commands)
     let_go = first.set
 
     def and_another_one_ends() -> None:
         let_go()
-        place.mover._halts.pop(commands[1].identity)
+        place.transfers._halts.pop(commands[1].identity)
 
     monkeypatch.setattr(first, "set", and_another_one_ends)
     try:
-        place.mover.close()
+        place.transfers.close()
         assert last.is_set()
     finally:
         for halt in (first, ending, last):

@@ -11,10 +11,10 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Bring
 from distflow.spec.model import DataSpec, Retry
-from distflow.state.record import Carried
-from distflow.supervisor.checkpoints import errand_of
+from distflow.state.record import TransferResult
+from distflow.supervisor.checkpoints import transfer_of
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
-from distflow.supervisor.transfers import archives, is_wanted
+from distflow.supervisor.transfers import archives, is_needed
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -33,39 +33,41 @@ def driver_of(tasks: int = 1, behavior: Behavior | None = None, **settings: obje
 def say(driver: Driver, command: TransferData, *, is_relayed: bool = False, **outcome: object) -> None:
     """Let a transfer end."""
     one = driver.workflows[command.key.workflow]
-    errand = errand_of(one.plan, one.record, command)
-    done = Carried(
-        data=command.data, is_relayed=is_relayed, task=command.key.task, at=driver.clock.now(), url=errand.words,
-        regex=errand.regex, **outcome,  # type: ignore[arg-type]
+    transfer = transfer_of(one.plan, one.record, command)
+    done = TransferResult(
+        data=command.data, is_relayed=is_relayed, task=command.key.task, at=driver.clock.now(), url=transfer.label,
+        regex=transfer.regex, **outcome,  # type: ignore[arg-type]
     )  # fmt: skip
-    driver.seen.append(TransferEnded(at=driver.clock.now(), key=command.key, data=command.data, url=errand.words, outcome=done))
+    driver.seen.append(
+        TransferEnded(at=driver.clock.now(), key=command.key, data=command.data, url=transfer.label, outcome=done)
+    )
     driver.settle()
 
 
 def source_of(driver: Driver) -> AttemptKey | None:
     """Whose node writes what was asked for last."""
     one = driver.workflows["u1"]
-    return errand_of(one.plan, one.record, driver.mover.begun[-1]).source
+    return transfer_of(one.plan, one.record, driver.transfers.begun[-1]).source
 
 
-def errands(driver: Driver) -> list[tuple[str, str, str, str, str]]:
+def transfers(driver: Driver) -> list[tuple[str, str, str, str, str]]:
     one = driver.workflows["u1"]
-    found = [(command, errand_of(one.plan, one.record, command)) for command in driver.mover.begun]
-    return [(str(command.data), command.key.task, errand.url, errand.regex, errand.digest) for command, errand in found]
+    found = [(command, transfer_of(one.plan, one.record, command)) for command in driver.transfers.begun]
+    return [(str(command.data), command.key.task, transfer.url, transfer.regex, transfer.digest) for command, transfer in found]
 
 
 def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> None:
     driver = driver_of(2, url_inputs=IN)
     # What two tasks want is fetched once.
-    assert errands(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-1", "a", "")]
+    assert transfers(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-1", "a", "")]
     assert driver.group().state is State.WAITING
-    assert driver.group().message == "looks up its inputs: s3://b/in, s3://b/w-1"
-    say(driver, driver.mover.begun[1], digest="d1", size=10, files=1, content=5)
+    assert driver.group().message == "checking inputs: s3://b/in, s3://b/w-1"
+    say(driver, driver.transfers.begun[1], digest="d1", size=10, files=1, content=5)
     assert driver.group().state is State.WAITING
-    say(driver, driver.mover.begun[0], digest="d0", size=20, files=2, content=3000)
+    say(driver, driver.transfers.begun[0], digest="d0", size=20, files=2, content=3000)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    assert len(driver.mover.begun) == 2
+    assert len(driver.transfers.begun) == 2
     for task in ("t0", "t1"):
         files = driver.backend.launches[f"u1/train/{task}/0"].files
         assert [(one.path, one.blob, one.size, one.is_tar) for one in files] == [
@@ -74,15 +76,15 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
         ]
     assert archives(driver.record()) == {"d0", "d1"}
     told = [event.text for event in driver.events]
-    assert told[0] == "train: looks up its inputs: s3://b/in, s3://b/w-1"
-    assert "t0: its input is here: s3://b/in: 2 files, 2.9 KiB" in told
+    assert told[0] == "train: checking inputs: s3://b/in, s3://b/w-1"
+    assert "t0: its input was fetched: s3://b/in: 2 files, 2.9 KiB" in told
 
 
 def test_datasets_are_told_apart_though_they_lie_at_one_url() -> None:
     sets = tuple(DataSpec(position=number, url="s3://b/sets", dataset=name) for number, name in enumerate(("a", "b:2", "a")))
     driver = driver_of(url_inputs=sets)
-    assert driver.group().message == "looks up its inputs: dataset a, dataset b:2"
-    for command, digest in zip(list(driver.mover.begun), ("d0", "d1"), strict=True):
+    assert driver.group().message == "checking inputs: dataset a, dataset b:2"
+    for command, digest in zip(list(driver.transfers.begun), ("d0", "d1"), strict=True):
         say(driver, command, digest=digest)
     driver.run()
     assert [one.blob for one in driver.backend.launches["u1/train/t0/0"].files] == ["d0", "d1", "d0"]
@@ -91,11 +93,11 @@ def test_datasets_are_told_apart_though_they_lie_at_one_url() -> None:
 def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
     sets = (DataSpec(position=0, url="s3://b/{{workflow_id}}", regex="a"), DataSpec(position=1, url="s3://b/sets", dataset="m"))
     driver = driver_of(2, url_inputs=sets)
-    say(driver, driver.mover.begun[0], is_direct=True, files=2, content=3000)
-    say(driver, driver.mover.begun[1], is_direct=True, dataset="m:7", files=1)
+    say(driver, driver.transfers.begun[0], is_direct=True, files=2, content=3000)
+    say(driver, driver.transfers.begun[1], is_direct=True, dataset="m:7", files=1)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    assert [str(command.data) for command in driver.mover.begun] == ["fetch/0", "fetch/1"]
+    assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/1"]
     for task in ("t0", "t1"):
         launch = driver.backend.launches[f"u1/train/{task}/0"]
         assert launch.files == ()
@@ -110,22 +112,22 @@ def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
 def may_stay(driver: Driver) -> list[bool]:
     """Of what was asked for, in its order: whether nodes may fetch it."""
     one = driver.workflows["u1"]
-    return [errand_of(one.plan, one.record, command).may_stay for command in driver.mover.begun]
+    return [transfer_of(one.plan, one.record, command).may_stay for command in driver.transfers.begun]
 
 
 def test_what_one_node_cannot_fetch_comes_through_here() -> None:
     driver = driver_of(2, HANG, url_inputs=IN[:1])
     driver.backend.bare_nodes = {"n1", "n2"}
     assert may_stay(driver) == [True]
-    say(driver, driver.mover.begun[0], is_direct=True, files=1)
+    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
     # Its lease is kept meanwhile, however long it takes, and nothing is prepared before it is here.
-    assert [str(command.data) for command in driver.mover.begun] == ["fetch/0", "fetch/0"]
+    assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/0"]
     assert may_stay(driver)[-1] is False
     assert driver.group().state is State.INITIALIZING
     driver.restart()
     driver.settle()
     assert may_stay(driver)[-1] is False
-    say(driver, driver.mover.begun[-1], digest="d0", size=20, files=1)
+    say(driver, driver.transfers.begun[-1], digest="d0", size=20, files=1)
     assert driver.group().state is State.RUNNING
     assert [one.blob for one in driver.backend.launches["u1/train/t1/0"].files] == ["d0"]
     told = [event.text for event in driver.events]
@@ -138,19 +140,19 @@ def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(1, Behavior(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.mover.begun[0], is_direct=True, files=1)
+    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
     assert driver.group().state is State.INITIALIZING
     for done in range(9):
         driver.clock.advance(driver.pool.start_barrier_s / 3)
-        relay = driver.mover.begun[1]
+        relay = driver.transfers.begun[1]
         driver.seen.append(
             TransferMoved(at=driver.clock.now(), key=relay.key, data=relay.data, url="s3://b/in", done=done, total=9)
         )
         driver.settle()
         assert driver.group().state is State.INITIALIZING
-    say(driver, driver.mover.begun[1], digest="d0", size=20, files=1)
+    say(driver, driver.transfers.begun[1], digest="d0", size=20, files=1)
     driver.run()
-    assert [str(command.data) for command in driver.mover.begun] == ["fetch/0", "fetch/0"]
+    assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/0"]
     assert [one.blob for one in driver.backend.launches["u1/train/t0/1"].files] == ["d0"]
 
 
@@ -163,11 +165,14 @@ def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_i
     driver = Driver(workflow(plan), on=pool(node("n1")), behavior=lambda _: Behavior(seconds=1))
     driver.settle()
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.mover.begun[0], is_direct=True)
+    say(driver, driver.transfers.begun[0], is_direct=True)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().left_out) == (State.INITIALIZING, ("t1",))
-    assert [(str(command.data), command.key.task) for command in driver.mover.begun] == [("fetch/0", "t1"), ("fetch/0", "t0")]
-    say(driver, driver.mover.begun[1], digest="d0", files=1)
+    assert [(str(command.data), command.key.task) for command in driver.transfers.begun] == [
+        ("fetch/0", "t1"),
+        ("fetch/0", "t0"),
+    ]
+    say(driver, driver.transfers.begun[1], digest="d0", files=1)
     driver.run()
     assert driver.group().state is State.COMPLETED
     assert driver.backend.launches["u1/train/t0/0"].files[0].blob == "d0"
@@ -176,8 +181,8 @@ def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_i
 def test_what_cannot_be_relayed_either_fails_the_group() -> None:
     driver = driver_of(2, HANG, url_inputs=IN[:1])
     driver.backend.bare_nodes = {"n2"}
-    say(driver, driver.mover.begun[0], is_direct=True, files=1)
-    say(driver, driver.mover.begun[1], error="s3://b/in: refused")
+    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    say(driver, driver.transfers.begun[1], error="s3://b/in: refused")
     driver.run()
     group = driver.group()
     assert (group.state, group.reason) == (State.FAILED, Reason.DATA)
@@ -190,8 +195,8 @@ def test_data_that_could_not_be_brought_to_a_node_is_tried_again_by_the_code_tha
     actions = ExitActions(reschedule=((code, code),))
     driver = driver_of(url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.mover.begun[0], is_direct=True, files=1)
-    say(driver, driver.mover.begun[1], error="s3://b/in: refused")
+    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    say(driver, driver.transfers.begun[1], error="s3://b/in: refused")
     assert driver.group().attempts[-1].exit_code == 2010
     assert driver.group().attempt + 1 == attempts
 
@@ -201,35 +206,35 @@ def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])
     driver = Driver(workflow(top, bottom), behavior=lambda _: Behavior(seconds=5))
     driver.settle()
-    assert driver.mover.begun == []
+    assert driver.transfers.begun == []
     driver.advance(5.0)
-    assert [command.key.group for command in driver.mover.begun] == ["bottom"]
+    assert [command.key.group for command in driver.transfers.begun] == ["bottom"]
 
 
 def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
     driver = driver_of(url_inputs=IN)
-    say(driver, driver.mover.begun[0], error="s3://b/in/x: refused")
+    say(driver, driver.transfers.begun[0], error="s3://b/in/x: refused")
     group = driver.group()
     assert (group.state, group.reason, group.status) == (State.FAILED, Reason.DATA, "FAILED")
     assert group.message == "t0: an input cannot be fetched: s3://b/in/x: refused"
     assert driver.record().reason is Reason.DATA
     assert driver.backend.starts == []
     # The other one is let go of, and what it says is not heard.
-    assert not is_wanted(driver.record(), driver.mover.begun[1])
-    say(driver, driver.mover.begun[1], digest="d1")
-    assert len(driver.group().carried) == 1
+    assert not is_needed(driver.record(), driver.transfers.begun[1])
+    say(driver, driver.transfers.begun[1], digest="d1")
+    assert len(driver.group().transfer_results) == 1
 
 
 def test_a_group_completes_when_its_output_is_written() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    assert errands(driver) == [("write/0", "t0", "s3://b/out/w-1", "", "")]
+    assert transfers(driver) == [("write/0", "t0", "s3://b/out/w-1", "", "")]
     assert source_of(driver) == AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     assert driver.backend.collected == []
     assert driver.group().state is State.RUNNING
-    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-1"
+    assert driver.group().message == "all tasks have ended; writing outputs: s3://b/out/w-1"
     driver.clock.advance(7.0)
-    say(driver, driver.mover.begun[0], files=2, content=100)
+    say(driver, driver.transfers.begun[0], files=2, content=100)
     group = driver.group()
     assert (group.state, group.ended_at) == (State.COMPLETED, driver.clock.now())
     assert driver.events[-2].text.startswith("train: COMPLETED") or driver.events[-1].text.endswith("COMPLETED")
@@ -239,17 +244,17 @@ def test_a_group_completes_when_its_output_is_written() -> None:
 def test_what_its_node_cannot_write_is_written_from_here() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.mover.begun[0], is_relayed=True, error="n1: it has no s3fs")
+    say(driver, driver.transfers.begun[0], is_relayed=True, error="n1: it has no s3fs")
     assert driver.backend.collected == ["u1/train/t0/0"]
     saved = driver.group().tasks[0].saved
     assert saved is not None
-    assert errands(driver)[-1] == ("write/0", "t0", "s3://b/out/w-1", "", saved.digest)
+    assert transfers(driver)[-1] == ("write/0", "t0", "s3://b/out/w-1", "", saved.digest)
     assert source_of(driver) is None
     # Whoever comes later knows it, and says it no second time.
     driver.restart()
     driver.settle()
-    assert errands(driver)[-1][-1] == saved.digest
-    say(driver, driver.mover.begun[-1], files=1)
+    assert transfers(driver)[-1][-1] == saved.digest
+    say(driver, driver.transfers.begun[-1], files=1)
     assert driver.group().state is State.COMPLETED
     told = [event.text for event in driver.events]
     assert told.count("t0: its output goes to s3://b/out/w-1 through this machine: n1: it has no s3fs") == 1
@@ -260,9 +265,9 @@ def test_what_means_something_else_on_a_node_is_written_from_here(url: str) -> N
     driver = driver_of(url_outputs=(DataSpec(position=0, url=url),))
     driver.advance(1.0)
     assert driver.backend.collected == ["u1/train/t0/0"]
-    assert [str(command.data) for command in driver.mover.begun] == ["write/0"]
+    assert [str(command.data) for command in driver.transfers.begun] == ["write/0"]
     assert source_of(driver) is None
-    say(driver, driver.mover.begun[0], files=1)
+    say(driver, driver.transfers.begun[0], files=1)
     assert not any("through this machine" in event.text for event in driver.events)
 
 
@@ -272,7 +277,7 @@ def test_only_what_is_relayed_is_collected() -> None:
     driver.settle()
     driver.advance(1.0)
     assert sorted(driver.backend.collected) == ["u1/train/t0/0", "u1/train/t1/0"]
-    assert sorted(str(command.data) for command in driver.mover.begun) == ["write/0", "write/0", "write/1", "write/1"]
+    assert sorted(str(command.data) for command in driver.transfers.begun) == ["write/0", "write/0", "write/1", "write/1"]
 
 
 def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> None:
@@ -280,22 +285,22 @@ def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> Non
     driver.advance(1.0)
     driver.backend.cut("n1")
     driver.settle()
-    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-1; n1 is unreachable: cut"
+    assert driver.group().message == "all tasks have ended; writing outputs: s3://b/out/w-1; n1 is unreachable: cut"
     # Whoever waits for the node is not asked a second time.
     driver.backend.heal("n1")
     driver.settle()
-    assert len(driver.mover.begun) == 1
+    assert len(driver.transfers.begun) == 1
     driver.backend.cut("n1")
     driver.settle()
     driver.advance(driver.pool.node_lost_after_s + 1)
     assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.NODE_LOST)
-    assert not is_wanted(driver.record(), driver.mover.begun[0])
+    assert not is_needed(driver.record(), driver.transfers.begun[0])
 
 
 def test_an_output_that_cannot_be_written_fails_the_group_and_names_it() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.mover.begun[0], error="s3://b/out/w-1/x: refused")
+    say(driver, driver.transfers.begun[0], error="s3://b/out/w-1/x: refused")
     assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.DATA)
     assert driver.cause().message == "its output cannot be written: s3://b/out/w-1/x: refused"
     assert driver.group().tasks[0].state is State.COMPLETED
@@ -312,28 +317,28 @@ def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
     for _ in range(12):
         driver.advance(1.0)
     # t1 failed, and t2 was stopped when the lead completed.
-    assert [command.key.task for command in driver.mover.begun] == (["t0"] if exit_code == 0 else [])
+    assert [command.key.task for command in driver.transfers.begun] == (["t0"] if exit_code == 0 else [])
     if exit_code:
         assert driver.group().state is State.FAILED
 
 
 def test_a_killed_supervisor_repeats_what_was_not_done() -> None:
     driver = driver_of(url_inputs=IN, url_outputs=OUT)
-    say(driver, driver.mover.begun[0], digest="d0", files=1)
+    say(driver, driver.transfers.begun[0], digest="d0", files=1)
     driver.restart()
     driver.settle()
-    assert [str(command.data) for command in driver.mover.begun] == ["fetch/0", "fetch/1", "fetch/1"]
-    say(driver, driver.mover.begun[-1], digest="d1", files=1)
+    assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/1", "fetch/1"]
+    say(driver, driver.transfers.begun[-1], digest="d1", files=1)
     driver.advance(1.0)
-    assert str(driver.mover.begun[-1].data) == "write/0"
+    assert str(driver.transfers.begun[-1].data) == "write/0"
     driver.restart()
     driver.settle()
-    assert [str(command.data) for command in driver.mover.begun[3:]] == ["write/0", "write/0"]
-    say(driver, driver.mover.begun[-1], files=1)
+    assert [str(command.data) for command in driver.transfers.begun[3:]] == ["write/0", "write/0"]
+    say(driver, driver.transfers.begun[-1], files=1)
     assert driver.group().state is State.COMPLETED
     # What the first one did all the same is heard of no more.
     before = driver.record()
-    say(driver, driver.mover.begun[3], error="late")
+    say(driver, driver.transfers.begun[3], error="late")
     assert driver.record() == before
 
 
@@ -341,14 +346,14 @@ def test_a_killed_supervisor_repeats_what_was_not_done() -> None:
 def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
     driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
     if while_it == "writes":
-        say(driver, driver.mover.begun[0], digest="d0")
+        say(driver, driver.transfers.begun[0], digest="d0")
         driver.advance(1.0)
-    command = driver.mover.begun[-1]
-    assert is_wanted(driver.record(), command)
+    command = driver.transfers.begun[-1]
+    assert is_needed(driver.record(), command)
     driver.cancel()
     driver.settle()
     assert driver.group().state is State.CANCELED
-    assert not is_wanted(driver.record(), command)
+    assert not is_needed(driver.record(), command)
 
 
 def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group() -> None:
@@ -357,11 +362,11 @@ def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group(
     driver.settle()
     driver.advance(1.0)
     assert driver.group().state is State.STOPPING
-    (command,) = driver.mover.begun
+    (command,) = driver.transfers.begun
     driver.cancel()
     driver.settle()
     assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by me")
-    assert not is_wanted(driver.record(), command)
+    assert not is_needed(driver.record(), command)
 
 
 def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> None:
@@ -373,9 +378,9 @@ def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> Non
         exit_actions=actions,
         retry=Retry(limit=1),
     )
-    say(driver, driver.mover.begun[0], digest="d0", files=1)
+    say(driver, driver.transfers.begun[0], digest="d0", files=1)
     driver.run()
-    assert [str(command.data) for command in driver.mover.begun] == ["fetch/0"]
+    assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0"]
     assert driver.backend.launches["u1/train/t0/1"].files[0].blob == "d0"
     assert driver.group().state is State.FAILED
 
@@ -383,7 +388,7 @@ def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> Non
 def test_how_far_it_is_stands_beside_the_task() -> None:
     driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
     for url in ("s3://b/in", "s3://b/out/w-1"):
-        command = driver.mover.begun[-1]
+        command = driver.transfers.begun[-1]
         seen = TransferMoved(at=1.0, key=command.key, data=command.data, url=url, done=5, total=9, bytes_per_s=2.0)
         driver.seen.append(seen)
         driver.settle()
@@ -410,5 +415,5 @@ def test_nothing_is_said_to_be_nothing(op: str, regex: str, words: str) -> None:
     is_input = op.startswith("fetch")
     driver = driver_of(url_inputs=(where,) if is_input else (), url_outputs=() if is_input else (where,))
     driver.advance(1.0)
-    say(driver, driver.mover.begun[0], digest="d")
+    say(driver, driver.transfers.begun[0], digest="d")
     assert any(event.text == f"t0: {words}" for event in driver.events)

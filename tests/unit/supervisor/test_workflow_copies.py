@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Plan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
-from distflow.state.record import Carried, Checkpoint, DataKind, DataRef, Saved, WorkflowRecord
+from distflow.state.record import Checkpoint, DataKind, DataRef, Saved, TransferResult, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.snapshot import Workflow
-from distflow.supervisor.workflow_copies import Memo, Place, memo_for, read_memo, rebuild, writes_here
+from distflow.supervisor.workflow_copies import AdoptedAttempt, WorkflowCopy, encode_copy, read_copy, rebuild, writes_here
 from distflow.testing.backend import Behavior
 from unit.state.stored import plan_of, running_group, submit, task, workflow
 from unit.supervisor import gangs
@@ -41,7 +41,9 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
         group,
         earlier=(task("worker", State.RESCHEDULED, attempt=0, saved=Saved(at=1.0, digest=DIGEST)),),
         attempt=1,
-        carried=(Carried(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),),
+        transfer_results=(
+            TransferResult(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),
+        ),
         checkpoints=(Checkpoint(task="master", number=0, digest=DIGEST),),
         tasks=tuple(replace(one, attempt=1) for one in group.tasks),
     )
@@ -56,10 +58,10 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
 @cache
 def body() -> str:
     record, plan = record_and_plan()
-    return encode(Memo(record=record, plan=plan, template="t", spec="s", host="laptop")).decode()
+    return encode(WorkflowCopy(record=record, plan=plan, template="t", spec="s", host="laptop")).decode()
 
 
-def with_writes(url: str, checkpoint: str = "") -> Memo:
+def with_writes(url: str, checkpoint: str = "") -> WorkflowCopy:
     record, plan = record_and_plan()
     points = (PlannedCheckpoint(place="files/m", shown="/m", url=checkpoint, every_s=60.0),) if checkpoint else ()
 
@@ -67,7 +69,7 @@ def with_writes(url: str, checkpoint: str = "") -> Memo:
         return replace(launch, url_outputs=(DataSpec(position=0, url=url),), checkpoints=points)
 
     groups = tuple(one.with_launches(change) for one in plan.groups)
-    return Memo(record=record, plan=replace(plan, groups=groups), template="", spec="", host="")
+    return WorkflowCopy(record=record, plan=replace(plan, groups=groups), template="", spec="", host="")
 
 
 def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None:
@@ -79,18 +81,18 @@ def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None
         told = Workflow(record=record, plan=plan_of(record))
         key = AttemptKey(workflow=record.uuid, group="training", attempt=0, task="master", node="n1")
         command = Prepare("lab", key)
-        text = memo_for(told, command, store, "laptop", mine)
-    memo, is_own = read_memo(text, mine)
-    assert (memo.record, memo.host, is_own) == (record, "laptop", True)
+        text = encode_copy(told, command, store, "laptop", mine)
+    copy, is_own = read_copy(text, mine)
+    assert (copy.record, copy.host, is_own) == (record, "laptop", True)
     # A version without signatures reads it as well, and what that wrote is read here.
     assert json.loads(text)["host"] == "laptop"
     unsigned = re.sub(r',"mac":"[0-9a-f]+"', "", text)
     for changed in (unsigned, text.replace('"laptop"', '"l4ptop"'), text.replace('"mac":"', '"mac":"0')[:-3] + '"}'):
-        assert read_memo(changed, mine)[1] is False
-    assert read_memo(text, other)[1] is False
+        assert read_copy(changed, mine)[1] is False
+    assert read_copy(text, other)[1] is False
     assert not list(other.iterdir()), "reading makes no key"
     # The token of a gang, which its nodes know, signs nothing.
-    assert read_memo(text[:-66] + DIGEST + '"}', mine)[1] is False
+    assert read_copy(text[:-66] + DIGEST + '"}', mine)[1] is False
 
 
 def at(where: str, value: object) -> Callable[[Any], None]:
@@ -120,13 +122,13 @@ def test_names_that_lead_elsewhere_are_refused(change: Callable[[Any], None], tm
     document = json.loads(body())
     change(document)
     with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
-        read_memo(json.dumps(document), tmp_path)
+        read_copy(json.dumps(document), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
 def test_what_is_not_a_record_at_all_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
-        read_memo(text, tmp_path)
+        read_copy(text, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ HOSTILE: st.SearchStrategy[object] = st.one_of(st.sampled_from([*TEXTS, *OTHERS]
 def test_a_changed_record_is_refused_or_harmless(
     changes: list[tuple[tuple[Any, ...], object]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    document = copy.deepcopy(json.loads(body()))
+    document = deepcopy(json.loads(body()))
     for path, value in changes:
         with suppress(KeyError, IndexError, TypeError):
             place = document
@@ -168,17 +170,17 @@ def test_a_changed_record_is_refused_or_harmless(
                 place = place[part]
             place[path[-1]] = value
     try:
-        memo, is_own = read_memo(json.dumps(document), tmp_path_factory.getbasetemp())
+        copy, is_own = read_copy(json.dumps(document), tmp_path_factory.getbasetemp())
     except StateError:
         return
     assert not is_own
     plain = re.compile("[A-Za-z0-9_-]+")
-    for group in memo.record.groups:
+    for group in copy.record.groups:
         assert plain.fullmatch(group.name)
         assert all(plain.fullmatch(one.name) and one.attempt >= 0 for one in group.attempts)
-        assert all(re.fullmatch("[0-9a-f]{64}|", one.digest) for one in (*group.carried, *group.checkpoints))  # type: ignore[attr-defined]
-    places = {f"{memo.record.uuid}/training/master/1": Place(node="n1", phase="running")}
-    rebuilt = rebuild(memo, places, nodes=["n1"], now=5.0)
+        assert all(re.fullmatch("[0-9a-f]{64}|", one.digest) for one in (*group.transfer_results, *group.checkpoints))  # type: ignore[attr-defined]
+    attempts = {f"{copy.record.uuid}/training/master/1": AdoptedAttempt(node="n1", phase="running")}
+    rebuilt = rebuild(copy, attempts, nodes=["n1"], now=5.0)
     assert all(one.retry.limit == 0 for group in rebuilt.plan.groups for one in group.sizes)
 
 
@@ -191,10 +193,10 @@ def test_a_task_whose_node_was_out_of_reach_when_it_was_adopted_has_started_when
 
     driver = gangs.Driver(gangs.workflow(), behavior=behave)
     driver.settle()
-    memo = Memo(record=noted[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
+    copy = WorkflowCopy(record=noted[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
     driver.backend.cut("n2")
-    place = Place(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
-    rebuilt = rebuild(memo, {"u1/train/t0/0": place}, nodes=["n1", "n2"], now=driver.clock.now())
+    place = AdoptedAttempt(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
+    rebuilt = rebuild(copy, {"u1/train/t0/0": place}, nodes=["n1", "n2"], now=driver.clock.now())
     driver.rewrite(rebuilt.record)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().task("t1").started_at) == (State.RUNNING, None)

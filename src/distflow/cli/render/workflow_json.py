@@ -11,7 +11,7 @@ from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, qu
 from distflow.documents.quantities import iso
 from distflow.lifecycle.states import State, still_awaited
 from distflow.state.metrics import Latest
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan, Plan
@@ -196,7 +196,7 @@ def _metrics_json(latest: Latest | None) -> dict[str, object] | None:
     }
 
 
-def _transfer_json(files: Transfer) -> dict[str, object]:
+def _transfer_json(files: TransferProgress) -> dict[str, object]:
     return {
         "sent_bytes": files.sent,
         "total_bytes": files.total,
@@ -239,16 +239,16 @@ def _task_json(
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
     """Return the times of a task's steps before and after it ran. They are recorded only for the latest attempt."""
-    from distflow.supervisor.transfers import fetched_for, written_of  # commands that show no tasks do not need it
+    from distflow.supervisor.transfers import fetched_inputs, written_outputs  # commands that show no tasks do not need it
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None
     initializing = group.initializing_at if is_latest else None
     if scheduling is not None and initializing is not None and initializing < scheduling:
         initializing = None  # this is the time of the previous attempt
-    fetched = fetched_for(plan, group, task.name) if is_latest else []
+    fetched = fetched_inputs(plan, group, task.name) if is_latest else []
     begun = [one.since for one in fetched if one.since is not None]
-    written = [one.since for one in written_of(group, task.name) if one.since is not None] if is_latest else []
+    written = [one.since for one in written_outputs(group, task.name) if one.since is not None] if is_latest else []
     return {
         "scheduling_start_time": iso(scheduling),
         "initializing_start_time": iso(initializing),
@@ -265,6 +265,6 @@ def _common(values: Iterable[float | None]) -> float | None:
 
 
 def _away_json(task: TaskRecord) -> dict[str, object] | None:
-    if task.out_of_reach is None or task.state.is_final:
+    if task.outage is None or task.state.is_final:
         return None
-    return {"since": iso(task.out_of_reach.since), "error": task.out_of_reach.error}
+    return {"since": iso(task.outage.since), "error": task.outage.error}

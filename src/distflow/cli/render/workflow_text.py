@@ -105,7 +105,7 @@ def workflow_text(
     if outputs:
         lines += ["", "Outputs on nodes:"]
         lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
-    written = [one for group in record.groups for one in group.carried if one.is_written and one.files]
+    written = [one for group in record.groups for one in group.transfer_results if one.is_written and one.files]
     if written:
         lines += ["", "Outputs were written to:"]
         lines += [f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written]
@@ -185,7 +185,7 @@ def event_line(event: Event) -> str:
     if event.task is None:
         return f"{local_second(event.at)} {plain(event.text)}"
     retry = f" retry-{event.attempt}" if event.attempt else ""
-    return f"{local_second(event.at)} [{event.task}{retry}] {plain(event.text.removeprefix(f'{event.task}: '))}"
+    return f"{local_second(event.at)} [{event.task}{retry}] {plain(event.description)}"
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
@@ -315,11 +315,11 @@ def nodes_away(group: GroupRecord) -> list[NodeAway]:
     """Return the unreachable nodes of a group, in the order of its tasks."""
     found: dict[str, NodeAway] = {}
     for task in group.tasks:
-        if task.node is None or task.out_of_reach is None or task.state.is_final:
+        if task.node is None or task.outage is None or task.state.is_final:
             continue
         others = found[task.node].tasks if task.node in found else ()
         found[task.node] = NodeAway(
-            node=task.node, since=task.out_of_reach.since, error=task.out_of_reach.error, tasks=(*others, task.name)
+            node=task.node, since=task.outage.since, error=task.outage.error, tasks=(*others, task.name)
         )
     return list(found.values())
 
@@ -339,7 +339,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
     """Yield a sentence for each task of an ended workflow that may still run on an unreachable node."""
     for group in record.groups:
         for task in group.tasks:
-            if task.stray is not None:
+            if task.orphan is not None:
                 yield f"{task.name}: {task.message}; it may still run there until {task.node} responds"
 
 
