@@ -63,7 +63,7 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     go, other = cli.folder / "go", another(cli)
     # The other one has given a number already that the first one gives, too.
     mine = other.submit(other.spec(WAITS.replace("GO", str(go)), "mine.yaml"))
-    other.await_log(mine, "first words")
+    other.await_log(mine, "first line")
     runs = cli.submit(cli.spec(WAITS.replace("GO", str(go))), "--set-env", "TOKEN=canary-5ecret")
     fails = cli.submit(cli.spec(FAILS))
     cli.await_status(fails, "FAILED")
@@ -90,7 +90,7 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     other.await_log("fails-1", "[one] it breaks")
     taken = other.await_running("waits-2")["one"]
     assert (taken["pid"], taken["node_name"]) == (running["pid"], "local")
-    other.await_log("waits-2", "[one] first words")
+    other.await_log("waits-2", "[one] first line")
     assert "adopted from local" in other.run("workflow", "events", "waits-2").out
 
     go.touch()
