@@ -292,7 +292,7 @@ def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3
 
 def test_a_node_without_disk_space_for_an_input_is_reported(cli: Cli, s3: S3Server) -> None:
     _fill(cli, s3, 5 * LARGE)
-    cli.top.mkdir()
+    cli.top.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.top)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("mounting a small disk needs root")
