@@ -95,7 +95,7 @@ def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
 def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
     why = why_not_trusted(path, environ)
     if why:
-        remedy = f"`chmod go-w {path}`" if "write" in why else f"`sudo chown $(id -un) {path}`"
+        remedy = f"`sudo chown $(id -un) {path}`" if owned_by_stranger(path, environ) is not None else f"`chmod go-w {path}`"
         raise InputError(
             f"the configuration {path} is not used: {why}, and it can define commands that run as you",
             hint=f"check the file; if you trust it, run {remedy}, or set DISTFLOW_CONFIG={path}",

@@ -206,7 +206,7 @@ def cause_words(cause: Cause) -> str:
     ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
     message = plain(cause.message) or REASON_TEXT[cause.reason]
     how = _exit_words(cause.exit_code, cause.signal)
-    if how and how not in message:
+    if how and cause.reason not in (Reason.EXIT_CODE, Reason.SIGNAL):  # otherwise, the message contains it
         message += f" ({how})"
     return f"{cause.task}{where}{ranks}: {message}"
 
