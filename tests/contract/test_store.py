@@ -81,6 +81,12 @@ def test_stored_workflows_are_found_by_id_and_uuid(store: Store) -> None:
     assert store.ids() == {record.uuid: "digits-1"}
 
 
+def test_a_name_is_its_latest_run_and_a_dash_the_latest_workflow(store: Store) -> None:
+    for number, name in enumerate(["a", "a", "a-1", "b"]):
+        submit(store, workflow(name=name, number=number, at=float(number)))
+    assert [store.find(key).id for key in ("a", "a-1", "b", "-")] == ["a-2", "a-1", "b-1", "b-1"]
+
+
 def test_a_missing_name_is_reported_with_similar_ones(store: Store) -> None:
     with pytest.raises(NotFound) as empty:
         store.find("digits-2")

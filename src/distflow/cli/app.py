@@ -49,14 +49,30 @@ _WITHOUT_SERVER = MappingProxyType(
 """Commands of OSMO that need its server, and what to do instead."""
 
 
+_SHORTCUTS = MappingProxyType({"submit": "submit", "status": "query", "logs": "logs", "list": "list", "stop": "cancel"})
+"""Commands that are the same as a command of ``distflow workflow``."""
+
+
 class _Root(LazyGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or ``None``. Raise ``InputError`` for a command of OSMO that needs its server."""
+        if cmd_name in _SHORTCUTS:
+            return super().get_command(ctx, "workflow").get_command(ctx, _SHORTCUTS[cmd_name])
         if cmd_name in _WITHOUT_SERVER:
             raise InputError(
                 f"`distflow {cmd_name}` does not exist, because distflow has no server", hint=_WITHOUT_SERVER[cmd_name]
             )
         return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands and the shortcuts, for shell completion."""
+        return [*super().list_commands(ctx), *_SHORTCUTS]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands and the shortcuts to the help page."""
+        super().format_commands(ctx, formatter)
+        with formatter.section("Shortcuts"):
+            formatter.write_dl([(name, f"Same as `distflow workflow {target}`.") for name, target in _SHORTCUTS.items()])
 
     table = commands(
         {
@@ -120,7 +136,7 @@ def _open_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code. This function handles every error."""
-    code = _run(arguments)
+    code = _run(_expand(arguments))
     # Flush here, because at exit a closed pipe or a full disk could no longer be handled.
     try:
         sys.stdout.flush()
@@ -155,6 +171,23 @@ def _run(arguments: list[str]) -> int:
         raise
     except Exception as error:  # noqa: BLE001  any other error is a usage error or a bug
         return _handle_other_error(error)
+
+
+def _expand(arguments: Sequence[str]) -> list[str]:
+    """Replace a shortcut at the start of the arguments with the command that it stands for.
+
+    >>> _expand(["stop", "train-3"])
+    ['workflow', 'cancel', 'train-3']
+    """
+    match arguments:
+        case [("--version" | "-V"), *rest]:
+            return ["version", *rest]
+        case ["workflow", ("status" | "stop") as alias, *rest]:
+            return ["workflow", _SHORTCUTS[alias], *rest]
+        case [shortcut, *rest] if shortcut in _SHORTCUTS:
+            return ["workflow", _SHORTCUTS[shortcut], *rest]
+        case _:
+            return list(arguments)
 
 
 def _discard_output(stream: TextIO) -> None:

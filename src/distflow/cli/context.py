@@ -43,7 +43,10 @@ def complete_workflow(incomplete: str) -> list[str]:
 WorkflowArgument = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="The id (<name>-<n>) or uuid of the workflow.", show_default=False, autocompletion=complete_workflow
+        metavar="ID",
+        help="The id or uuid of the workflow, its name for the latest run, or - for the latest workflow.",
+        show_default=False,
+        autocompletion=complete_workflow,
     ),
 ]
 

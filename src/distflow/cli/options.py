@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from distflow.errors import InputError
+
 __all__ = [
     "ConnectTimeoutOption",
     "Format",
@@ -102,6 +104,15 @@ class LazyGroup(TyperGroup):
         command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
         command.name = cmd_name
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments begin with. Raise ``InputError`` with similar names if it does not exist."""
+        if not ctx.resilient_parsing and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from distflow.documents.text import did_you_mean
+
+            hint = did_you_mean(args[0], self.list_commands(ctx), what="commands")
+            raise InputError(f"`{ctx.command_path} {args[0]}` is not a command", hint=hint)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands to the help page without importing their modules."""

@@ -205,15 +205,21 @@ class Store:
             return dict(self._db.execute("SELECT tag, count(*) FROM tags GROUP BY tag ORDER BY tag").fetchall())
 
     def find(self, key: str) -> WorkflowRecord:
-        """Return the workflow with this id or uuid, with its groups.
+        """Return a workflow, with its groups.
 
-        Raises ``NotFound`` if there is none; the error suggests similar ids.
+        Args:
+            key: The id or uuid of a workflow. Otherwise a workflow name, for its latest run, or ``-``, for the latest workflow.
+
+        Raises:
+            NotFound: if there is none; the error suggests similar ids.
+
         """
         with self._transaction("DEFERRED"):
-            row = self._db.execute(
-                f"SELECT {_COLUMNS}, {_TAGS} FROM workflows WHERE id = ? OR uuid = ?",  # noqa: S608  constants
-                (key, key),
-            ).fetchone()
+            select = f"SELECT {_COLUMNS}, {_TAGS} FROM workflows WHERE"  # noqa: S608  only constants are pasted
+            row = self._db.execute(f"{select} id = ? OR uuid = ?", (key, key)).fetchone()
+            if row is None:
+                latest = f"{select} ? IN (name, '-') ORDER BY submitted_at DESC, number DESC LIMIT 1"
+                row = self._db.execute(latest, (key,)).fetchone()
             if row is None:
                 raise NotFound(f"there is no workflow {key!r}", hint=self._near(key))
             return self._complete(_workflow(row))

@@ -49,9 +49,55 @@ def test_commands_of_osmos_server_say_that_there_is_none(command: str, capsys: p
     assert len(said.splitlines()) == 2
 
 
-def test_a_command_that_nobody_has_is_an_error_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["nonsense"]) == 2
-    assert "No such command 'nonsense'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["stats"], "`distflow stats` is not a command", "did you mean `status`? commands: `credential`"),
+        (["workflow", "qery"], "`distflow workflow qery` is not a command", "did you mean `query`? commands: `adopt`"),
+        (["%"], "`distflow %` is not a command", "commands: `credential`"),
+    ],
+)
+def test_unknown_command_suggests_a_similar_one(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}\n{hint}")
+
+
+@pytest.mark.parametrize(
+    ("shortcut", "command"),
+    [
+        (["submit"], ["submit"]),
+        (["status"], ["query"]),
+        (["logs"], ["logs"]),
+        (["list"], ["list"]),
+        (["stop"], ["cancel"]),
+        (["workflow", "status"], ["query"]),
+        (["workflow", "stop"], ["cancel"]),
+    ],
+)
+def test_shortcut_is_the_same_as_a_workflow_command(
+    shortcut: list[str], command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for arguments in (shortcut, ["workflow", *command]):
+        assert run([*arguments, "--help"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert f"distflow workflow {command[0]}" in outputs[0].partition("\n\n")[0]
+
+
+def test_shortcuts_accept_several_values_and_keep_the_meaning_of_t(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list", "-s", "RUNNING", "FAILED", "-t", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workflows"] == []
+    assert run(["logs", "nope-1", "-t", "json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_is_also_an_option(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([flag]) == 0
+    assert capsys.readouterr().out.startswith("distflow ")
 
 
 def test_t_means_a_task_where_osmo_has_it_so() -> None:
