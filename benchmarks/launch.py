@@ -2,7 +2,7 @@
 
 The peers are the loop ``ssh host 'RANK=… python one.py' &`` with everything set by hand, and the same loop with torchrun.
 distflow also sends the script, chooses the port, checks the layout, mirrors the output and supervises the tasks. Fails if
-distflow takes more than 1.25 × the plain loop, or longer than torchrun.
+distflow takes more than 1.1 × the plain loop, or longer than torchrun.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lab import Lab, alternate, show
 from distflow.testing.sshd import free_port
 
 RUNS = 3
-LIMIT = 1.25
+LIMIT = 1.1
 ONE = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -668,7 +668,7 @@ def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) ->
     wait_until(lambda: is_dead(state["command"]["pid"]))
     kill(state["keeper"]["pid"])
     end = node.end(attempt)
-    assert (end["reason"], end["signal"], end["output_bytes"]) == ("keeper_died", signal.SIGKILL, 14)
+    assert (end["reason"], end["signal"], end["output_bytes"]) == ("keeper_died", signal.SIGKILL, 13)
     assert node.output(attempt) == "up\nlast line\n"
 
 

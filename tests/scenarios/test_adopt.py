@@ -127,13 +127,13 @@ def test_a_damaged_store_is_set_aside_and_its_workflows_are_adopted(cli: Cli) ->
 
     would = cli.run("workflow", "adopt", "--dry-run")
     assert (would.code, "would be renamed" in would.err) == (0, True)
-    assert store.read_bytes().startswith(b"not a database")
+    assert store.read_bytes().startswith(b"no longer a database")
     done = cli.run("workflow", "adopt")
     assert done.code == 0, done.err
     assert done.out == "waits-1: adopted\nfails-1: adopted\n"
     (aside,) = cli.state.glob("distflow.sqlite3.broken-*")
     assert str(aside) in done.err
-    assert aside.read_bytes().startswith(b"not a database")
+    assert aside.read_bytes().startswith(b"no longer a database")
     cli.await_status(fails, "FAILED")
     cli.await_log(fails, "[one] it breaks")
     cli.await_running(runs)

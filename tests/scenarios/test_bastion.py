@@ -6,12 +6,11 @@ import http.client
 import re
 import shutil
 import signal
-import socket
 
 import pytest
 
 from distflow.testing.kernel import Network
-from distflow.testing.sshd import make_key
+from distflow.testing.sshd import free_port, make_key
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -58,8 +57,7 @@ def test_exec_ports_and_files_go_through_a_jump_host(inner: Lab) -> None:
     else:
         assert cli.run("workflow", "exec", workflow, "server", "--entry", f"sh -c 'printf \"{page}\" > page.txt'").code == 0
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        ours = int(free.getsockname()[1])
+    ours = free_port()
     process = cli.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{found[1]}")
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port ")

@@ -211,7 +211,7 @@ def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -
     done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
     assert done.code == 0
     assert "[one] ran" in done.out
-    for words in ("`image` is ignored", "nothing is mounted at /elsewhere", "`privileged` is ignored"):
+    for words in ("`image` is ignored", "nothing is mounted at `/elsewhere`", "`privileged` is ignored"):
         assert done.err.count(words) == 1, done.err
 
 

@@ -95,7 +95,7 @@ def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request
     assert done.code == 0, done.err
     assert "[rate] 1\n" in done.out
     events = cli.run("workflow", "events", "chain-1").out
-    comes = "is fetched by its node" if where == "s3" else "is here"
+    comes = "is fetched by its node" if where == "s3" else "was fetched"
     assert f"[train] its input {comes}: dataset numbers:1: 1 file, 2 B" in events
     assert "[train] its output is at dataset model:1: 1 file, 2 B" in events
     assert f"[rate] its input {comes}: dataset model:1: 1 file, 2 B" in events
@@ -125,7 +125,7 @@ def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -
     cli.await_running(ident)
     s3.freeze()
     go.touch()
-    wait_until(lambda: "are written: dataset model" in cli.query(ident)["groups"][0]["message"], 60)
+    wait_until(lambda: "writing outputs: dataset model" in cli.query(ident)["groups"][0]["message"], 60)
     cli.kill_supervisor()
     s3.thaw()
     cli.await_status(ident, "COMPLETED")

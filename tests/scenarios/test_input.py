@@ -168,7 +168,7 @@ def test_records_are_read_from_a_disk_that_became_read_only(cli: Cli) -> None:
         # One that has given up its lock has its log there open for writing until it ends.
         wait_until(lambda: not cli.processes(), 30)
         subprocess.run(["mount", "-o", "remount,ro", cli.state], check=True)
-        note = f"note: {cli.state}/distflow.sqlite3 cannot be written"
+        note = f"note: {cli.state}/distflow.sqlite3 is not writable"
         for words, shown in (
             (["query", workflow], "COMPLETED"), (["list"], workflow), (["logs", workflow], "hello"),
             (["events", workflow], "COMPLETED"), (["query", workflow, "-t", "json"], '"COMPLETED"'),

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from distflow.testing.sshd import free_port
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
@@ -24,11 +25,6 @@ workflow:
     files:
     - {path: page.txt, contents: "from the task"}
 """
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _get(port: int) -> str:
@@ -47,7 +43,7 @@ def test_connections_at_once_reach_the_task_until_ctrl_c_or_its_end(place: Cli) 
     log = place.await_log(workflow, "port ")
     found = re.search(r"port (\d+)", log)
     assert found is not None
-    theirs, ours, dead, unused = int(found[1]), _free_port(), _free_port(), _free_port()
+    theirs, ours, dead, unused = int(found[1]), free_port(), free_port(), free_port()
     process = place.start("workflow", "port-forward", workflow, "server", "--port", f"{ours}:{theirs},{dead}:{unused}")
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"localhost:{ours} is forwarded to port {theirs} of ")

@@ -61,12 +61,12 @@ def test_the_rank_that_is_elsewhere_is_named(lab: Lab) -> None:
     lab.servers[node].stop()
     half = cli.run("workflow", "stacks", workflow)
     assert half.code == 0
-    assert "worker: not seen: " in half.out
+    assert "worker: no stacks: " in half.out
     lab.servers[node].start()
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
     ended = cli.run("workflow", "stacks", workflow)
     assert ended.code == 2
-    assert "no task of hangs-1 runs: " in ended.err
+    assert "no task of hangs-1 is running: " in ended.err
 
 
 SILENT = """

@@ -247,10 +247,10 @@ def test_canceled_work_blocks_nothing(cli: Cli, s3: S3Server) -> None:
     s3.stop()
     tasks = "".join(f"  - {{name: t{number}, command: ['true'], inputs: [{{url: s3://b/x}}]}}\n" for number in range(4))
     many = cli.submit(cli.spec(f"workflow:\n  name: many\n  tasks:\n{tasks}", "many.yaml"))
-    wait_until(lambda: all("looks up" in one["message"] for one in cli.query(many)["groups"]), 60)
+    wait_until(lambda: all("checking inputs" in one["message"] for one in cli.query(many)["groups"]), 60)
     (cli.folder / "a.txt").write_text("A\n")
     one = cli.submit(_simple(cli, f"file://{cli.folder}/a.txt", f"file://{cli.folder}/out"))
-    wait_until(lambda: "fetches" in _message(cli, one), 60)
+    wait_until(lambda: "inputs: " in _message(cli, one), 60)
     assert cli.run("workflow", "cancel", many).code == 0
     cli.await_status(one, "COMPLETED", timeout=30)
 

@@ -19,7 +19,8 @@ TEXT = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("osmo.md
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
 OWN = (
     "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "pool check", "node clean",
-    "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench",
+    "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench", "submit", "status",
+    "logs", "list", "stop",
 )  # fmt: skip
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -42,10 +43,16 @@ def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that is free at ``address`` now. An empty address means all addresses."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free at ``address`` now. An empty address means all addresses.
+
+    The port is below the range from which Linux takes the ports of outgoing connections, so no connection takes it before the
+    caller listens on it.
+    """
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
 
 
 class Sshd:
