@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Mapping
 from enum import Enum
@@ -103,15 +104,21 @@ class LazyGroup(TyperGroup):
         module, _, attribute = entry.place.partition(":")
         command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
         command.name = cmd_name
+        if not isinstance(command, TyperGroup) and not gc.isenabled():
+            # ``entry`` disabled it. All modules of the command are imported now.
+            gc.freeze()
+            gc.enable()
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments begin with. Raise ``InputError`` with similar names if it does not exist."""
-        if not ctx.resilient_parsing and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+        name, known = args[0], self.list_commands(ctx)
+        is_command = name in known or name.startswith("-") or self.get_command(ctx, name) is not None
+        if not is_command and not ctx.resilient_parsing:
             from distflow.documents.text import did_you_mean
 
-            hint = did_you_mean(args[0], self.list_commands(ctx), what="commands")
-            raise InputError(f"`{ctx.command_path} {args[0]}` is not a command", hint=hint)
+            hint = did_you_mean(name, known, what="commands")
+            raise InputError(f"`{ctx.command_path} {name}` is not a command", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

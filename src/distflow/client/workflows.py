@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distflow.plan.model import Plan
     from distflow.pools.model import Pool
     from distflow.spec.model import ResourceSpec
-    from distflow.state.metrics import Latest
+    from distflow.state.metrics import Latest, Metric
     from distflow.state.search import Search
 
 __all__ = [
@@ -163,10 +163,6 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
         StateError: if the state directory cannot be read.
 
     """
-    from distflow.state.logs import LogLine
-    from distflow.state.metrics import Metric, latest, read_metrics
-    from distflow.supervisor.error_reports import without_launcher
-
     last_lines: dict[tuple[str, str, int], str] = {}
     metrics: dict[str, Latest] = {}
     for group in record.groups:
@@ -174,11 +170,19 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
         present = {(task.name, task.attempt) for task in group.tasks}
         for task in group.attempts:
             lines = client.mirror.last_lines(record.uuid, group.name, task.name, task.attempt, _TAIL_LINES)
+            if not lines:
+                continue
+            from distflow.state.logs import LogLine
+            from distflow.state.metrics import read_metrics
+            from distflow.supervisor.error_reports import without_launcher
+
             if own := without_launcher(lines) or lines:
                 last_lines[group.name, task.name, task.attempt] = own[-1]
             if (task.name, task.attempt) in present:
                 found += read_metrics(LogLine(task.name, task.attempt, None, line) for line in lines)
         if found:
+            from distflow.state.metrics import latest
+
             metrics[group.name] = min(latest(found), key=lambda one: (one.rank is None, one.rank or 0))
     return WorkflowStatus(last_lines=last_lines, metrics=metrics)
 

@@ -10,11 +10,11 @@ from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
 from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, queued_s, task_words
 from distflow.documents.quantities import iso
 from distflow.lifecycle.states import State, still_awaited
-from distflow.state.metrics import Latest
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan, Plan
+    from distflow.state.metrics import Latest
 
 __all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
 

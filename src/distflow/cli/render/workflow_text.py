@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
@@ -296,8 +297,7 @@ def task_words(task: TaskRecord) -> str:
     return plain(task.message) if task.message else REASON_TEXT[task.reason] if task.reason else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAway:
+class NodeAway(Struct, frozen=True, kw_only=True):
     """An unreachable node and the unfinished tasks of one group on it."""
 
     node: str

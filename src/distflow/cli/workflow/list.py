@@ -11,7 +11,6 @@ import typer
 from distflow.cli.context import open_client, until_closed
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint
-from distflow.cli.render.workflow_json import list_json
 from distflow.cli.render.workflow_text import list_table
 from distflow.cli.search_options import (
     OSMO_STATUSES,
@@ -94,6 +93,8 @@ def list_command(
     with until_closed():
         if format_type is Format.JSON:
             import json
+
+            from distflow.cli.render.workflow_json import list_json
 
             print(json.dumps(list_json(records, now=now()), indent=2))
         elif records:

@@ -10,7 +10,6 @@ import typer
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint, terminal_width
-from distflow.cli.render.workflow_json import workflow_json
 from distflow.cli.render.workflow_text import workflow_text
 from distflow.client.client import now
 from distflow.client.workflows import plan_of, read_status
@@ -62,6 +61,8 @@ def query(
             record = watch_workflow(client, record, shown, out=None if quiet else sys.stdout)
         if format_type is Format.JSON:
             import json
+
+            from distflow.cli.render.workflow_json import workflow_json
 
             status = read_status(client, record)
             document = workflow_json(
