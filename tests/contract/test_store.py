@@ -92,7 +92,7 @@ def test_a_missing_name_is_reported_with_similar_ones(store: Store) -> None:
         store.find("digits-2")
     assert "workflow list" in empty.value.hint
     submit(store, workflow())
-    with pytest.raises(NotFound, match=r"near it: digits-1"):
+    with pytest.raises(NotFound, match=r"similar ids: digits-1"):
         store.find("digits-2")
 
 

@@ -350,8 +350,8 @@ class Store:
             "SELECT id FROM workflows WHERE name = ? OR instr(id, ?) > 0 ORDER BY submitted_at DESC LIMIT 3", (stem, stem)
         ).fetchall()
         if rows:
-            return "near it: " + ", ".join(row[0] for row in rows)
-        return "`distflow workflow list` shows the ones there are"
+            return "similar ids: " + ", ".join(row[0] for row in rows)
+        return "to list all workflows: distflow workflow list"
 
     def _write_groups(self, record: WorkflowRecord, groups: Sequence[GroupRecord]) -> None:
         self._db.executemany(

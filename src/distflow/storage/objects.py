@@ -37,10 +37,24 @@ def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStor
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     secrets = [credentials.access_key] if credentials is not None else []
     secrets += [Secret(os.environ[name]) for name in SECRET_VARIABLES if os.environ.get(name)]
+    options = dict(driver.options)
+    if driver.speaks_s3:
+        options["session"] = _s3_session()
     with driver_errors(url.profile, secrets):
-        files = fsspec.filesystem(driver.name, skip_instance_cache=True, use_listings_cache=False, **driver.options)
+        files = fsspec.filesystem(driver.name, skip_instance_cache=True, use_listings_cache=False, **options)
     files.retries = 1
     return ObjectStore(url, driver, files, secrets)
+
+
+def _s3_session() -> Any:
+    """Return a session of aiobotocore that sends no ``Expect: 100-continue``.
+
+    aiohttp waits for the server's answer to it without a timeout. An upload would wait forever for a server that closes the
+    request before it has read the body.
+    """
+    session = importlib.import_module("aiobotocore.session").AioSession()
+    session.unregister("before-call.s3", importlib.import_module("botocore.handlers").add_expect_header)
+    return session
 
 
 class ObjectStore:

@@ -506,7 +506,7 @@ def test_many_files_share_one_connection(sshd: Sshd, tmp_path: Path) -> None:
 
 
 class Answering(ThreadingHTTPServer):
-    """Answers GET and HEAD with what ``answer`` says: status, headers, body; notes what was asked."""
+    """Answers GET and HEAD with the result of ``answer`` (status, headers, body), and PUT with 403. Records requests."""
 
     def __init__(self, answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -521,6 +521,10 @@ class Answering(ThreadingHTTPServer):
                     self.wfile.write(body)
 
             do_HEAD = do_GET  # noqa: N815
+
+            def do_PUT(self) -> None:
+                self.server.asked.append((self.path, self.headers.get("Expect")))  # type: ignore[attr-defined]
+                self.send_error(403)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -551,6 +555,15 @@ def answering() -> Iterator[Callable[..., Answering]]:
 LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>false</IsTruncated>
 <Contents><Key>top/good</Key><Size>1</Size><ETag>"x"</ETag></Contents>
 <Contents><Key>{key}</Key><Size>1</Size><ETag>"x"</ETag></Contents></ListBucketResult>"""
+
+
+def test_an_upload_does_not_wait_for_permission_to_send(answering: Callable[..., Answering], tmp_path: Path) -> None:
+    server = answering(lambda _path, _headers: (404, {}, b""))
+    keys = Credentials(access_key_id="id", access_key=Secret("k"), override_url=server.url, addressing_style="path")
+    (tmp_path / "x").write_bytes(b"1")
+    with pytest.raises(StorageRefused):
+        open_store(parse_url("s3://b/top"), lambda _: keys).write("top/x", tmp_path / "x", lambda _: None)
+    assert server.asked == [("/b/top/x", None)]
 
 
 @pytest.mark.parametrize("key", ["top/../../evil", "top//tmp/evil", "top/a/../../evil"])

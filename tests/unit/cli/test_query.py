@@ -167,7 +167,7 @@ def test_an_old_answer_says_how_old(screen: Screen, monkeypatch: pytest.MonkeyPa
 def test_an_unknown_workflow_is_an_error_that_names_the_nearest(screen: Screen) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("query", "digits-7") == 2
-    assert screen.err == "error: there is no workflow 'digits-7'\nnear it: digits-1\n"
+    assert screen.err == "error: there is no workflow 'digits-7'\nsimilar ids: digits-1\n"
     assert screen.out == ""
     assert screen.run("query", "digits-7", "--format-type=json") == 2
     assert json.loads(screen.out)["error"]["code"] == 2
