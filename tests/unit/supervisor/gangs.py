@@ -142,7 +142,7 @@ class Driver:
         """How many observations the supervisor was given."""
         self.log: list[str] = []
         folder = tempfile.mkdtemp(prefix="distflow-", dir=_MEMORY if _MEMORY.is_dir() else None)
-        weakref.finalize(self, shutil.rmtree, folder)
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.directory = StateDirectory(Path(folder))
         for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):
             made.mkdir()
