@@ -25,8 +25,8 @@ ErrorKind = Literal[
 """The field ``kind`` of the error in a refusal."""
 
 
-_UUID = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
+_UUID = r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_COMPONENT = r"[A-Za-z0-9_-]+"
 
 
 def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
@@ -37,9 +37,9 @@ def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
 def is_attempt_name(name: object) -> bool:
     """Return whether ``name`` is the name of an attempt. It may come from an untrusted source."""
     parts = name.split("/") if isinstance(name, str) else []
-    return len(parts) == 4 and is_uuid(parts[0]) and all(_COMPONENT.fullmatch(part) for part in parts[1:])
+    return len(parts) == 4 and is_uuid(parts[0]) and all(re.fullmatch(_COMPONENT, part) for part in parts[1:])
 
 
 def is_uuid(name: object) -> bool:
     """Return whether ``name`` is the UUID of a workflow: 32 lowercase hexadecimal digits, with or without four hyphens."""
-    return isinstance(name, str) and _UUID.fullmatch(name) is not None
+    return isinstance(name, str) and re.fullmatch(_UUID, name) is not None

@@ -18,7 +18,7 @@ MAX_BYTES = 1024 * 1024
 """Default limit of a document's size."""
 _MAX_DEPTH = 64
 _INT64 = 2**63
-_TOKENS = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+_TOKENS = rb'(?s)"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]'
 """Strings, also unfinished ones, and brackets. No input makes this pattern backtrack."""
 
 
@@ -46,7 +46,7 @@ def decode_object(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_de
 
 def _check_depth(encoded: bytes, max_depth: int) -> None:
     depth = 0
-    for token in _TOKENS.finditer(encoded):
+    for token in re.finditer(_TOKENS, encoded):
         first = token.group()[:1]
         if first in b"[{":
             depth += 1

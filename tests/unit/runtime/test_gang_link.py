@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import selectors
 import socket
@@ -14,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.runtime.guard.gang_link import GangLink
+from distflow.runtime.hashing import keyed_hash
 from distflow.runtime.probes.reachability import listen_on
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Hub:
 
     def say(self, text: bytes) -> None:
         """Send a line as a member of the gang does."""
-        code = hmac.new(TOKEN.encode(), b"task " + self.number + NUMBER + text, hashlib.sha256).hexdigest().encode()
+        code = keyed_hash(TOKEN.encode(), b"task " + self.number + NUMBER + text)
         self.send(code + b" " + text + b"\n")
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ def test_what_was_said_on_one_connection_counts_on_no_other() -> None:
 
 def test_a_line_counts_in_the_direction_in_which_it_was_written() -> None:
     with hub() as one:
-        code = hmac.new(TOKEN.encode(), b"hub " + one.number + NUMBER + SAID[1], hashlib.sha256).hexdigest().encode()
+        code = keyed_hash(TOKEN.encode(), b"hub " + one.number + NUMBER + SAID[1])
         one.send(NUMBER + b"\n" + code + b" " + SAID[1] + b"\n")
         assert one.failures == []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import binascii
 import errno
-import hashlib
 import io
 import json
 import os
@@ -21,6 +20,7 @@ from distflow.runtime.files import log_files, masking
 from distflow.runtime.files.blobs import is_complete, link_blob, path_of
 from distflow.runtime.files.safe_files import check_mounts, path_inside
 from distflow.runtime.guard import output
+from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
@@ -268,7 +268,7 @@ def _memory_parent() -> str:
 
 
 def _in_memory(directory: str) -> str:
-    return os.path.join(_memory_parent(), hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
+    return os.path.join(_memory_parent(), sha256_hex(os.fsencode(os.path.realpath(directory)))[:32])
 
 
 def _is_private(path: str) -> bool:

@@ -27,7 +27,7 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["BLOBS", "Part", "earlier_blobs", "is_complete", "link_blob", "missing", "path_of"]
 
 BLOBS = "blobs"
-_NAME = re.compile(r"[0-9a-f]{64}")
+_NAME = r"[0-9a-f]{64}"
 _PART = ".part"
 _STALE_S = 86400.0
 _MARK = 271_828_182
@@ -36,7 +36,7 @@ _UNMARKED = ".unmarked"
 
 def path_of(root: str, name: object) -> str:
     """Return a blob's path, whether it exists or not. Raises ``bad_request`` for a name that is not a SHA-256."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
         raise OpError("bad_request", "`hash` must be a SHA-256 in hexadecimal")
     path = os.path.join(root, BLOBS, name)
     if not os.path.lexists(path):
@@ -63,7 +63,7 @@ def _is_ours(path: str) -> bool:
     except OSError:
         return False
     is_own = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
-    return is_own and _NAME.fullmatch(os.path.basename(path)) is not None and is_complete(path)
+    return is_own and re.fullmatch(_NAME, os.path.basename(path)) is not None and is_complete(path)
 
 
 def _adopt_earlier(root: str, name: str) -> None:

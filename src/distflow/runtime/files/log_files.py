@@ -17,7 +17,7 @@ LOG = "output.log"
 INDEX = "output.idx"
 KEPT = 5
 """Segments of the tail that are kept."""
-_NAME = re.compile(r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx)")
+_NAME = r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx)"
 
 
 class Segment(NamedTuple):
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 def parse(name: str) -> Optional[Segment]:
     """Parse the name of an output file; None for other files."""
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     if match is None:
         return None
     segment = Segment(int(match.group(1) or 0), int(match.group(2) or 0), match.group(3))

@@ -20,6 +20,7 @@ from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempts
 from distflow.runtime.files.blobs import BLOBS, Part, is_complete, path_of
 from distflow.runtime.files.safe_files import path_inside
+from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
@@ -157,7 +158,7 @@ def _fingerprint(info: os.stat_result) -> Tuple[int, int, int]:
 def _pack(
     root: str, named: str, top: str, members: List[Tuple[str, os.stat_result]], left_out: List[str], on_progress: OnProgress
 ) -> Json:
-    part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(named.encode()).hexdigest()[:16]))
+    part = Part(os.path.join(root, BLOBS, "pack-" + sha256_hex(named.encode())[:16]))
     try:
         os.ftruncate(part.fd, 0)
         sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), on_progress)

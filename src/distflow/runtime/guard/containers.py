@@ -10,7 +10,6 @@ launch with a ``container``.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from distflow.runtime import processes
 from distflow.runtime.files import attempt_files
 from distflow.runtime.files.safe_files import check_mounts
 from distflow.runtime.guard.process_tree import size_text
+from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
@@ -246,7 +246,7 @@ def _program(container: Json, env: Dict[str, str]) -> str:
 
 def _name(attempt: str) -> str:
     """Return the container's name, which is unique to the attempt. Container names must be short and contain no slashes."""
-    return "distflow-" + hashlib.sha256(attempt.encode()).hexdigest()[:24]
+    return "distflow-" + sha256_hex(attempt.encode())[:24]
 
 
 def _is_docker(program: str) -> bool:
@@ -366,7 +366,7 @@ def _image_path(image: str, root: str) -> str:
     """Return the path of the image: the file that it names, or the pulled file, which is named by the image's digest."""
     if _is_image_file(image):
         return os.path.expanduser(image)
-    return os.path.join(root, "images", hashlib.sha256(image.encode()).hexdigest()[:32] + ".sif")
+    return os.path.join(root, "images", sha256_hex(image.encode())[:32] + ".sif")
 
 
 def _login_variables(login: Optional[Json]) -> Dict[str, str]:

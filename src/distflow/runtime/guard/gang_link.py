@@ -2,12 +2,12 @@
 
 One keeper, the hub, listens on the training network. The others connect to it, and reconnect when the connection breaks. A
 keeper reports to the hub that its task failed and how, and the hub reports it to all. A broken connection means nothing and
-ends nothing. With each line, both sides prove that they know the gang's token (HMAC, RFC 2104). The HMAC covers random numbers
-that both chose for this connection, so no line of another connection can be replayed. This module is imported only for gangs of
-several tasks.
+ends nothing. Each line has a keyed hash (RFC 7693), with which both sides prove that they know the gang's token. The hash
+covers random numbers that both chose for this connection, so no line of another connection can be replayed. This module is
+imported only for gangs of several tasks.
 
-Each side first sends a line with its number. Every line after that is the HMAC in hexadecimal, a space, and a JSON object. The
-HMAC covers the bytes of the object as they were received: nothing of a line is parsed before the HMAC is verified, so a host
+Each side first sends a line with its number. Every line after that is the hash in hexadecimal, a space, and a JSON object. The
+hash covers the bytes of the object as they were received: nothing of a line is parsed before the hash is verified, so a host
 without the token reaches no parser. All keepers of a gang run the same version of this module: agents and keepers come from the
 runtime that one supervisor sent, whose hash names it. A peer of another version fails the check and is disconnected.
 """
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
-import hmac
 import json
 import os
 import re
@@ -29,6 +27,7 @@ from typing import Callable, List, Optional, Set
 
 from distflow.protocol import ends
 from distflow.protocol.ends import EndReason
+from distflow.runtime.hashing import compare_digest, keyed_hash
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
@@ -37,7 +36,7 @@ __all__ = ["GangLink", "stops_gang"]
 _MAX_LINE = 8192
 """The longest line in bytes."""
 _MAX_DEPTH = 4
-_NUMBER = re.compile(rb"[0-9a-f]{32}")
+_NUMBER = rb"[0-9a-f]{32}"
 _MAX_UNPROVEN = 32
 """Connections that the hub accepts beyond two for each other task. A flood takes no more of the task's descriptors."""
 _PROOF_TIMEOUT_S = 10.0
@@ -232,7 +231,7 @@ class _Peer:
             self._socket = None
 
     def send_message(self, message: Json) -> None:
-        """Send a line with its HMAC."""
+        """Send a line with its hash."""
         body = json.dumps(message).encode()
         self._send(self._mac(body, from_hub=self._is_hub) + b" " + body)
 
@@ -279,14 +278,14 @@ class _Peer:
     def _handle_line(self, line: bytes) -> None:
         """Handle a line. Raises ``ValueError`` if no keeper of the gang wrote it."""
         if not self._peer_number:
-            if not _NUMBER.fullmatch(line):
+            if not re.fullmatch(_NUMBER, line):
                 raise ValueError("a greeting is 32 hexadecimal digits")
             self._peer_number = line
             if not self._is_hub:
                 self.send_message({"task": self._gang["task"]})
             return
         mac, _, text = line.partition(b" ")
-        if len(line) > _MAX_LINE or not hmac.compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
+        if len(line) > _MAX_LINE or not compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
             raise ValueError("the peer does not know the token")
         body = decode_object(text, max_bytes=_MAX_LINE, max_depth=_MAX_DEPTH)
         if not self.is_proven:
@@ -297,10 +296,10 @@ class _Peer:
         self._on_message(self, body)
 
     def _mac(self, body: bytes, *, from_hub: bool) -> bytes:
-        """Return the HMAC of a line: it covers the sender's role, the numbers of both sides (32 bytes each) and the body."""
+        """Return the keyed hash of the sender's role, the numbers of both sides (32 bytes each) and the body."""
         numbers = self._own_number + self._peer_number if self._is_hub else self._peer_number + self._own_number
         text = (b"hub " if from_hub else b"task ") + numbers + body
-        return hmac.new(str(self._gang["token"]).encode(), text, hashlib.sha256).hexdigest().encode()
+        return keyed_hash(str(self._gang["token"]).encode(), text)
 
     def _send(self, line: bytes) -> None:
         try:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import select
@@ -29,6 +28,7 @@ import signal
 import time
 from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple
 
+from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.processes import Process, last_pid, list_processes, name_of, only_descendants, read_process
 from distflow.runtime.wire import Json
 
@@ -168,7 +168,7 @@ def enclose(pid: int, directory: str) -> Optional[str]:
     base = _own_cgroup()
     if base is None:
         return None
-    path = os.path.join(base, _CGROUP_PREFIX + hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
+    path = os.path.join(base, _CGROUP_PREFIX + sha256_hex(os.fsencode(os.path.realpath(directory)))[:32])
     for _ in range(_REMOVE_TRIES):
         try:
             with contextlib.suppress(FileExistsError):
@@ -264,7 +264,7 @@ _MEMORY_CHECK_S = 1.0
 _INVERSE_SHARE = 50
 """Checks take at most one part in this number of the time."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_PSS = re.compile(rb"^Pss:\s+([0-9]+) kB", re.MULTILINE)
+_PSS = rb"(?m)^Pss:\s+([0-9]+) kB"
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -359,7 +359,7 @@ def _own_share(pid: int) -> int:
     """Return the resident bytes with shared pages counted in part, or in full if the kernel does not report the parts."""
     try:
         with open("/proc/{}/smaps_rollup".format(pid), "rb") as file:
-            match = _PSS.search(file.read())
+            match = re.search(_PSS, file.read())
     except OSError:
         match = None
     return _resident(pid) if match is None else int(match.group(1)) * 1024

@@ -120,15 +120,15 @@ def _ask(smi: str, query: str) -> List[List[str]]:
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
 
 
-_ADDRESS = re.compile(r"(?i)\b([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b")
-_XID = re.compile(r"(?i)NVRM: Xid \((?:PCI:)?([^ )]+)")
+_ADDRESS = r"(?i)\b([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b"
+_XID = r"(?i)NVRM: Xid \((?:PCI:)?([^ )]+)"
 """A MIG slice may follow the address. Old drivers did not write ``PCI:``."""
-_XID_PID = re.compile(r"\bpid='?(\d+)")
+_XID_PID = r"\bpid='?(\d+)"
 
 
 def address_of(text: str) -> Optional[str]:
     """Return a normalized PCI address, from nvidia-smi's form ``00000000:3B:00.0`` or the driver's ``0000:3b:00``."""
-    found = _ADDRESS.match(text)
+    found = re.match(_ADDRESS, text)
     return "{:04x}:{:02x}:{:02x}".format(*(int(part, 16) for part in found.groups())) if found else None
 
 
@@ -139,7 +139,7 @@ def addresses_of_others(addresses: Dict[str, str], gpu_ids: Collection[int]) -> 
 
 def is_xid_of_another(line: str, elsewhere: Collection[str], pids: Collection[int]) -> bool:
     """Whether an Xid is about one of the GPUs ``elsewhere``, and about no process in ``pids``."""
-    said, pid = _XID.search(line), _XID_PID.search(line)
+    said, pid = re.search(_XID, line), re.search(_XID_PID, line)
     if pid and int(pid.group(1)) in pids:
         return False
     return said is not None and address_of(said.group(1)) in elsewhere

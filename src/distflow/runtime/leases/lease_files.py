@@ -205,8 +205,8 @@ def amount_of(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}/[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}")
+_LABEL = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}/[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 
 
 def holder_name(record: Optional[Json], attempt: object) -> str:
@@ -218,14 +218,14 @@ def holder_name(record: Optional[Json], attempt: object) -> str:
             return "an earlier attempt of this group, which is ending"
         return "this group's own task {}".format(theirs[2][:100])
     user, label = str(record.get("user") or ""), label_of(record)
-    user = user if _USER.fullmatch(user) else "an unknown user"
+    user = user if re.fullmatch(_USER, user) else "an unknown user"
     return "{} ({})".format(label, user) if label else user
 
 
 def label_of(record: Json) -> str:
     """Return the workflow and task that hold a lease, such as ``spin-1/worker``; empty if the lock file does not name them."""
     label = str(record.get("label") or "")
-    return label if _LABEL.fullmatch(label) else ""
+    return label if re.fullmatch(_LABEL, label) else ""
 
 
 def folded(numbers: Sequence[int]) -> str:

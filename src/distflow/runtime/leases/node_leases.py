@@ -208,7 +208,7 @@ def _bind(port: int) -> List[int]:
 _Wanted = Dict[str, Tuple[int, int]]
 """The requested and the total amount of ``cpus`` and ``memory`` (bytes)."""
 
-_SHARE_NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
+_SHARE_NAME = r"claim-[0-9]+-[0-9]+\.lock"
 _MAX_SHARES = 10_000
 _MAX_FILES = 100_000
 """Limit of files in the lease directory, which has one for each port that was ever leased.
@@ -271,7 +271,7 @@ def _locked_shares(directory: int) -> List[Json]:
             if number >= _MAX_FILES or len(names) >= _MAX_SHARES:
                 text = "the lease directory contains more than {} files; ask root to remove those that no process locks"
                 raise OpError("busy", text.format(number))
-            if _SHARE_NAME.fullmatch(entry.name):
+            if re.fullmatch(_SHARE_NAME, entry.name):
                 names.append(entry.name)
     return [record for record in (read_held(directory, name) for name in names) if record]
 
@@ -298,7 +298,7 @@ def _shortage(name: str, want: int, have: int, others: List[Json], attempt: obje
     return "{}. In use: {}".format(free, ", ".join(held))
 
 
-_LOCK_NAME = re.compile(r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock")
+_LOCK_NAME = r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock"
 _MAX_LOCKS = 10_000
 _MAX_AMOUNT = 1 << 53
 """Limit of an amount. Any user may have written it, and the sum must fit into a message."""
@@ -349,7 +349,7 @@ def _held_locks(lease_dir: str) -> List[Tuple[str, int, Json]]:
         return []
     try:
         for name in sorted(os.listdir(directory))[:_MAX_LOCKS]:
-            match = _LOCK_NAME.fullmatch(name)
+            match = re.fullmatch(_LOCK_NAME, name)
             record = read_held(directory, name) if match else None
             if match and record is not None:
                 found.append((match.group(1), int(match.group(2)), record))

@@ -11,7 +11,6 @@ ignores all tickets. So no ticket, whatever its contents, delays a gang longer t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,13 +18,14 @@ import stat
 from typing import Any, Dict, NamedTuple, Tuple
 
 from distflow.runtime.clock import now
+from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.leases import lease_files
 from distflow.runtime.leases.lease_files import holder_name
 from distflow.runtime.wire import Json
 
 __all__ = ["NAME", "Kept", "kept_for_others", "remove_ticket", "write_ticket"]
 
-NAME = re.compile(r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json")
+NAME = r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json"
 _FRESH_S = 20.0
 """A waiting gang asks again within 10 s."""
 _RESPECT_S = 60.0
@@ -53,7 +53,7 @@ def kept_for_others(directory: int, attempt: str) -> Kept:
     oldest: Dict[int, Tuple[float, str]] = {}
     gangs: Dict[Tuple[int, str], Kept] = {}
     for name in os.listdir(directory)[:_MOST] if at - since < _RESPECT_S else ():
-        match = NAME.fullmatch(name)
+        match = re.fullmatch(NAME, name)
         ticket = _read(directory, name, int(match.group(1)), at) if match else None
         if not ticket or ticket["gang"] == _gang(attempt) or ticket["since"] >= since:
             continue
@@ -125,7 +125,7 @@ def _gang(attempt: str) -> str:
 
 
 def _name(task: str) -> str:
-    return "ticket-{}-{}.json".format(os.getuid(), hashlib.sha256(task.encode("utf-8", "replace")).hexdigest()[:16])
+    return "ticket-{}-{}.json".format(os.getuid(), sha256_hex(task.encode("utf-8", "replace"))[:16])
 
 
 def _unlink(directory: int, name: str) -> None:
