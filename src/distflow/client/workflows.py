@@ -334,7 +334,7 @@ def wait(
 
     Args:
         client: The client whose store has the workflows.
-        keys: The ids or uuids of the workflows.
+        keys: The ids, uuids or names of the workflows. A name stands for its latest run at the time of this call.
         timeout_s: The maximum time to wait, in seconds. Default: no limit.
         on_timeout: Called with each workflow that has not ended in time. It returns lines for the hint of the error.
 
@@ -348,8 +348,9 @@ def wait(
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     polls = 0
+    uuids = [client.store.find(key).uuid for key in keys]
     while True:
-        records = [client.store.find(key) for key in keys]
+        records = [client.store.find(uuid) for uuid in uuids]
         if all(record.state.is_final for record in records):
             return records
         if deadline is not None and time.monotonic() >= deadline:

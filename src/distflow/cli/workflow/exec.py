@@ -84,7 +84,7 @@ def execute(
 
     def find_again() -> RunningTask:
         with open_client() as client:
-            return find_running_task(client, workflow, task, connect_timeout)
+            return find_running_task(client, record.uuid, task, connect_timeout)
 
     raise typer.Exit(_run_on_one(found[0], argv, connect_timeout, find_again if keep_alive else None))
 
