@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
+from distflow.documents.text import plain
 from distflow.protocol.ends import EndReason
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
 from distflow.state.ends import End, RankText
@@ -73,7 +74,7 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     if exception is not None:
         detail, traceback = exception.message[:300], exception.traceback
     return FailureReport(
-        detail=_printable(detail) or (_report_text(first) if first else ""),
+        detail=plain(detail).strip() or (_report_text(first) if first else ""),
         rank=str(rank) if rank is not None else "",
         pid=pid if pid is not None else first.pid if first else None,
         signal=-first.exit_code if first is not None and first.exit_code < 0 and exception is None and not detail else None,
@@ -95,11 +96,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _printable(text: str) -> str:
-    """Return a text that is safe in an event or a message: a task's output must not move a terminal's cursor."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text).strip()
 
 
 def _report_text(failed: ReportedRank) -> str:

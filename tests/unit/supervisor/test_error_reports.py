@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.documents.text import plain
 from distflow.protocol.ends import EndReason
 from distflow.state.ends import End, RankText
 from distflow.supervisor.error_reports import (
@@ -328,3 +329,16 @@ def test_colors_and_control_characters_do_no_harm() -> None:
     assert failure_report(
         End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()
     ).detail.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        ("\x1b[31mValueError\x1b[0m: bad label", "ValueError: bad label"),
+        ("ValueError: \x1b]0;title\x07bad\x9b label", "ValueError: bad  label"),
+        ("\u202eValueError: bad label\t\u2066", "ValueError: bad label"),
+    ],
+)
+def test_a_failure_cannot_disturb_the_terminal_that_shows_it(message: str, detail: str) -> None:
+    report = failure_report(_end(message={"message": message, "extraInfo": EXTRA}), ())
+    assert report.detail == detail == plain(message).strip()
