@@ -333,7 +333,7 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
     """Return a better message and hint for findings whose default message would not help."""
     if keyword == "oneOf":
         return _one_of(path, value, rule)
-    if keyword == "type" and path and path[-1] in ("command", "args") and isinstance(value, str):
+    if keyword == "type" and path and path[-1] == "args" and isinstance(value, str):
         hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
         return f"`{path_text(path)}` must be a list of strings, not one string", hint
     if path[-1:] == ("exitActions",) and isinstance(value, str) and value.upper() == "RESTART":

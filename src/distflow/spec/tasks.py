@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -55,7 +56,7 @@ def parse_task(
         name=names[0],
         written_name=task.string("name") or "",
         lead=leads,
-        command=task.texts("command"),
+        command=_command(task),
         args=task.texts("args"),
         image=task.text("image"),
         mounts=_mounts(task),
@@ -76,6 +77,32 @@ def parse_task(
         mark=task.key_mark("name"),
     )
     return (first, *(replace(first, name=name, lead=False, replica=number) for number, name in enumerate(names) if number))
+
+
+_QUOTED = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+_OPERATOR = re.compile(r"&&|\|\||<<|>>|[;|&<>\n]")
+
+
+def _command(task: View) -> tuple[Text, ...]:
+    """Return the words of ``command``, which is a list, or one string that is split as a shell would split it."""
+    text = task.text("command")
+    if text is None:
+        return task.texts("command")
+    joined = text.value.replace("\\\n", "").strip()
+    try:
+        words = shlex.split(joined)
+    except ValueError as error:
+        what = "a backslash at the end" if "escape" in str(error) else "a quote that is not closed"
+        task.add(f"`command` has {what}", "quote as in a shell, or write the command as a list of words", key="command")
+        return ()
+    operator = _OPERATOR.search(_QUOTED.sub("_", joined))
+    if operator is not None:
+        shown = "a second line" if operator[0] == "\n" else f"`{operator[0]}`"
+        hint = "write `command: [bash, -c, …]` with the text as the last item, or put quotes around a character that is meant"
+        task.add(f"`command` has {shown}, but no shell runs it", hint, key="command")
+    if not words:
+        task.add("`command` is empty", "write a program and its arguments", key="command")
+    return tuple(Text(word, text.mark) for word in words)
 
 
 def _replicas(task: View) -> int | None:

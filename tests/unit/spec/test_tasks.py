@@ -30,6 +30,27 @@ workflow:
 """
 
 
+WORDS = """
+workflow:
+  name: words
+  tasks:
+  - {name: listed, command: [python3, a b.py, --lr, "0.1"]}
+  - name: plain
+    command: python3 'a b.py' --lr 0.1
+  - name: tokens
+    command: python3 {{ script }} --to {{output}}/m --filter a\\;b "x && y"
+  - name: folded
+    command: >
+      python3 train.py
+      --lr 0.1
+  - name: continued
+    command: |
+      python3 train.py \\
+        --lr 0.1
+default-values: {script: train.py}
+"""
+
+
 def load() -> WorkflowSpec:
     spec, problems = load_spec_text(SPEC, "spec.yaml", Path.cwd())
     assert problems == ()
@@ -55,3 +76,15 @@ def test_a_reschedule_without_effect_is_told_once_per_entry() -> None:
 
 def test_in_one_world_every_task_counts() -> None:
     assert len(unused_reschedules(load(), {"helpers"})) == 1
+
+
+def test_a_command_in_one_string_is_split_as_a_shell_would_split_it() -> None:
+    spec, problems = load_spec_text(WORDS, "spec.yaml", Path.cwd())
+    assert problems == ()
+    assert {group.tasks[0].name: [word.value for word in group.tasks[0].command] for group in spec.groups} == {
+        "listed": ["python3", "a b.py", "--lr", "0.1"],
+        "plain": ["python3", "a b.py", "--lr", "0.1"],
+        "tokens": ["python3", "train.py", "--to", "{{output}}/m", "--filter", "a;b", "x && y"],
+        "folded": ["python3", "train.py", "--lr", "0.1"],
+        "continued": ["python3", "train.py", "--lr", "0.1"],
+    }
