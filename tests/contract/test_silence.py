@@ -44,6 +44,9 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
         service("services.sender", b""),  # before the request
         service("services.sender", name + b"\n"),  # before `at`
         service("services.sender", name + b'\n{"at": 0}\n'),  # in the middle of frames that are not read
+        service("services.output_server", b""),
+        service("services.output_server", name + b"\n"),  # after the list
+        service("services.output_server", name + b'\n{"file": "big", "at": 0, "prefix": ""}\n'),  # in the middle of a file
         service("services.receiver", b""),
         service("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # in the middle of a blob
         service("services.session", b""),

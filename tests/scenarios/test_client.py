@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,9 @@ from distflow.client import (
     cancel,
     choose_tasks,
     explain_failures,
+    fetch_output_files,
     find_workflow,
+    list_output_files,
     list_workflows,
     plan,
     plan_restart,
@@ -24,7 +28,7 @@ from distflow.client import (
 )
 from distflow.client.specs import Overrides
 from distflow.documents.problems import ProblemsFound
-from distflow.errors import InputError, WaitTimeout
+from distflow.errors import InputError, NotFound, StorageError, WaitTimeout
 from distflow.lifecycle.states import WorkflowState
 from distflow.shell import Secret
 from distflow.state.record import Priority
@@ -48,6 +52,18 @@ workflow:
   name: fails
   tasks:
   - {name: one, command: [sh, -c, "echo broken >&2; exit 7"]}
+"""
+WRITES = """
+workflow:
+  name: writes
+  groups:
+  - name: both
+    tasks:
+    - name: one
+      lead: true
+      command: [sh, -c, "mkdir {{output}}/logs; echo 1 > {{output}}/logs/a.txt; echo m > {{output}}/model.pt; echo w > here"]
+    - {name: two, command: [sh, -c, "echo 2 > {{output}}/b.txt; exec sleep 600"]}
+  - {name: later, tasks: [{name: three, command: ["true"], inputs: [{task: one}]}]}
 """
 
 
@@ -118,3 +134,47 @@ def test_wrong_input_is_an_error_and_starts_nothing(cli: Cli, client: Client) ->
     with pytest.raises(InputError):
         plan_restart(client, "counts-7", Overrides(secrets={}))
     assert list_workflows(client, Search()) == []
+
+
+def test_output_files_are_listed_and_fetched(cli: Cli, client: Client, tmp_path: Path) -> None:
+    record = submit(client, plan(client, SubmitRequest(spec="-", text=WRITES)))
+    with pytest.raises(InputError, match="no task of writes-1 has run"):
+        list_output_files(client, record)
+    (final,) = wait(client, [record.id], timeout_s=60)
+    one, two, _ = list_output_files(client, final)
+    assert [(file.path, file.size) for file in one.files] == [("logs/a.txt", 2), ("model.pt", 2)]
+    assert [file.path for file in two.files] == ["b.txt"]
+    assert one.directory == str(next(cli.root.glob("*/both/one/0/output")))
+
+    # One task: directly in the folder. Several: one directory for each.
+    def contents(folder: Path) -> list[str]:
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    seen: list[int] = []
+    fetched = fetch_output_files(
+        client, final, tmp_path / "m", paths=["*.pt", "./logs/"], on_progress=lambda at: seen.append(at.done)
+    )
+    assert (fetched.files, fetched.size, fetched.folders, fetched.errors) == (2, 4, {"one": tmp_path / "m"}, ())
+    assert contents(tmp_path / "m") == ["logs/a.txt", "model.pt"]
+    assert seen[-1] == 4
+    fetch_output_files(client, final, tmp_path / "all")
+    assert contents(tmp_path / "all") == ["one/logs/a.txt", "one/model.pt", "two/b.txt"]
+    assert fetch_output_files(client, final, tmp_path / "all").unchanged == 3
+    fetch_output_files(client, final, tmp_path / "w", place="work")
+    assert contents(tmp_path / "w") == ["here"]
+
+    with pytest.raises(NotFound, match=r"no output file matches `model\.pth`") as caught:
+        fetch_output_files(client, final, tmp_path / "x", paths=["model.pth"])
+    assert "did you mean `model.pt`?" in caught.value.hint
+    with pytest.raises(NotFound, match="has no task 'four'"):
+        list_output_files(client, final, tasks=["four"])
+    (tmp_path / "x").touch()
+    with pytest.raises(StorageError, match="it is not a directory"):
+        fetch_output_files(client, final, tmp_path / "x")
+
+    # A node that has lost the files of one task does not prevent the others.
+    shutil.rmtree(two.directory)
+    fetched = fetch_output_files(client, final, tmp_path / "rest")
+    assert contents(tmp_path / "rest") == ["logs/a.txt", "model.pt"]
+    (error,) = fetched.errors
+    assert "the files of two of writes-1 are gone" in str(error)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from distflow.client.logs import stream_logs
     from distflow.client.metrics import find_metrics
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
+    from distflow.client.outputs import fetch_output_files, list_output_files
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
     from distflow.client.rsync import rsync_with_task, start_sync, stop_syncs
     from distflow.client.running_tasks import find_running_task, forward_ports, read_stacks, run_on_tasks
@@ -83,6 +84,7 @@ __all__ = [
     "download_data",
     "download_dataset",
     "explain_failures",
+    "fetch_output_files",
     "find_metrics",
     "find_running_task",
     "find_workflow",
@@ -91,6 +93,7 @@ __all__ = [
     "list_data",
     "list_datasets",
     "list_nodes",
+    "list_output_files",
     "list_pools",
     "list_tasks",
     "list_workflows",

@@ -24,7 +24,7 @@ from distflow.runtime.hashing import sha256_hex
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["check_output", "pack_output", "pack_place"]
+__all__ = ["check_output", "link_target", "output_of", "pack_output", "pack_place", "walk"]
 
 _PACKED = "packed.json"
 _CHUNK = 1 << 20
@@ -50,8 +50,8 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     known = _packed_before(root, directory)
     if known is not None:
         return known
-    output = _output_of(directory)
-    entries = list(_walk(output, ""))
+    output = output_of(directory)
+    entries = list(walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
     packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, on_progress)
     _write_note(directory, packed)
@@ -60,10 +60,10 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
 
 def check_output(root: str, attempt: str) -> str:
     """Return the directory of an attempt's output if it can be transferred as it is. Raises the errors of ``pack_output``."""
-    output = _output_of(attempts.directory_of(root, attempt))
-    for name, info in _walk(output, ""):
+    output = output_of(attempts.directory_of(root, attempt))
+    for name, info in walk(output, ""):
         if stat.S_ISLNK(info.st_mode):
-            _target(output, name)
+            link_target(output, name)
     return output
 
 
@@ -110,14 +110,15 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     raise OpError("busy", "the files of `{}` change all the time, so that no consistent copy can be made".format(path))
 
 
-def _output_of(directory: str) -> str:
+def output_of(directory: str) -> str:
+    """Return the output directory of an attempt's directory. Raises ``not_found`` if it is gone."""
     output = os.path.join(directory, "output")
     if not os.path.isdir(output) or os.path.islink(output):
         raise OpError("not_found", "`{}` no longer exists".format(output))
     return output
 
 
-def _target(output: str, name: str) -> Tuple[str, bool]:
+def link_target(output: str, name: str) -> Tuple[str, bool]:
     """Return a link's target, and whether it is in the output. Raises ``bad_request`` for a directory outside."""
     path = os.path.join(output, name)
     top, target = os.path.realpath(output), os.path.realpath(path)
@@ -136,7 +137,7 @@ def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:
-        _target(top, name)
+        link_target(top, name)
     except OpError:
         return True
     return False
@@ -148,7 +149,7 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
         info = os.lstat(os.path.join(top, base))
     except FileNotFoundError:
         return []
-    return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
+    return [(base, info), *walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
 
 
 def _fingerprint(info: os.stat_result) -> Tuple[int, int, int]:
@@ -194,7 +195,7 @@ def _write_note(directory: str, packed: Json) -> None:
     os.rename(new, os.path.join(directory, _PACKED))
 
 
-def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
+def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
     """Yield everything below ``top`` by its relative name, directories before their contents, sorted by the names' bytes.
 
     Entries that disappear meanwhile, such as files that are written and then renamed, are left out.
@@ -213,7 +214,7 @@ def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
             continue
         yield name, info
         if stat.S_ISDIR(info.st_mode):
-            yield from _walk(top, name)
+            yield from walk(top, name)
 
 
 def _is_packed(info: os.stat_result) -> bool:
@@ -230,7 +231,7 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
         tar.addfile(member)
         return
     if stat.S_ISLNK(info.st_mode):
-        target, is_inside = _target(output, name)
+        target, is_inside = link_target(output, name)
         if is_inside:
             member.type = tarfile.SYMTYPE
             member.linkname = os.path.relpath(target, os.path.realpath(os.path.dirname(path)))

@@ -25,7 +25,20 @@ from distflow.runtime.files.blobs import Part
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError, encode
 
-__all__ = ["FRAME", "LARGEST_FRAME", "RAW", "SILENCE_S", "ZLIB", "Gone", "Peer", "Source", "error_frame", "frames", "receive"]
+__all__ = [
+    "FRAME",
+    "LARGEST_FRAME",
+    "RAW",
+    "SILENCE_S",
+    "ZLIB",
+    "Gone",
+    "Peer",
+    "Source",
+    "error_frame",
+    "frames",
+    "read_frame",
+    "receive",
+]
 
 
 FRAME = struct.Struct(">IB")
@@ -107,7 +120,7 @@ def receive(
         send({"at": at})
         on_progress(at)
         while at < size:
-            frame = _frame(source)
+            frame = read_frame(source)
             if frame is None:
                 os.close(part.fd)
                 return False
@@ -136,7 +149,7 @@ def _error_of(data: bytes) -> OpError:
         return OpError("bad_request", "the sender reported an error that cannot be decoded: {}".format(error))
 
 
-def _frame(source: Source) -> Optional[bytes]:
+def read_frame(source: Source) -> Optional[bytes]:
     """Return one frame's content; None at the end of the stream."""
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:

@@ -39,6 +39,9 @@ class _Line(msgspec.Struct, kw_only=True):
     total: _Count = 0
     words: str = ""
     relay: str = ""
+    entries: list[tuple[str, _Count, int, bool, str]] = []
+    others: _Count = 0
+    modified_ns: int = 0
 
 
 class ServiceStream:

@@ -1,0 +1,343 @@
+"""Read the files of one attempt from its node: list them, and fetch chosen ones into a local directory.
+
+It talks to ``runtime.services.output_server`` on a connection of its own. The node is not trusted: no file is written outside
+of the directory, and no link that leads out of it is created.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from distflow.backends.machines.connection.bootstrap import open_service
+from distflow.backends.machines.connection.stream import ServiceStream
+from distflow.documents.quantities import bytes_text
+from distflow.errors import AgentError, StorageError
+from distflow.runtime.files.safe_files import path_inside
+from distflow.runtime.services.frames import read_frame
+from distflow.runtime.wire import OpError, encode
+from distflow.transports.base import Transport
+
+__all__ = ["FetchCounts", "OutputReader", "Place", "RemoteFile"]
+
+Place = Literal["output", "work"]
+"""``output``: the task's ``{{output}}``. ``work``: the files that its command wrote to its working directory."""
+
+_MAX_FILES = 500_000
+_MAX_NAME = 4096
+_MAX_TIME_NS = 2**32 * 10**9
+_AHEAD_FILES, _AHEAD_BYTES = 64, 1 << 20
+"""Limits of the files that are requested before the previous ones have arrived."""
+_HASHED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file on a node."""
+
+    name: str
+    """Its path relative to the listed directory."""
+    size: int
+    modified_ns: int
+    is_executable: bool
+    link: str
+    """For a symbolic link inside the directory: its relative target. Otherwise empty."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FetchCounts:
+    """The result of ``OutputReader.fetch``."""
+
+    files: int = 0
+    """Files that were copied."""
+    size: int = 0
+    """Their size in bytes."""
+    unchanged: int = 0
+    """Files that existed already with the same size and modification time."""
+    left_out: int = 0
+    """Links that would lead out of the local directory."""
+    problems: list[str] = field(default_factory=list)
+    """Files that the node could not send, each with the reason."""
+
+
+class OutputReader:
+    """The files of one attempt, as a context manager. Use it from one thread."""
+
+    def __init__(
+        self, transport: Transport, root: str, python: str, attempt: str, *, place: Place = "output", timeout_s: float
+    ) -> None:
+        """Connect and list the files.
+
+        Args:
+            transport: The transport to the node.
+            root: distflow's directory on the node.
+            python: The node's Python.
+            attempt: The name of the attempt.
+            place: The directory of the attempt.
+            timeout_s: The maximum time for the node's first answer, in seconds.
+
+        Raises:
+            AgentError: if the node refuses, with the kind ``not_found`` if the directory no longer exists.
+            BootstrapFailed: if distflow's runtime does not start there.
+            NodeUnreachable: if there is no connection.
+
+        """
+        self._node = transport.name
+        self._source = f"{attempt}/{place}"
+        opened = open_service(transport, root, python, "services.output_server", timeout_s=timeout_s)
+        self._stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
+        try:
+            self._stream.write(encode({"attempt": attempt, "place": place}))
+            self.files, self.others = self._read_list()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> OutputReader:
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        self._stream.close()
+
+    def fetch(self, files: Sequence[RemoteFile], folder: Path, on_progress: Callable[[str, int], None]) -> FetchCounts:
+        """Copy files below ``folder``, which exists, with their modification times.
+
+        A file gets its name when it is complete. Until then, its data is in a hidden file next to it, and the next call
+        continues there. Existing files with the same size and modification time are skipped, others are replaced.
+
+        Args:
+            files: Some of ``self.files``.
+            folder: The local directory.
+            on_progress: Called with the name of a file and the number of its bytes that are here.
+
+        Raises:
+            AgentError: if the node's messages are malformed.
+            NodeUnreachable: if the connection breaks.
+            StorageError: if a file cannot be written here.
+
+        """
+        counts, known = FetchCounts(), set[str]()
+        requested: deque[_LocalFile] = deque()
+        left: deque[_LocalFile] = deque()
+        try:
+            for file in files:
+                if not file.link:
+                    local = _LocalFile(folder, file, self._source, known)
+                    if local.is_unchanged():
+                        counts.unchanged += 1
+                        on_progress(file.name, file.size)
+                    else:
+                        left.append(local)
+            _check_room(folder, sum(one.missing_bytes() for one in left))
+            while left or requested:
+                while left and _is_room_for(left[0].file, requested):
+                    local = left.popleft()
+                    at, prefix = local.open()
+                    requested.append(local)
+                    self._stream.write(encode({"file": local.file.name, "at": at, "prefix": prefix}))
+                if requested:
+                    self._receive(requested[0], counts, on_progress)
+                    requested.popleft().close()
+            for file in files:
+                if file.link:
+                    _make_link(folder, file, counts, known)
+        except OSError as error:
+            raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from error
+        except OpError as error:
+            raise AgentError(self._node, error.kind, error.message) from error
+        finally:
+            for local in requested:
+                local.close()
+        return counts
+
+    def _receive(self, local: _LocalFile, counts: FetchCounts, on_progress: Callable[[str, int], None]) -> None:
+        """Receive the answer to the oldest request."""
+        name = local.file.name
+        try:
+            answer = self._stream.line()
+        except AgentError as error:
+            if error.kind == "malformed":
+                raise
+            counts.problems.append(f"{name}: {error.detail}")
+            return
+        at, size = int(answer["at"]), int(answer["size"])
+        digest = local.resume(at)
+        on_progress(name, at)
+        while at < size:
+            try:
+                frame = read_frame(self._stream)
+            except OpError as error:
+                if error.kind in ("bad_request", "damaged"):  # it is not a report of the node
+                    raise
+                counts.problems.append(f"{name}: {error.message}")
+                return
+            if frame is None:
+                raise self._stream.broken_error()
+            at += len(frame)
+            if at > size:
+                raise OpError("damaged", f"it sent more of `{name}` than its size")
+            digest.update(frame)
+            local.write(frame)
+            on_progress(name, at)
+        if self._stream.line().get("hash") != digest.hexdigest():
+            local.drop()
+            raise OpError("damaged", f"the received file `{name}` is damaged: wrong checksum")
+        local.finish(int(answer["modified_ns"]))
+        counts.files += 1
+        counts.size += size
+
+    def _read_list(self) -> tuple[tuple[RemoteFile, ...], int]:
+        found: list[RemoteFile] = []
+        while "entries" in (answer := self._stream.line()):
+            for name, size, modified_ns, is_executable, link in answer["entries"]:
+                if not 0 < len(name) <= _MAX_NAME or {"", ".", ".."} & set(name.split("/")) or "\0" in name:
+                    raise AgentError(self._node, "malformed", f"it sent an invalid file name: {name[:100]!r}")
+                found.append(RemoteFile(name=name, size=size, modified_ns=modified_ns, is_executable=is_executable, link=link))
+            if len(found) > _MAX_FILES:
+                raise AgentError(
+                    self._node, "malformed", f"there are more than {_MAX_FILES:,} files, which distflow does not list"
+                )
+        return tuple(found), int(answer.get("others", 0))
+
+
+def _is_room_for(file: RemoteFile, requested: deque[_LocalFile]) -> bool:
+    """Whether a file may be requested before the previous ones have arrived."""
+    if not requested:
+        return True
+    return len(requested) < _AHEAD_FILES and sum(one.file.size for one in requested) + file.size <= _AHEAD_BYTES
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        text = f"not enough space: {bytes_text(size)} needed, {bytes_text(free)} free"
+        raise OSError(errno.ENOSPC, text, os.fspath(folder))
+
+
+class _LocalFile:
+    """A file that is being fetched."""
+
+    def __init__(self, folder: Path, file: RemoteFile, source: str, known: set[str]) -> None:
+        self.file = file
+        self._path = path_inside(os.fspath(folder), file.name, known)
+        # The name is the same in the next try, and not longer than a file name may be.
+        name = hashlib.sha256(f"{source}/{file.name}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        self._part = os.path.join(os.path.dirname(self._path), f".distflow-{name}.part")
+        self._fd = -1
+
+    def is_unchanged(self) -> bool:
+        """Whether the file is here already."""
+        try:
+            info = os.lstat(self._path)
+        except OSError:
+            return False
+        is_file = stat.S_ISREG(info.st_mode)
+        return is_file and (info.st_size, info.st_mtime_ns) == (self.file.size, _bounded(self.file.modified_ns))
+
+    def missing_bytes(self) -> int:
+        """Return the number of bytes that are not here yet."""
+        try:
+            return max(0, self.file.size - os.lstat(self._part).st_size)
+        except OSError:
+            return self.file.size
+
+    def open(self) -> tuple[int, str]:
+        """Open the incomplete file. Return the number of its bytes and their SHA-256."""
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        if os.path.isdir(self._path) and not os.path.islink(self._path):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory here and a file on the node", self._path)
+        self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(errno.EBUSY, "another command is fetching this file", self._path) from error
+        self._digest = hashlib.sha256()
+        at = 0
+        while data := os.read(self._fd, _HASHED_AT_ONCE):
+            self._digest.update(data)
+            at += len(data)
+        return at, self._digest.hexdigest()
+
+    def resume(self, at: int) -> Any:
+        """Continue after ``at`` bytes, which are all or none of those that are here. Return their digest."""
+        if at != os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, 0)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            if at:
+                raise OpError("bad_request", f"it does not continue `{self.file.name}` where it was interrupted")
+            self._digest = hashlib.sha256()
+        return self._digest
+
+    def write(self, data: bytes) -> None:
+        """Append data."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def finish(self, modified_ns: int) -> None:
+        """Give the complete file its name."""
+        if self.file.is_executable:
+            mode = os.fstat(self._fd).st_mode
+            os.fchmod(self._fd, (mode | (mode & 0o444) >> 2) & 0o777)
+        os.utime(self._fd, ns=(_bounded(modified_ns),) * 2)
+        os.rename(self._part, self._path)
+        os.close(self._fd)
+        self._fd = -1
+
+    def drop(self) -> None:
+        """Discard the data."""
+        os.ftruncate(self._fd, 0)
+
+    def close(self) -> None:
+        """Close the incomplete file, and keep its data for the next try."""
+        if self._fd < 0:
+            return
+        if not os.fstat(self._fd).st_size:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _bounded(modified_ns: int) -> int:
+    """Return a time that every file system can store. The node is not trusted."""
+    return min(max(modified_ns, 0), _MAX_TIME_NS)
+
+
+def _make_link(folder: Path, file: RemoteFile, counts: FetchCounts, known: set[str]) -> None:
+    """Create a link if it stays inside ``folder``. Its target may lead through other links, which all stay inside."""
+    path = path_inside(os.fspath(folder), file.name, known)
+    known.clear()  # paths through this link lead elsewhere
+    *up, last = file.link.split("/")
+    below = os.path.relpath(os.path.realpath(os.path.dirname(path)), os.path.realpath(folder))
+    depth = 0 if below == "." else below.count("/") + 1
+    while up and up[0] == "..":
+        del up[0]
+        depth -= 1
+    if depth < 0 or {"", ".", ".."} & {*up, last} or "\0" in file.link:
+        counts.left_out += 1
+        return
+    if os.path.islink(path) and os.readlink(path) == file.link:
+        counts.unchanged += 1
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.lexists(path):
+        os.unlink(path)
+    os.symlink(file.link, path)
+    counts.files += 1
