@@ -1,4 +1,4 @@
-"""Compare the training speed of ``scripts/train_dist.py`` under distflow, under torchrun and as a single process.
+"""Compare the training speed of ``workflow_specs/train_dist.py`` under distflow, under torchrun and as a single process.
 
 All three have the same global batch: two distflow tasks of one rank each on this machine, ``torchrun`` with two ranks, and one
 process. The time counts from the end of the first epoch to the end of the last, so starts and ends do not count. The three run
@@ -22,7 +22,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[1] / "workflow_specs"
 EPOCHS, RANKS, BATCH = 60, 2, 32
 LIMIT = 0.98
 """1.0, minus the difference between two runs of one contestant."""

@@ -11,7 +11,7 @@ The language of the pages, all in fenced blocks:
 * ``text`` and ``json``: not checked.
 
 A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
-next to copies of ``workflow_specs`` and ``scripts``; ``<!-- any order -->`` is for lines of several tasks;
+next to a copy of ``workflow_specs``; ``<!-- any order -->`` is for lines of several tasks;
 ``<!-- hosts: gpu1 gpu2 -->`` is for commands that need machines behind SSH: a test of their own runs them, with such hosts;
 ``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``, ``<!-- not a spec -->``, ``<!-- wrong: message -->``
 and ``<!-- configuration -->`` take a block out of the rule, or put it under another one.
@@ -209,8 +209,7 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "project"
         self.folder.mkdir()
-        for name in ("workflow_specs", "scripts"):
-            shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
         # README's first command is typed before the environment is activated.
         (self.folder / ".venv").mkdir()
         (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
@@ -361,8 +360,7 @@ def test_specs_are_valid(
     from distflow.cli.app import run
     from distflow.pools.load import parse_configuration, this_machine
 
-    for name in ("workflow_specs", "scripts"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "workflow_specs", tmp_path / "workflow_specs")
     monkeypatch.chdir(tmp_path)
     for block in all_blocks():
         if block.page == page and block.note("file"):

@@ -115,8 +115,7 @@ class Lab:
 
 def checkout(cli: Cli, repository: Path) -> Path:
     """Copy what a user takes from the repository; return the folder of the specs."""
-    for name in ("workflow_specs", "scripts"):
-        shutil.copytree(repository / name, cli.folder / name)
+    shutil.copytree(repository / "workflow_specs", cli.folder / "workflow_specs")
     return cli.folder / "workflow_specs"
 
 

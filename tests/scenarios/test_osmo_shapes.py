@@ -81,7 +81,7 @@ def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(lab: Lab, 
     need("nslookup", "nc")
     cli = lab.cli
     lab.configure(names=("gpu1", "gpu2"))
-    shutil.copy(repository / "scripts" / "train_dist.py", cli.folder)
+    shutil.copy(repository / "workflow_specs" / "train_dist.py", cli.folder)
     done = cli.run(
         "workflow", "submit", cli.spec(TUTORIAL), "--wait", "--set", f"port={free_port('')}", timeout=170
     )  # fmt: skip

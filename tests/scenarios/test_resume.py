@@ -31,7 +31,8 @@ def undisturbed(folder: Path, strategy: dict[str, Any], ranks: int, temporary: p
         "DISTFLOW_CHECKPOINT": str(folder / "checkpoints"),
         "OMP_NUM_THREADS": "1",
     }
-    command = ["-m", "distflow.train.launch", "--size", str(ranks), str(REPOSITORY / "scripts" / "resume.py"), "--epochs", "3"]
+    script = REPOSITORY / "workflow_specs" / "resume.py"
+    command = ["-m", "distflow.train.launch", "--size", str(ranks), str(script), "--epochs", "3"]
     output = folder / "output"
     with output.open("wb") as file, open(os.devnull) as stdin:
         process = start_preloaded(temporary, command, folder, environment, stdin.fileno(), file.fileno(), file.fileno())

@@ -268,7 +268,7 @@ def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli, what: str) -
     )  # fmt: skip
     assert done.returncode == 2
     assert "`only`: s3://b/x needs the driver s3fs, which is not installed" in done.stderr
-    assert "pip install 'distflow[data]'" in done.stderr
+    assert "pip install 'distflow-cli[data]'" in done.stderr
     assert json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"] == []
 
 

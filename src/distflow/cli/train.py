@@ -123,7 +123,8 @@ def bench(
     """Measure all-reduce bandwidth or training speed on this machine."""
     if importlib.util.find_spec("torch") is None:
         raise InputError(
-            "`distflow train bench` needs torch, which is not installed on this machine", hint="pip install 'distflow[train]'"
+            "`distflow train bench` needs torch, which is not installed on this machine",
+            hint="pip install 'distflow-cli[train]'",
         )
     command = [sys.executable, "-m", "distflow.train.bench", what.value, "--ranks", str(ranks), "--format", format_type.value]
     code = subprocess.run(command, check=False).returncode

@@ -14,7 +14,7 @@ __all__ = [
     "ambient_credentials", "driver_of", "identity_of", "package_of",
 ]  # fmt: skip
 
-NO_DRIVER = "pip install 'distflow[data]'"
+NO_DRIVER = "pip install 'distflow-cli[data]'"
 """The hint for a driver that is not installed."""
 
 DRIVER_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")

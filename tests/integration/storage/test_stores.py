@@ -442,7 +442,7 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     import sys
 
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(InputError, match=r"(?s)s3:// needs a driver.*pip install 'distflow\[data\]'"):
+    with pytest.raises(InputError, match=r"(?s)s3:// needs a driver.*pip install 'distflow-cli\[data\]'"):
         open_store(parse_url("s3://b/x"))
 
 

@@ -1,4 +1,4 @@
-"""``scripts/train_dist.py`` as people run it: real processes that talk gloo on 127.0.0.1, and really die.
+"""``workflow_specs/train_dist.py`` as people run it: real processes that talk gloo on 127.0.0.1, and really die.
 
 Nothing here sleeps for luck: a test waits for what the processes print or for their end, with a deadline. A world of
 two takes some seconds on two slow cores, most of which is importing torch.
@@ -27,7 +27,7 @@ from preloaded import Preloaded, start_preloaded
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "train_dist.py"
+SCRIPT = Path(__file__).parents[3] / "workflow_specs" / "train_dist.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 DEADLINE_S = 240.0
 """For one run, on a machine that is busy with other things."""
