@@ -275,12 +275,16 @@ def test_a_bare_hostfile_is_a_pool_of_its_own(hosts: Hosts) -> None:
     # Nothing but the hostfile and ~/.ssh/config, as on a machine that never saw distflow.
     cli = hosts.cli
     (cli.folder / "distflow.yaml").write_text("pools: {local: {backend: local}}\n")
-    (cli.folder / "hosts.txt").write_text("gpu1 slots=0\ngpu2 slots=0\n")
+    python = cli.folder / "gpu2-environment" / "python3"
+    python.parent.mkdir()
+    python.symlink_to(BARE_PYTHON)
+    (cli.folder / "hosts.txt").write_text(f"gpu1 slots=0\ngpu2 slots=0 python={python}\n")
     (cli.folder / ".ssh").mkdir(mode=0o700)
     shutil.copy(cli.folder / "ssh_config", cli.folder / ".ssh" / "config")
     cli.environment["DISTFLOW_HOSTFILE"] = "hosts.txt"
     answer = hosts.check(code=0)
     assert (answer["pool"], [node["name"] for node in answer["nodes"]]) == ("hostfile", ["gpu1", "gpu2"])
+    assert answer["nodes"][1]["python"]["executable"] == str(python)
     workflow = cli.submit(cli.spec(TWO))
     assert cli.await_status(workflow, "COMPLETED")["pool"] == "hostfile"
     cleaned = cli.run("node", "clean", "--older-than", "0s", "-t", "json")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.render.tables import Paint, table
@@ -83,6 +84,9 @@ def check(
         typer.Option("--path", help="Check that this path has the same contents on all nodes; may be repeated."),
     ] = None,
     hostfile: HostfileOption = None,
+    python: PythonOption = None,
+    setup: SetupOption = None,
+    env: EnvOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Check whether a gang can run on the nodes of a pool.
@@ -94,12 +98,13 @@ def check(
     from distflow.cli.render.nodes import check_json, check_text
     from distflow.cli.render.terminal import BottomLine
 
+    settings = parse_node_settings(python, setup, env)
     bottom = BottomLine(sys.stderr)
     with open_client() as client:
         try:
             found = check_pool(
-                client, pool, node or (), hosts=client.hosts(hostfile), all_reduce=all_reduce, paths=path or (),
-                on_progress=lambda text: bottom.show(f"checking: {text} …"),
+                client, pool, node or (), hosts=client.hosts(hostfile), settings=settings, all_reduce=all_reduce,
+                paths=path or (), on_progress=lambda text: bottom.show(f"checking: {text} …"),
             )  # fmt: skip
         finally:
             bottom.clear()

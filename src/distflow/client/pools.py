@@ -13,7 +13,7 @@ from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.pools.hostfile import Host, choose_pool, with_hosts
-from distflow.pools.model import Configuration, Node, Pool
+from distflow.pools.model import NO_SETTINGS, Configuration, Node, NodeSettings, Pool
 from distflow.state.directory import write_pool
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ def check_pool(
     nodes: Sequence[str] = (),
     *,
     hosts: Sequence[Host] | None = None,
+    settings: NodeSettings = NO_SETTINGS,
     all_reduce: bool = False,
     paths: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
@@ -191,6 +192,7 @@ def check_pool(
         name: The name of the pool. Default: the default pool.
         nodes: Names of nodes of the pool. Default: all its nodes.
         hosts: Machines to use instead of a configured pool.
+        settings: Settings of the nodes that take precedence over those of the pool and the hostfile.
         all_reduce: Whether to run an all-reduce over all nodes with torch, to measure the bandwidth.
         paths: Paths that must exist on all nodes with the same contents.
         on_progress: Called with the name of the current check.
@@ -203,7 +205,7 @@ def check_pool(
         ProblemsFound: if the configuration is wrong.
 
     """
-    pool = choose_pool(client.configuration(), given=name, hosts=hosts)
+    pool = choose_pool(client.configuration(), given=name, hosts=hosts).with_settings(settings)
     known = [node.name for node in pool.nodes]
     for node in nodes:
         if node not in known:

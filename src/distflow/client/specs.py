@@ -22,7 +22,7 @@ from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices, sharing_notices
 from distflow.plan.model import Plan
 from distflow.pools.hostfile import Host, choose_pool
-from distflow.pools.model import Configuration, Pool
+from distflow.pools.model import Configuration, NodeSettings, Pool
 from distflow.shell import Secret
 from distflow.spec.files import bundle_files
 from distflow.spec.model import WorkflowSpec
@@ -261,16 +261,18 @@ class PreviousWorkflow:
 
         Returns:
             The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
-            configuration no longer has it.
+            configuration no longer has it. It gets the settings that the previous workflow was given, but other machines get
+            only the variables.
 
         Raises:
             NotFound: if the given pool does not exist.
 
         """
         if given is None and hosts is None:
-            return configuration.pools.get(self.record.pool, self.pool)
+            return configuration.pools.get(self.record.pool, self.pool).with_settings(self.pool.given)
         wanted = self.record.pool if self.record.pool in configuration.pools else None
-        return choose_pool(configuration, given=given, wanted=wanted, hosts=hosts)
+        chosen = choose_pool(configuration, given=given, wanted=wanted, hosts=hosts)
+        return chosen.with_settings(NodeSettings(environment=self.pool.given.environment))
 
 
 def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWorkflow | None:

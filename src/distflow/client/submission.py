@@ -21,16 +21,18 @@ from distflow.client.previous_outputs import (
     output_source,
 )
 from distflow.client.specs import CheckedSpec, Overrides, PreviousWorkflow, check_spec, find_previous, propose_placement
-from distflow.documents.problems import ProblemsFound, in_document_order
+from distflow.documents.document import Text
+from distflow.documents.problems import Mark, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
+from distflow.layout.checks.group_checks import check_layout
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices, sharing_notices
 from distflow.plan.model import Plan
 from distflow.plan.render import script
 from distflow.pools.hostfile import Host, choose_pool
-from distflow.pools.model import Configuration, Pool
+from distflow.pools.model import NO_SETTINGS, Configuration, NodeSettings, Pool
 from distflow.spec.files import bundle_files
 from distflow.spec.names import MOST_LABELS
 from distflow.state.codec import encode
@@ -68,6 +70,8 @@ class SubmitRequest:
     """The name of the pool to run in. Default: the pool of the spec, or else the default pool."""
     hosts: Sequence[Host] | None = None
     """Machines to use instead of a configured pool."""
+    settings: NodeSettings = NO_SETTINGS
+    """Settings of the nodes that take precedence over those of the pool, the hostfile and the spec."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Additional labels. They take precedence over labels of the spec."""
     priority: Priority | None = None
@@ -118,6 +122,7 @@ def plan(
     else:
         checked = check_spec(client, request.spec, request.overrides, text=request.text)
         chosen = choose_pool(configuration, given=request.pool, wanted=checked.spec.pool, hosts=request.hosts)
+    chosen = chosen.with_settings(request.settings)
     labels = join_labels(previous.record.labels if previous else checked.spec.labels, request.labels)
     return replace(
         plan_checked(
@@ -147,6 +152,7 @@ def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: 
         ProblemsFound: if a file cannot be read, or if the pool cannot hold a group even when idle.
 
     """
+    checked = _with_environment(checked, pool.given.environment)
     notices = container_notices(checked.spec, pool.nodes)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs)
@@ -162,6 +168,21 @@ def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: 
     shared = sharing_notices(checked.spec, bundles, placement, pool.nodes)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *shared]))
     return PlannedWorkflow(checked=checked, overrides=overrides, plan=compiled, pool=pool, placement=placement, blobs=blobs)
+
+
+def _with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedSpec:
+    """Return the spec with these variables in every task. Raises ``ProblemsFound`` if its ranks do not allow them."""
+    if not given:
+        return checked
+    added = {name: Text(value, Mark("--env")) for name, value in given.items()}
+    groups = tuple(
+        replace(group, tasks=tuple(replace(task, environment={**task.environment, **added}) for task in group.tasks))
+        for group in checked.spec.groups
+    )
+    spec = replace(checked.spec, groups=groups)
+    worlds, problems = check_layout(spec)
+    raise_errors(problems)
+    return replace(checked, spec=spec, worlds=worlds)
 
 
 def submit(

@@ -2,6 +2,7 @@
 
 A slot is a GPU here. A host in several lines without slots has as many slots as lines, as in the machine files of batch
 systems. A host that is given again with slots is refused, as in DeepSpeed: one of the two numbers is a mistake.
+``python=PATH`` is an addition that only distflow reads.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass, replace
 from distflow.documents.problems import Mark, Problem
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
-from distflow.pools.model import Configuration, Node, Pool, ssh_node
+from distflow.pools.model import Configuration, Node, Pool, is_program, ssh_node
 
 __all__ = ["Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
 
 
-_KEYS = ("slots", "max_slots")
+_KEYS = ("slots", "max_slots", "python")
 _MOST_SLOTS = 999_999
 _MOST_PROBLEMS = 50
 _PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
@@ -36,6 +37,8 @@ class Host:
     """``None``: the user of the pool or of the OpenSSH configuration."""
     slots: int | None = None
     """The number of GPUs; ``None``: as many as the machine has."""
+    python: str | None = None
+    """The Python interpreter on the machine; ``None``: that of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Proble
 def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> tuple[Node, ...]:
     """Return the hosts as nodes with the settings of the known node of that name, or else those of ``base``.
 
-    The user and the slots in the hostfile override both.
+    The user, the slots and the Python in the hostfile override both.
     """
     named = {node.name: node for node in known}
     found = []
@@ -82,6 +85,7 @@ def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> t
                 node,
                 user=node.user if host.user is None else host.user,
                 gpus=node.gpus if host.slots is None else host.slots,
+                python=host.python or node.python,
             )
         )
     return tuple(found)
@@ -90,6 +94,7 @@ def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> t
 def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Problem]]:
     problems: list[Problem] = []
     given: dict[str, int] = {}
+    python, others = _split_python(words[1:])
 
     def add(message: str, hint: str) -> None:
         problems.append(Problem(where=where, message=message, hint=hint))
@@ -108,7 +113,9 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         add(f"`{words[0]}` is not a host", hint)
     elif place is not None and place.group("count") is not None:
         count("slots", place.group("count"), words[0])
-    for word in words[1:]:
+    if len(python) > 1 or not all(map(is_program, python)):
+        add(f"`python={' python='.join(python)}` is not one path or name", "write `python=/opt/venv/bin/python` once")
+    for word in others:
         key, _, value = word.partition("=")
         if "=" in word and _plain(key) in _KEYS:
             count(_plain(key), value, word)
@@ -119,7 +126,13 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
     if host is None or problems:
         return None, problems
     user = place.group("user") if place else None
-    return Host(host=host, user=user, slots=given.get("slots")), problems
+    return Host(host=host, user=user, slots=given.get("slots"), python=next(iter(python), None)), problems
+
+
+def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of ``python=``, and the other words."""
+    values = [word.partition("=")[2] for word in words if _plain(word).startswith("python=")]
+    return values, [word for word in words if not _plain(word).startswith("python=")]
 
 
 def _plain(key: str) -> str:
@@ -132,7 +145,7 @@ def _instead_of(word: str) -> str:
         return f"write `slots={word}`"
     key, equals, _ = word.partition("=")
     if not equals and _plain(key) not in _KEYS:
-        return "write one host on each line, and only `slots=N` after it"
+        return "write one host on each line, and only `slots=N` and `python=PATH` after it"
     return did_you_mean(key, _KEYS, what="words")
 
 
@@ -169,7 +182,7 @@ def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[P
             Problem(
                 where=Mark(file, line.number),
                 message=f"the host `{first.host}` is already in line {same[0].number}",
-                hint="write one line for the host, with all its slots and one user",
+                hint="write one line for the host, with all its slots, one user and one Python",
             )
             for line in same[1:]
         ]

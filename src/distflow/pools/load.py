@@ -28,7 +28,7 @@ from distflow.documents.urls import parse_url
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
-from distflow.pools.model import DEFAULT_MAX_LOG, Configuration, ContainerRuntime, Node, Pool, ssh_node
+from distflow.pools.model import DEFAULT_MAX_LOG, NO_SETTINGS, Configuration, ContainerRuntime, Node, Pool, ssh_node
 from distflow.pools.ownership import owned_by_stranger, why_not_trusted
 
 __all__ = [
@@ -231,6 +231,7 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
         host_key_policy=_POLICIES.get(pool.string("host_key_policy") or ""),
         ssh_config=_absolute((pool,), "ssh_config", pool.string("ssh_config")),
         max_log=pool.parsed("max_log", parse_log_bytes) or DEFAULT_MAX_LOG,
+        given=NO_SETTINGS,
         **times,
     )
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["DEFAULT_MAX_LOG", "Configuration", "ContainerRuntime", "Node", "Pool", "ssh_node"]
+__all__ = [
+    "DEFAULT_MAX_LOG",
+    "NO_SETTINGS",
+    "Configuration",
+    "ContainerRuntime",
+    "Node",
+    "NodeSettings",
+    "Pool",
+    "is_program",
+    "ssh_node",
+]
 
 DEFAULT_MAX_LOG = 512 << 20
 """Bytes."""
@@ -84,6 +94,19 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Settings of all nodes that a command gives. They override the configuration and the hostfile."""
+
+    python: str | None = None
+    setup: str | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Variables for every task. They also override those of the spec."""
+
+
+NO_SETTINGS = NodeSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Nodes, and the backend that runs tasks on them."""
 
@@ -109,6 +132,28 @@ class Pool:
     """The maximum size of each attempt's log in bytes, half for the beginning and half for the end."""
     retention_s: float = 14 * 86400.0
     """How long ``node clean`` keeps the files of ended workflows on the nodes."""
+    given: NodeSettings = NO_SETTINGS
+    """The settings that the command gave. The nodes have them, and a restart applies them to the pool as configured then."""
+
+    def with_settings(self, given: NodeSettings) -> Pool:
+        """Return the pool with these settings for all its nodes, in addition to those that it was given before."""
+        if given == NO_SETTINGS:
+            return self
+        changed = (
+            replace(
+                node,
+                python=given.python or node.python,
+                setup=node.setup if given.setup is None else given.setup,
+                environment=MappingProxyType({**node.environment, **given.environment}),
+            )
+            for node in self.nodes
+        )
+        joined = NodeSettings(
+            python=given.python or self.given.python,
+            setup=self.given.setup if given.setup is None else given.setup,
+            environment=MappingProxyType({**self.given.environment, **given.environment}),
+        )
+        return replace(self, nodes=tuple(changed), given=joined)
 
     @property
     def shares_nodes(self) -> bool:
@@ -128,6 +173,11 @@ class Configuration:
     """The URL of the directory of all datasets; ``None``: in the state directory."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     """For each pool over SSH, the settings of a node without settings of its own, such as a host of a hostfile."""
+
+
+def is_program(text: str) -> bool:
+    """Return whether a text can be the path or the name of a program on a node."""
+    return text.isprintable() and bool(text.strip()) and not text.startswith("-")
 
 
 def ssh_node() -> Node:

@@ -68,6 +68,20 @@ def test_every_form_of_a_line(line: str, host: tuple[str, str | None, int | None
     assert hosts_in(line + "\n") == [host]
 
 
+def test_a_line_may_name_the_python_of_its_host() -> None:
+    hosts, problems = parse_hostfile("gpu1 slots=8 python=/opt/venv/bin/python\nme@gpu2 Python = ~/venv/bin/python\n", "hosts")
+    assert not problems
+    assert [(host.host, host.slots, host.python) for host in hosts] == [
+        ("gpu1", 8, "/opt/venv/bin/python"), ("gpu2", None, "~/venv/bin/python"),
+    ]  # fmt: skip
+    assert [node.python for node in nodes_of(hosts, Node(name="", host="", root="/x", python="python3"))] == [
+        "/opt/venv/bin/python", "~/venv/bin/python",
+    ]  # fmt: skip
+    assert [node.python for node in choose_pool(lab(), hosts=[Host(host="gpu1", python="/a"), Host(host="gpu2")]).nodes] == [
+        "/a", "/opt/venv/bin/python",
+    ]  # fmt: skip
+
+
 def test_comments_and_empty_lines_are_no_hosts() -> None:
     assert hosts_in("# the lab\n\ngpu1\n   \n#gpu2\ngpu3 # slots=8") == [("gpu1", None, None), ("gpu3", None, None)]
 
@@ -95,6 +109,7 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
     said = refusal(
         "gpu1 slots=x\ngpu2 slts=8\nfd00::1\ngpu[1-4]\ngpu5,gpu6\n-oProxyCommand=x\ngpu4 8\ngpu5 slots=8 slots=9\n"
         "gpu6:8 slots=8\ngpu7 slots=8 max_slots=2\ngpu8 gpu9\n@gpu1\ngpu10:\n[gpu1]\ngpu11 slots=1000000\ngpu12 slots\n"
+        "gpu13 python=\ngpu14 python=-c\ngpu15 python=/a python=/b\n"
     )
     for expected in (
         "hosts:1: error: `slots=x`: slots must be a whole number",
@@ -113,6 +128,9 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
         "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
+        "hosts:17: error: `python=` is not one path or name\n    write `python=/opt/venv/bin/python` once",
+        "hosts:18: error: `python=-c` is not one path or name",
+        "hosts:19: error: `python=/a python=/b` is not one path or name",
     ):
         assert expected in said
 

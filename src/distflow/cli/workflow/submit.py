@@ -15,6 +15,7 @@ from typing import Annotated, TextIO
 import typer
 
 from distflow.cli.context import WorkflowArgument, open_client
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import BottomLine
@@ -100,6 +101,9 @@ def submit_workflow(
     ] = None,
     pool: PoolOption = None,
     hostfile: HostfileOption = None,
+    python: PythonOption = None,
+    setup: SetupOption = None,
+    env: EnvOption = None,
     priority: Annotated[
         str | None,
         typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="The priority in the queue. Default: NORMAL."),
@@ -137,6 +141,7 @@ def submit_workflow(
     urgency = priorities([priority])[0] if priority is not None else None
     labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
+    settings = parse_node_settings(python, setup, env)
     copied = _rsync_paths(rsync) if rsync is not None else None
     with _open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
@@ -144,8 +149,9 @@ def submit_workflow(
         if not is_dry:
             client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
         request = SubmitRequest(
-            spec=file, text=_stdin(file), overrides=overrides, pool=pool, hosts=hosts, labels=labels, priority=urgency
-        )
+            spec=file, text=_stdin(file), overrides=overrides, pool=pool, hosts=hosts, settings=settings, labels=labels,
+            priority=urgency,
+        )  # fmt: skip
         if is_dry:
             with tempfile.TemporaryDirectory() as blobs:
                 _dry_run(plan(client, request, blobs=Path(blobs), configuration=configuration), scripts, format_type)

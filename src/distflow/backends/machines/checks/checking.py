@@ -24,9 +24,9 @@ from distflow.backends.machines.checks.measured import (
     python_trouble,
 )
 from distflow.backends.machines.checks.network import AllReduce, all_reduce
-from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.bootstrap import connect, python_argv
 from distflow.backends.machines.connection.link import AgentLink, ClockWatch
-from distflow.backends.machines.connection.training_address import path_prepend, training_address
+from distflow.backends.machines.connection.training_address import interpreter, path_prepend, training_address
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport, fan_out
@@ -195,7 +195,7 @@ def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping
     """Run the node's python in the environment of tasks: with its setup, its variables and its PATH."""
     return link.request(
         "run",
-        argv=[node.python, "-c", PYTHON_PROBE],
+        argv=[interpreter(node, facts), "-c", PYTHON_PROBE],
         env=dict(node.environment),
         path_prepend=path_prepend(node, facts),
         shell_prelude=node.setup,
@@ -207,7 +207,7 @@ def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
     """Return a clearer error if the python is missing or too old."""
     try:
-        done = transport.run([node.python, "-c", _VERSION], timeout_s=_DIAGNOSE_S)
+        done = transport.run([*python_argv(node.python), "-c", _VERSION], timeout_s=_DIAGNOSE_S)
         found = (
             transport.run(["sh", "-c", "command -v python3"], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace").strip()
         )

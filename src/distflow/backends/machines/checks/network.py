@@ -15,7 +15,7 @@ from typing import Any
 from distflow.backends.machines.checks.findings import Finding, Grade, error, few, folded, judge_node, judge_nodes, warning
 from distflow.backends.machines.checks.measured import Measured, Pair
 from distflow.backends.machines.connection.link import AgentLink
-from distflow.backends.machines.connection.training_address import path_prepend
+from distflow.backends.machines.connection.training_address import interpreter, path_prepend
 from distflow.errors import NodeError
 from distflow.runtime.untrusted import decode_json
 
@@ -237,7 +237,7 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
 
 def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapping[str, str]) -> Mapping[str, Any]:
     return link.request(
-        "run", argv=[measured.node.python, "-c", *script], env={**measured.node.environment, **world},
+        "run", argv=[interpreter(measured.node, measured.facts), "-c", *script], env={**measured.node.environment, **world},
         path_prepend=path_prepend(measured.node, measured.facts), shell_prelude=measured.node.setup, limit_s=_LIMIT_S,
         timeout_s=_LIMIT_S + 10.0,
     )  # fmt: skip

@@ -36,6 +36,7 @@ __all__ = [
     "after_report",
     "connect",
     "open_service",
+    "python_argv",
     "service_argv",
 ]
 
@@ -243,7 +244,12 @@ _MOST_NOISE: Final = 4 * 1024 * 1024
 
 def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
     """Return the command that is executed on a node. ``service``: a module of the bundle with a ``serve(root, umask)``."""
-    return [python, "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
+    return [*python_argv(python), "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
+
+
+def python_argv(python: str) -> list[str]:
+    """Return the command for a node's Python. ``~/`` is the home of the node's user."""
+    return ["sh", "-c", 'exec "$HOME/$0" "$@"', python[2:]] if python.startswith("~/") else [python]
 
 
 def connect(
@@ -285,7 +291,7 @@ def open_service(
 ) -> Opened:
     """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` with the node's error.
 
-    ``~`` in ``root`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path there.
+    ``~`` in ``root`` and ``python`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path there.
     """
     nonce = f"distflow-{secrets.token_hex(12)}"
     channel = transport.open(service_argv(root, python, nonce, service, bundle))

@@ -10,7 +10,7 @@ from typing import Any
 from distflow.pools.model import Node
 from distflow.transports.base import Transport
 
-__all__ = ["choose_address", "path_prepend", "training_address"]
+__all__ = ["choose_address", "interpreter", "path_prepend", "training_address"]
 
 
 def training_address(node: Node, transport: Transport, facts: Mapping[str, Any]) -> tuple[str, str]:
@@ -27,6 +27,11 @@ def path_prepend(node: Node, facts: Mapping[str, Any]) -> list[str]:
     """Return the first entries of the tasks' PATH: the directory of the configured python, where a venv has its tools."""
     python = node.python if node.python.startswith("/") else str(facts.get("python", "/usr/bin/python3"))
     return [str(PurePosixPath(python).parent)]
+
+
+def interpreter(node: Node, facts: Mapping[str, Any]) -> str:
+    """Return the configured python, as its absolute path if it is in a home directory that only the node can expand."""
+    return str(facts.get("python")) if node.python.startswith("~") else node.python
 
 
 def choose_address(

@@ -1,0 +1,41 @@
+"""The options that set the Python and the environment of the nodes: ``--python``, ``--setup`` and ``--env``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from distflow.errors import InputError
+from distflow.pools.model import NodeSettings, is_program
+
+__all__ = ["EnvOption", "PythonOption", "SetupOption", "parse_node_settings"]
+
+PythonOption = Annotated[
+    str | None,
+    typer.Option("--python", metavar="PATH", help="The Python on the nodes, such as /opt/venv/bin/python."),
+]
+SetupOption = Annotated[
+    str | None,
+    typer.Option("--setup", metavar="COMMANDS", help="Shell commands to run before each task, such as 'module load cuda'."),
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="Set an environment variable in every task; may be repeated."),
+]
+
+
+def parse_node_settings(python: str | None, setup: str | None, env: Sequence[str] | None) -> NodeSettings:
+    """Return the settings that the options give. Raises ``InputError``."""
+    if python is not None and not is_program(python):
+        raise InputError(f"--python `{python}` is not a path or a name", hint="write `--python /opt/venv/bin/python`")
+    variables: dict[str, str] = {}
+    for item in env or ():
+        name, equals, value = item.partition("=")
+        if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            hint = "a name has letters, digits and `_`, and does not begin with a digit"
+            raise InputError(f"--env `{name}` is not of the form NAME=VALUE", hint=hint)
+        variables[name] = value
+    return NodeSettings(python=python, setup=setup, environment=variables)

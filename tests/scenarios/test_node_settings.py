@@ -1,0 +1,58 @@
+"""The Python, the setup and the variables of the nodes from the command line and from a hostfile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from scenarios.conftest import Cli
+
+SPEC = """
+workflow:
+  name: shows
+  groups:
+  - name: train
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'command -v python3; echo "$GREETING $OMP_NUM_THREADS $FROM_SETUP"; test -e GO']
+      environment: {GREETING: from the spec}
+"""
+
+
+def make_environment(folder: Path) -> Path:
+    """Make a directory with a ``python3``, as a virtual environment has one, and return the path of that Python."""
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python3"
+    python.symlink_to(getattr(sys, "_base_executable", sys.executable))
+    return python
+
+
+def test_settings_of_a_command_override_pool_and_spec_and_hold_for_a_restart(cli: Cli) -> None:
+    python = make_environment(cli.folder / "environment")
+    cli.configure(setup="export FROM_SETUP=pool", environment="{GREETING: from the pool}")
+    spec = cli.spec(SPEC.replace("GO", f"{cli.folder}/go"))
+    options = ["--python", "~/environment/bin/python3", "--setup", "export FROM_SETUP=option"]
+    done = cli.run("workflow", "submit", spec, *options, "--env", "GREETING=hello", "--env", "OMP_NUM_THREADS=7", "--wait")
+    said = f"[one] {python}\n[one] hello 7 option\n"
+    assert (done.code, done.out) == (1, f"shows-1\n{said}"), done.err
+    (cli.folder / "go").touch()
+    done = cli.run("workflow", "restart", "shows-1", "--wait")
+    assert (done.code, done.out) == (0, f"shows-2\n{said}"), done.err
+    # What is given again replaces only itself.
+    done = cli.run("workflow", "submit", "shows-2", "--env", "GREETING=again", "--wait")
+    assert (done.code, done.out) == (0, f"shows-3\n[one] {python}\n[one] again 7 option\n"), done.err
+
+
+def test_wrong_settings_are_refused(cli: Cli) -> None:
+    for option, value, words in (
+        ("--python", "", "--python `` is not a path or a name"),
+        ("--python", "-c", "--python `-c` is not a path or a name"),
+        ("--env", "1A=x", "--env `1A` is not of the form NAME=VALUE"),
+        ("--env", "MASTER_PORT=x", "--env: error: one: MASTER_PORT: x: the port must be a number"),
+        ("--env", "SECRET", "--env `SECRET` is not of the form NAME=VALUE"),
+    ):
+        done = cli.run("workflow", "submit", cli.spec(SPEC), option, value)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err
