@@ -79,6 +79,7 @@ def bind_task(
         gang=_link(group, task, binding),
         ranks=(launch.ranks.offset, launch.ranks.size) if launch.ranks is not None and launch.ranks.size > 1 else None,
         max_log=launch.max_log,
+        output_link=launch.output_link,
     )
 
 

@@ -198,6 +198,7 @@ def _launch(
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,
         max_log=spec.max_log,
+        output_link=f"work/{task.output_dir}" if task.output_dir is not None else None,
     )
 
 

@@ -156,6 +156,8 @@ class Launch:
     """Directories in that of the attempt that are created before it starts."""
     max_log: int | None = None
     """The maximum size of its log in bytes; ``None``: that of the pool."""
+    output_link: str | None = None
+    """The path of a link to the output directory, relative to the attempt's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,3 +318,5 @@ class BoundLaunch:
     """The first rank and the number of ranks of a task with several ranks, each of which has a separate log."""
     max_log: int | None = None
     """The maximum size of its log in bytes; ``None``: that of the pool."""
+    output_link: str | None = None
+    """The path of a link to the output directory, relative to the attempt's directory."""

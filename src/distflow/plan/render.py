@@ -93,6 +93,13 @@ def script(group: GroupPlan, launch: Launch) -> str:
         lines += _place_credential(credential)
     for file in files:
         lines += _place(file)
+    if launch.output_link is not None:
+        link = f'"$ATTEMPT_DIR"/{shlex.quote(launch.output_link)}'
+        lines += [
+            f"mkdir -p {link}",
+            f'cp -R {link}/. "$ATTEMPT_DIR/output"',
+            f'rm -r {link}; ln -s "$ATTEMPT_DIR/output" {link}',
+        ]
     lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items()]
     lines += [f'export PATH={_word(path)}:"$PATH"' for path in launch.path]
     lines += [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{_word(path)}' for path in launch.python_path]

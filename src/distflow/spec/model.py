@@ -260,6 +260,8 @@ class TaskSpec:
     outputs: tuple[str, ...] = ()
     """The destinations of ``{{output}}``, as text."""
     url_outputs: tuple[DataSpec, ...] = ()
+    output_dir: str | None = None
+    """A relative path at which the task also finds ``{{output}}``."""
     mark: Mark = Mark("")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from posixpath import normpath
 from types import MappingProxyType
 
 from distflow.documents.document import Text, View
@@ -74,6 +75,7 @@ def parse_task(
         replica=None if _replicas(task) is None else 0,
         outputs=_output_words(task),
         url_outputs=url_outputs(task),
+        output_dir=_output_dir(task),
         mark=task.key_mark("name"),
     )
     return (first, *(replace(first, name=name, lead=False, replica=number) for number, name in enumerate(names) if number))
@@ -118,6 +120,14 @@ def _mounts(task: View) -> tuple[Text, ...]:
             hint = "write a directory of the node, or that and a directory of the container: `/data` or `/data:/mnt/data`"
             task.add(f"`{text.value}` is not a valid entry of `volumeMounts`", hint, where=text.mark_at(0))
     return found
+
+
+def _output_dir(task: View) -> str | None:
+    path = task.string("output_dir")
+    if path is not None and (path.startswith("/") or ".." in path.split("/") or normpath(path) == "."):
+        hint = "write a directory of the task's working directory, such as `outputs`"
+        task.add(f"`{path}` is not a valid `output_dir`", hint, key="output_dir")
+    return path and normpath(path)
 
 
 def _environment(task: View) -> Mapping[str, Text]:

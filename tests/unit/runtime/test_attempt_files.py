@@ -1,4 +1,4 @@
-"""Where the files of credentials go when memory cannot take them."""
+"""Where the files of credentials go when memory cannot take them, and the link to the output directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.runtime.files import attempt_files
+from distflow.runtime.wire import OpError
 
 ENTRIES: list[dict[str, Any]] = [
     {"path": "files/run/a", "files": {"key": "one"}},
@@ -91,3 +92,17 @@ def test_a_folder_that_others_could_have_made_is_not_trusted(attempt: Path, memo
     assert not list((tmp_path / "elsewhere").iterdir())
     attempt_files.remove_secrets(str(attempt))
     assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
+
+
+def test_a_directory_can_be_the_output(attempt: Path) -> None:
+    sent = [{"path": "work/outputs/old/a", "text": "1"}, {"path": "work/train.py", "text": ""}]
+    launch = {"argv": ["true"], "files": sent, "output_link": "work/outputs"}
+    for _ in range(2):  # the second time as after an interruption
+        attempt_files.place("", str(attempt), launch)
+        (attempt / "work/outputs/new").write_text("2")
+    assert os.readlink(attempt / "work/outputs") == "../output"
+    assert {path.name: path.read_text() for path in (attempt / "output").rglob("*") if path.is_file()} == {"a": "1", "new": "2"}
+    attempt_files.place("", str(attempt), {"argv": ["true"], "output_link": "work/deep/er"})
+    assert (attempt / "work/deep/er/new").read_text() == "2"
+    with pytest.raises(OpError, match="not below"):
+        attempt_files.place("", str(attempt), {"argv": ["true"], "output_link": "../outputs"})

@@ -312,6 +312,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("elastic", "min"),
         ("elastic", "wait"),
         ("task", "launcher"),
+        ("task", "output_dir"),
         ("launcher", "kind"),
         ("launcher", "max_restarts"),
         ("launcher", "numa"),

@@ -218,6 +218,7 @@ class MachinesBackend:
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
                 "folders": list(launch.folders),
+                "output_link": launch.output_link,
                 "mounts": list(launch.mounts),
                 "container": None if launch.container is None else asdict(launch.container),
                 "memory": launch.memory,

@@ -85,12 +85,39 @@ def checked(launch: Json) -> Json:
 def place(root: str, directory: str, launch: Json) -> None:
     """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. Can be repeated after an interruption."""
     check_mounts(launch.get("mounts") or [])
+    link = launch.get("output_link")
+    if link and os.path.islink(path_inside(directory, link)):
+        os.unlink(path_inside(directory, link))  # from an earlier try: an archive must not unpack through it
     for file in launch.get("files") or []:
         _place(root, directory, file)
     place_secrets(directory, launch.get("secret_files") or [])
     for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
         os.makedirs(path_inside(directory, folder), exist_ok=True)
+    if link:
+        _link_output(directory, link)
     _write_launch(directory, launch)
+
+
+def _link_output(directory: str, place: str) -> None:
+    """Make ``place`` a link to the output directory. Files that were placed there are moved into the output."""
+    link, output = path_inside(directory, place), path_inside(directory, "output")
+    try:
+        os.makedirs(output, exist_ok=True)
+        os.makedirs(os.path.dirname(link), exist_ok=True)
+        if os.path.isdir(link) and not os.path.islink(link):
+            import shutil
+
+            for name in os.listdir(link):
+                target = os.path.join(output, name)
+                if os.path.isdir(target) and not os.path.islink(target):
+                    shutil.rmtree(target)  # an earlier try was interrupted after it moved this directory
+                os.rename(os.path.join(link, name), target)
+            os.rmdir(link)
+        elif os.path.islink(link):
+            os.unlink(link)
+        os.symlink(os.path.relpath(os.path.realpath(output), os.path.realpath(os.path.dirname(link))), link)
+    except OSError as error:
+        raise OpError.from_os(error, "cannot link `{}` to the output directory".format(place)) from error
 
 
 def _write_launch(directory: str, launch: Json) -> None:
