@@ -56,3 +56,42 @@ def test_wrong_settings_are_refused(cli: Cli) -> None:
         done = cli.run("workflow", "submit", cli.spec(SPEC), option, value)
         assert (done.code, done.out) == (2, "")
         assert words in done.err
+
+
+TORCHRUN = """
+workflow:
+  name: trains
+  groups:
+  - name: train
+    launcher: torchrun
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 2}
+      command: [python3, train.py]
+      files: [{path: train.py, contents: "print('never')"}]
+"""
+
+
+def test_a_python_without_torch_is_reported_before_the_start_with_the_line_to_add(cli: Cli) -> None:
+    # This torch only prints that it was started.
+    python = make_environment(cli.folder / "with-torch")
+    package = cli.folder / "with-torch" / "lib" / "python3.x" / "site-packages" / "torch"
+    (package / "distributed").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "distributed" / "run.py").write_text("import sys\nprint('torchrun', *sys.argv[-1:])\n")
+    python.with_name("python").symlink_to("python3")
+    bare = make_environment(cli.folder / "bare")
+    cli.configure(python=str(bare))
+    spec = cli.spec(TORCHRUN)
+    remedy = f"{python.with_name('python')} has it: add `--python {python.with_name('python')}`"
+    done = cli.run("workflow", "submit", spec, "--preflight")
+    assert (done.code, done.out) == (3, "")
+    assert f"error: local: torch is not installed for {bare}\n    {remedy}" in done.err
+    done = cli.run("workflow", "submit", spec, "--wait")
+    assert (done.code, done.out) == (1, "trains-1\n")
+    assert cli.tasks("trains-1")["one"]["status"] == "FAILED_START_ERROR"
+    assert f"`launcher: torchrun` cannot start: torch is not installed for {bare}; {remedy}" in done.err
+    path = f"PYTHONPATH={package.parent}"
+    done = cli.run("workflow", "submit", spec, "--python", str(python), "--env", path, "--wait")
+    assert (done.code, done.out) == (0, "trains-2\n[one] torchrun train.py\n"), done.err

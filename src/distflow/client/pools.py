@@ -219,16 +219,18 @@ def check_pool_nodes(
     *,
     all_reduce: bool = False,
     paths: Sequence[str] = (),
+    torch_nodes: Collection[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of these names. The other arguments are those of ``check_pool``."""
+    """Measure the nodes of these names, as ``check_pool`` does. ``torch_nodes`` are the nodes that cannot run without torch."""
     # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure
     from distflow.backends.machines.checks.network import verdict
 
     chosen = [node for node in pool.nodes if node.name in names]
     checked = measure(pool, chosen, on_progress, with_all_reduce=all_reduce, paths=paths)
-    return PoolCheck(pool=pool, checked=checked, verdict=verdict(checked.nodes, checked.pairs, checked.all_reduce))
+    found = verdict(checked.nodes, checked.pairs, checked.all_reduce, torch_nodes=torch_nodes)
+    return PoolCheck(pool=pool, checked=checked, verdict=found)
 
 
 def prefer_pool(client: Client, name: str | None) -> None:

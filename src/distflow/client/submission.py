@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from distflow.client.client import Client, now, user_name
 from distflow.client.credentials import gather_secrets
+from distflow.client.pools import PoolCheck, check_pool_nodes
 from distflow.client.previous_outputs import (
     FetchProgress,
     OnFetch,
@@ -29,7 +30,7 @@ from distflow.layout.checks.group_checks import check_layout
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices, sharing_notices
-from distflow.plan.model import Plan
+from distflow.plan.model import Plan, runs_torchrun
 from distflow.plan.render import script
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import NO_SETTINGS, Configuration, NodeSettings, Pool
@@ -45,6 +46,7 @@ __all__ = [
     "PlannedRestart",
     "PlannedWorkflow",
     "SubmitRequest",
+    "check_planned",
     "join_labels",
     "plan",
     "plan_checked",
@@ -183,6 +185,13 @@ def _with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> Checked
     worlds, problems = check_layout(spec)
     raise_errors(problems)
     return replace(checked, spec=spec, worlds=worlds)
+
+
+def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None] = lambda _: None) -> PoolCheck:
+    """Check the nodes of a planned workflow's placement as ``check_pool`` does, and whether they have torch for torchrun."""
+    launches = [launch for group in planned.plan.groups for launch in group.launches]
+    with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
+    return check_pool_nodes(planned.pool, set(planned.placement.values()), torch_nodes=with_torch, on_progress=on_progress)
 
 
 def submit(

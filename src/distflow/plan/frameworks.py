@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from distflow.layout.checks.launchers import PythonCommand, python_command
 from distflow.layout.ranks import TaskRanks, World
-from distflow.plan.model import ATTEMPT_DIR, PlannedFile, address_of
+from distflow.plan.model import ATTEMPT_DIR, TORCHRUN, PlannedFile, address_of
 from distflow.spec.model import Launcher, ResourceSpec
 
 __all__ = ["FRAMEWORKS", "LAUNCHERS", "Framework", "StartCommand", "WorldTask", "start_command"]
@@ -107,7 +107,7 @@ def _torchrun(task: WorldTask) -> StartCommand:
     Options: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
     python, restarts = task.python, task.launcher.max_restarts
-    words = [python.interpreter, "-m", "torch.distributed.run", "--nnodes", task.nodes, "--node-rank", task.node_rank]
+    words = [python.interpreter, *TORCHRUN, "--nnodes", task.nodes, "--node-rank", task.node_rank]
     words += ["--nproc-per-node", str(task.ranks.size)]
     environment = {}
     if restarts:

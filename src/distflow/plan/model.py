@@ -20,7 +20,7 @@ Values that only the nodes know are placeholders of the form ``@@NAME@@``:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distflow.layout.ranks import TaskRanks, World
@@ -31,6 +31,7 @@ from distflow.spec.model import DataSpec, EarlierInput, InputSpec, ResourceSpec,
 __all__ = [
     "ATTEMPT_DIR",
     "PLACEHOLDER",
+    "TORCHRUN",
     "Binding",
     "BoundLaunch",
     "Bring",
@@ -44,12 +45,22 @@ __all__ = [
     "PlannedFile",
     "TaskBinding",
     "address_of",
+    "runs_torchrun",
 ]
 
 PLACEHOLDER = re.compile(r"@@([A-Z_]+)(?::([A-Za-z0-9_-]+))?@@")
 """Matches a placeholder."""
 
 ATTEMPT_DIR = "@@ATTEMPT_DIR@@"
+
+
+TORCHRUN = ("-m", "torch.distributed.run")
+"""torchrun, as arguments of a Python."""
+
+
+def runs_torchrun(argv: Sequence[str]) -> bool:
+    """Return whether ``launcher: torchrun`` made this command."""
+    return tuple(argv[1:3]) == TORCHRUN
 
 
 def address_of(task: str) -> str:

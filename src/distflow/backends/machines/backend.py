@@ -29,15 +29,16 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
+from distflow.backends.machines.checks.torch_search import TORCH_PROBE, why_no_torch
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.backends.machines.connection.transfers import Blob, Pace
 from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.outputs import Collector, Deliverer
-from distflow.errors import AgentError, DistflowError, NodeUnreachable, StorageError
+from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
-from distflow.plan.model import BoundLaunch, Container, PlannedFile
+from distflow.plan.model import ATTEMPT_DIR, BoundLaunch, Container, PlannedFile, runs_torchrun
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import Operation
 from distflow.shell import Secret, revealed
@@ -59,6 +60,7 @@ _PLACING_S = 3600.0
 """Timeout for unpacking and copying staged files. A dead node is detected by its silence, long before."""
 _REPORT_INTERVAL_S = 5.0
 _PAUSE_S = 1.0
+_TORCH_S = 30.0
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> MachinesBackend:
@@ -79,6 +81,8 @@ class MachinesBackend:
         self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
         """Events of attempts that are being prepared. An event is set if its attempt is stopped or prepared again."""
+        self._torch_checked: set[tuple[str | None, ...]] = set()
+        """The Pythons of nodes that have torch."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
@@ -197,6 +201,8 @@ class MachinesBackend:
     ) -> None:
         connection = self._connections[key.node]
         try:
+            if launch.container is None and runs_torchrun(launch.argv):
+                self._check_torch(connection, launch)
             self._bring(connection, key, launch, secrets, self._progress_callback(key, halt))
             self._stage(connection, launch, self._progress_callback(key, halt))
             if launch.container is not None:
@@ -323,6 +329,24 @@ class MachinesBackend:
             connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path, **given)
         finally:
             pulled.set()
+
+    def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
+        """Raise ``InputError`` if the node's Python surely has no torch. A successful check is not repeated."""
+        environment = dict(launch.environment)
+        checked = (launch.node, launch.argv[0], launch.setup, environment.get("PATH"), environment.get("PYTHONPATH"))
+        if checked in self._torch_checked or ATTEMPT_DIR in environment.get("PYTHONPATH", ""):
+            return
+        try:
+            said = connection.request(
+                "run", argv=[launch.argv[0], "-c", TORCH_PROBE], env=environment, path_prepend=connection.path_prepend(),
+                shell_prelude=launch.setup, limit_s=_TORCH_S, timeout_s=_TORCH_S + 10.0,
+            )  # fmt: skip
+        except AgentError:
+            return  # the start itself will show what is wrong
+        why = why_no_torch(said)
+        if why:
+            raise InputError(f"`launcher: torchrun` cannot start: {why}")
+        self._torch_checked.add(checked)
 
     def _content(self, file: PlannedFile) -> dict[str, str]:
         """Return a file's content: text filled in here, data that is small enough, or a reference to a staged blob."""

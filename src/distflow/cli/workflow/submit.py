@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from distflow.client.submission import (
     PlannedRestart,
     PlannedWorkflow,
     SubmitRequest,
+    check_planned,
     join_labels,
     plan,
     plan_restart,
@@ -40,14 +41,12 @@ from distflow.documents.text import plain_lines
 from distflow.errors import DistflowError, InputError, NodeError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState, waits_for
 from distflow.plan.render import plan_json, plan_text
-from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.names import check_label
 from distflow.state.record import WorkflowRecord
 
 __all__ = [
     "FetchLine",
-    "check_nodes",
     "parse_overrides",
     "print_submitted",
     "restart_app",
@@ -159,7 +158,7 @@ def submit_workflow(
         planned = plan(client, request, configuration=configuration)
         warn(planned.checked.warnings)
         if preflight:
-            check_nodes(planned.pool, set(planned.placement.values()))
+            _check_nodes(planned)
         record = _start(client, submit, planned, wait, format_type)
         if copied is not None:
             from distflow.cli.workflow.rsync import copy_to_first_lead
@@ -283,25 +282,27 @@ def _dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format
         print(plain_lines(plan_text(planned.plan, planned.placement, planned.checked.pictures)), end="")
 
 
-def check_nodes(pool: Pool, names: Collection[str]) -> None:
-    """Check nodes as ``pool check`` does, and print the findings to standard error.
+def _check_nodes(planned: PlannedWorkflow) -> None:
+    """Check the nodes of a workflow as ``pool check`` does, and print the findings to standard error.
 
     Raises ``typer.Exit`` with the exit code of ``NodeError`` if a gang cannot run on these nodes.
     """
     from distflow.cli.render.nodes import findings_text
     from distflow.cli.render.terminal import BottomLine
-    from distflow.client.pools import check_pool_nodes
 
     bottom = BottomLine(sys.stderr)
     try:
-        found = check_pool_nodes(pool, names, on_progress=lambda text: bottom.show(f"checking: {text} …")).verdict
+        found = check_planned(planned, on_progress=lambda text: bottom.show(f"checking: {text} …")).verdict
     finally:
         bottom.clear()
     paint = Paint.of(sys.stderr)
     for line in findings_text(found, paint):
         print(line, file=sys.stderr)
     if not found.can_run:
-        print(f"{paint.bad(found.text)}\nNothing was started. Details: distflow pool check --pool {pool.name}", file=sys.stderr)
+        print(
+            f"{paint.bad(found.text)}\nNothing was started. Details: distflow pool check --pool {planned.pool.name}",
+            file=sys.stderr,
+        )
         raise typer.Exit(NodeError.exit_code)
 
 

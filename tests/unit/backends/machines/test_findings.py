@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from distflow.backends.machines.checks.findings import Finding, Grade, folded, judge_node, judge_nodes
+from distflow.backends.machines.checks.findings import Finding, Grade, folded, judge_node, judge_nodes, judge_torch
 from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
     Gpu,
@@ -22,6 +22,7 @@ from distflow.backends.machines.checks.measured import (
     python_trouble,
 )
 from distflow.backends.machines.checks.network import AllReduce, judge_pairs, verdict
+from distflow.backends.machines.checks.torch_search import why_no_torch
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
@@ -232,17 +233,49 @@ def test_unlike_versions_are_told_once() -> None:
     older = Torch(python="3.10.12", executable="/v/python", version="2.5.1")
     without = Torch(python="3.12.4", executable="/v/python")
     nodes = [node("gpu1"), node("gpu2", torch=older), node("gpu3"), node("gpu4", torch=without)]
-    python, torch, missing = judge_nodes(nodes)
+    python, torch = judge_nodes(nodes)
     assert python.message == "Python differs: 3.12 on gpu1, gpu3, gpu4; 3.10 on gpu2"
     assert torch.message == "torch differs: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
+    (missing,) = judge_torch(nodes)
     assert (missing.grade, missing.nodes) == (Grade.WARNING, ("gpu4",))
     assert missing.message == "torch is not installed for /v/python, and is on gpu1, gpu2, gpu3"
 
 
 def test_where_no_node_has_torch_none_is_expected() -> None:
     nodes = [node(name, torch=Torch(python="3.12.4", executable="/v/python")) for name in ("gpu1", "gpu2")]
-    (note,) = folded(judge_nodes(nodes))
+    (note,) = folded(judge_torch(nodes))
     assert (note.grade, note.nodes, note.message) == (Grade.NOTE, ("gpu1", "gpu2"), "torch is not installed for /v/python")
+
+
+def test_a_node_that_needs_torch_and_lacks_it_cannot_take_part_and_the_remedy_names_a_python_that_has_it() -> None:
+    torch = Torch(python="3.12.4", executable="/v/python", others=("/opt/venv/bin/python", "/opt/b/bin/python"))
+    found = verdict([node("gpu1", torch=torch)], [], torch_nodes=["gpu1"])
+    (error,) = found.findings
+    assert (error.grade, error.message) == (Grade.ERROR, "torch is not installed for /v/python")
+    assert error.hint.startswith(
+        "/opt/venv/bin/python has it: add `--python /opt/venv/bin/python`, `python=/opt/venv/bin/python`"
+    )
+    assert (found.can_run, found.text) == (False, "nothing can run on this node: gpu1 cannot take part")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"executable": "/v/python", "lacks": ""}, ""),
+        ({"executable": "/v/python", "lacks": "none"}, "torch is not installed for /v/python; install it, or name the Python"),
+        (
+            {"executable": "/v/python", "lacks": "old", "others": ["/a\x1b[2J", 7, "/b/bin/python"]},
+            "torch has no torchrun (it is older than 1.9, or another package) for /v/python; /b/bin/python has it: add",
+        ),
+        ({"lacks": "hostile"}, ""),
+        ([], ""),
+    ],
+)
+def test_only_a_clear_answer_stops_a_start(answer: Any, why: str) -> None:
+    said = why_no_torch({"stdout": f"from the setup\n@@distflow-torch {json.dumps(answer)}\n"})
+    assert said.startswith(why)
+    assert bool(said) is bool(why)
+    assert why_no_torch({"stdout": "sh: python3: not found"}) == ""
 
 
 def test_one_machine_given_under_two_names_is_noted() -> None:

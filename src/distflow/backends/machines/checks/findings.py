@@ -6,14 +6,28 @@ An error prevents a gang from running, a warning points to a likely surprise, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from distflow.backends.machines.checks.measured import Measured
+from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.errors import BootstrapFailed, NodeError
 
-__all__ = ["Finding", "Grade", "amount", "count", "error", "few", "folded", "judge_node", "judge_nodes", "note", "warning"]
+__all__ = [
+    "Finding",
+    "Grade",
+    "amount",
+    "count",
+    "error",
+    "few",
+    "folded",
+    "judge_node",
+    "judge_nodes",
+    "judge_torch",
+    "note",
+    "warning",
+]
 
 
 _CLOCK_S = 1.0
@@ -105,7 +119,6 @@ def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
     cudas = {one.node.name: one.torch.cuda for one in nodes if one.torch and one.torch.cuda}
     yield from _unlike("torch", "the CUDA of torch", cudas)
     yield from _unlike("torch", "NCCL", {one.node.name: one.torch.nccl for one in nodes if one.torch and one.torch.nccl})
-    yield from _missing_torch(nodes)
     yield from _unlike("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
     drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
     yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
@@ -258,7 +271,7 @@ def _torch(measured: Measured) -> Iterator[Finding]:
             "torch", names, f"torch cannot be imported: {torch.error}", f"run on the node: {torch.executable} -c 'import torch'"
         )
     elif torch.version is None:
-        return  # judge_nodes decides: it matters if other nodes have torch
+        return  # judge_torch decides: it matters if other nodes have torch
     elif measured.gpus and not torch.is_available:
         built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
         hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
@@ -412,16 +425,15 @@ def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
     return [same for same in groups.values() if len(same) > 1]
 
 
-def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iterator[Finding]:
+    """Yield a finding for each node without torch: an error where it is ``needed``, a warning if other nodes have it."""
     having = [one.node.name for one in nodes if one.torch and one.torch.version]
-    without = [one for one in nodes if one.torch and one.torch.python and not one.torch.version and not one.torch.error]
-    for one in without:
-        message = f"torch is not installed for {one.torch.executable}" if one.torch else ""
-        if having:
-            hint = "install the same torch on all, or set `python` to the one that has it"
-            yield warning("torch", [one.node.name], f"{message}, and is on {few(having)}", hint)
-        else:
-            yield note("torch", [one.node.name], message, "")
+    for one in nodes:
+        if one.torch is None or not one.torch.python or one.torch.version or one.torch.error:
+            continue
+        message = f"torch is not installed for {one.torch.executable}" + (f", and is on {few(having)}" if having else "")
+        grade = Grade.ERROR if one.node.name in needed else Grade.WARNING if having else Grade.NOTE
+        yield Finding(grade=grade, about="torch", nodes=(one.node.name,), message=message, hint=torch_remedy(one.torch.others))
 
 
 def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
 from distflow.errors import DistflowError
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
@@ -31,6 +32,7 @@ _MARK = "@@distflow-python "
 
 PYTHON_PROBE = f"""
 import json, sys
+{FIND_OTHERS}
 said = {{"version": sys.version.split()[0], "executable": sys.executable}}
 try:
     import torch
@@ -43,6 +45,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         said["error"] = repr(error)
+    said["others"] = other_pythons()
 except BaseException as error:
     said["error"] = repr(error)
 print("\\n{_MARK}" + json.dumps(said))
@@ -67,6 +70,8 @@ class Torch:
     nccl: str | None = None
     """Version of NCCL; ``None`` if torch has no usable one."""
     error: str = ""
+    others: tuple[str, ...] = ()
+    """If torch is missing: other Pythons on the node that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,7 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
         devices=devices,
         nccl=text("nccl"),
         error=text("error") or "",
+        others=other_pythons(found.get("others")),
     )
 
 

@@ -6,13 +6,23 @@ There are n·(n-1) connections between n nodes. A machine that is cut off fails 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from distflow.backends.machines.checks.findings import Finding, Grade, error, few, folded, judge_node, judge_nodes, warning
+from distflow.backends.machines.checks.findings import (
+    Finding,
+    Grade,
+    error,
+    few,
+    folded,
+    judge_node,
+    judge_nodes,
+    judge_torch,
+    warning,
+)
 from distflow.backends.machines.checks.measured import Measured, Pair
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.training_address import interpreter, path_prepend
@@ -57,9 +67,12 @@ class Verdict:
     """Errors first."""
 
 
-def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce | None = None) -> Verdict:
-    """Return all findings about nodes, pairs and their all-reduce, and the summary."""
+def verdict(
+    nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce | None = None, *, torch_nodes: Collection[str] = ()
+) -> Verdict:
+    """Return all findings about nodes, pairs and their all-reduce, and the summary. ``torch_nodes`` need torch."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
+    alone += judge_torch(nodes, torch_nodes)
     together = list(judge_all_reduce(summed)) if summed is not None else []
     alike = list(judge_nodes(nodes))
     findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *alike])
