@@ -26,6 +26,7 @@ from distflow.diagnosis.ends import END_RULES
 from distflow.diagnosis.rules import EXCEPTION
 from distflow.diagnosis.rules import RULES as RULES_OF_DIAGNOSIS
 from distflow.documents.problems import ProblemsFound
+from distflow.documents.schema import load_schema
 from distflow.lifecycle import states
 from distflow.lifecycle.exits import CODES
 from distflow.lifecycle.states import MOVES, REASON_TEXT, WORKFLOW_MOVES, Reason, State, WorkflowState
@@ -167,12 +168,12 @@ def code(value: object) -> str:
 
 def spec_reference() -> str:
     """Return the reference of workflow specs."""
-    return Reference(json.loads((SOURCES / "spec" / "workflow.schema.json").read_text(encoding="utf-8"))).text()
+    return Reference(load_schema("distflow.spec", "workflow.schema.json")).text()
 
 
 def configuration_reference() -> str:
     """Return the reference of the configuration."""
-    return Reference(json.loads((SOURCES / "pools" / "config.schema.json").read_text(encoding="utf-8"))).text()
+    return Reference(load_schema("distflow.pools", "config.schema.json")).text()
 
 
 # -- errors and exit codes --------------------------------------------------------------------------------------------

@@ -6,15 +6,14 @@ document it stands alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
+
+from distflow.documents.schema import load_schema
 
 __all__ = ["osmo_keys", "used_keys"]
 
-_PATH = Path(__file__).resolve().parent.parent / "src" / "distflow" / "spec" / "workflow.schema.json"
-_SCHEMA: Mapping[str, Any] = json.loads(_PATH.read_text(encoding="utf-8"))
+_SCHEMA: Mapping[str, Any] = load_schema("distflow.spec", "workflow.schema.json")
 
 
 def osmo_keys() -> frozenset[str]:
@@ -29,8 +28,9 @@ def used_keys(document: Any) -> frozenset[str]:
 
 def _keys(part: Mapping[str, Any], where: str) -> Iterator[str]:
     part = _resolved(part)
+    proposals = "propertyNames" in part  # names of values, for editors, not keys of the language
     for key, value in part.get("properties", {}).items():
-        if not value.get("x-distflow"):
+        if not value.get("x-distflow") and not proposals:
             yield f"{where}{key}"
             yield from _keys(value, _place(value, f"{where}{key}."))
     for below in ("items", "additionalProperties"):

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from distflow.documents.schema import load_schema
 from distflow.lifecycle.states import Reason, State
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,9 +67,8 @@ def test_a_page_that_differs_is_found(generator: ModuleType) -> None:
 
 
 def test_every_key_of_the_spec_is_in_its_reference(generator: ModuleType) -> None:
-    import json
 
-    schema = json.loads((ROOT / "src/distflow/spec/workflow.schema.json").read_text(encoding="utf-8"))
+    schema = load_schema("distflow.spec", "workflow.schema.json")
     keys = {key for rule in (schema, *schema["$defs"].values()) for key in rule.get("properties", {})}
     text: str = generator.spec_reference()
     assert len(keys) > 40

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Annotated
+
+import typer
 
 from distflow import __version__
 from distflow.cli.options import Format, FormatOption, command_app
@@ -15,11 +18,13 @@ schema_app = command_app()
 
 
 @schema_app.command(epilog="Example: distflow schema > workflow.schema.json")
-def schema() -> None:
+def schema(
+    config: Annotated[bool, typer.Option("--config", help="Print the schema of the configuration, distflow.yaml.")] = False,
+) -> None:
     """Print the JSON Schema of workflow specs, for editors and other tools."""
-    from distflow.client.specs import schema_text  # `version` does not need it
+    from distflow.client.specs import configuration_schema_text, schema_text  # `version` does not need it
 
-    sys.stdout.write(schema_text())
+    sys.stdout.write(configuration_schema_text() if config else schema_text())
 
 
 version_app = command_app()

@@ -22,6 +22,7 @@ from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices, sharing_notices
 from distflow.plan.model import Plan
 from distflow.pools.hostfile import Host, choose_pool
+from distflow.pools.load import configuration_schema_text
 from distflow.pools.model import Configuration, NodeSettings, Pool
 from distflow.shell import Secret
 from distflow.spec.files import bundle_files
@@ -37,6 +38,7 @@ __all__ = [
     "SecretsMissing",
     "check_spec",
     "check_stored_spec",
+    "configuration_schema_text",
     "find_previous",
     "propose_placement",
     "schema_text",

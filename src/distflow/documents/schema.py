@@ -31,6 +31,8 @@ _NAMES: Mapping[str, str] = {
     "null": "empty",
 }
 
+_TEMPLATE = {"$ref": "#/$defs/template"}
+
 
 def schema_text(package: str, name: str) -> str:
     """Return the text of a schema that ships with a package of distflow."""
@@ -38,9 +40,22 @@ def schema_text(package: str, name: str) -> str:
 
 
 def load_schema(package: str, name: str) -> dict[str, Any]:
-    """Return a schema that ships with a package of distflow."""
-    schema: dict[str, Any] = json.loads(schema_text(package, name))
+    """Return a schema that ships with a package of distflow, for documents whose templates are rendered."""
+    schema: dict[str, Any] = _without_templates(json.loads(schema_text(package, name)))
     return schema
+
+
+def _without_templates(rule: Any) -> Any:
+    """Replace each ``{"anyOf": [RULE, <a template>]}`` with RULE. Only editors check documents with templates."""
+    if isinstance(rule, list):
+        return [_without_templates(item) for item in rule]
+    if not isinstance(rule, dict):
+        return rule
+    result = {key: _without_templates(value) for key, value in rule.items()}
+    if (choices := result.get("anyOf")) and choices[-1] == _TEMPLATE:
+        del result["anyOf"]
+        return {**choices[0], **result}
+    return result
 
 
 def schema_problems(document: Document, schema: Mapping[str, Any], explain: Explain | None = None) -> tuple[Problem, ...]:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from distflow.documents.problems import ProblemsFound, Severity
+from distflow.documents.schema import load_schema
 from distflow.spec.model import GroupSpec, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.parse import load_spec, load_spec_text, schema_text
+from distflow.train.strategies.options import KINDS
 
 TUTORIAL = """\
 default-values:
@@ -280,10 +282,20 @@ def test_the_schema_is_valid_and_closed() -> None:
     closed = [rule for rule in mappings(schema) if isinstance(rule.get("properties"), dict) and "type" in rule]
     assert len(closed) >= 12
     assert all("additionalProperties" in rule for rule in closed)
+    assert not any(
+        "template" in str(rule) for rule in load_schema("distflow.spec", "workflow.schema.json")["$defs"]["count"].items()
+    )
+
+
+def test_editors_propose_the_kinds_of_strategies() -> None:
+    kinds = load_schema("distflow.spec", "workflow.schema.json")["$defs"]["group"]["properties"]["strategy"]["properties"][
+        "kind"
+    ]
+    assert sorted(kinds["examples"]) == sorted(KINDS)
 
 
 def test_every_key_of_the_schema_is_described() -> None:
-    schema = json.loads(schema_text())
+    schema = load_schema("distflow.spec", "workflow.schema.json")
     for rule in mappings(schema):
         properties = rule.get("properties")
         for name, key in properties.items() if isinstance(properties, dict) and "type" in rule else ():
@@ -292,7 +304,7 @@ def test_every_key_of_the_schema_is_described() -> None:
 
 
 def test_distflows_own_keys_are_marked() -> None:
-    definitions = json.loads(schema_text())["$defs"]
+    definitions = load_schema("distflow.spec", "workflow.schema.json")["$defs"]
     marked = {
         (name, key)
         for name in ("group", "task", "ranks", "launcher", "elastic")
