@@ -133,7 +133,9 @@ def test_failed_copies_are_reported(place: Cli) -> None:
         said = refused("download", workflow, "no-such-file:.", code=3)
         assert "no-such-file" in said
         assert "rsync ended with code 23 (some files could not be copied)\nsee the messages of rsync above" in said
-    assert f"main has ended: COMPLETED\nits output: distflow workflow logs {workflow}" in refused("upload", workflow, "file:x")
+    ended = refused("upload", workflow, "file:x")
+    assert f"main has ended: COMPLETED\nits log: distflow workflow logs {workflow} --task main\n" in ended
+    assert f"its files: distflow workflow fetch {workflow} --task main" in ended
 
 
 def test_a_missing_local_rsync_is_reported(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:

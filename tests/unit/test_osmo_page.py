@@ -18,9 +18,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("osmo.md", "osmo-commands.md"))
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
 OWN = (
-    "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "pool check", "node clean",
+    "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "workflow outputs",
+    "workflow fetch", "pool check", "node clean",
     "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench", "submit", "status",
-    "logs", "list", "stop",
+    "logs", "list", "stop", "fetch",
 )  # fmt: skip
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)

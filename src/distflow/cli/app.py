@@ -49,7 +49,9 @@ _WITHOUT_SERVER = MappingProxyType(
 """Commands of OSMO that need its server, and what to do instead."""
 
 
-_SHORTCUTS = MappingProxyType({"submit": "submit", "status": "query", "logs": "logs", "list": "list", "stop": "cancel"})
+_SHORTCUTS = MappingProxyType(
+    {"submit": "submit", "status": "query", "logs": "logs", "list": "list", "stop": "cancel", "fetch": "fetch"}
+)
 """Commands that are the same as a command of ``distflow workflow``."""
 
 

@@ -128,7 +128,10 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
 
     """
     if task.state.is_final:
-        raise InputError(f"{task.name} has ended: {task.status}", hint=f"its output: distflow workflow logs {record.id}")
+        hint = f"its log: distflow workflow logs {record.id} --task {task.name}"
+        if task.output_dir is not None:
+            hint += f"\nits files: distflow workflow fetch {record.id} --task {task.name}"
+        raise InputError(f"{task.name} has ended: {task.status}", hint=hint)
     if task.state not in _RUNNING or task.node is None:
         raise InputError(
             f"{task.name} is not running yet: {task.status}", hint=f"why it waits: distflow workflow query {record.id}"

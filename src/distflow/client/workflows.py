@@ -148,10 +148,12 @@ class WorkflowStatus(Struct, frozen=True, kw_only=True):
     """The last line of each attempt's output, by group, task and attempt number."""
     metrics: Mapping[str, Latest]
     """The latest metrics of each group's lowest rank, by the name of the group."""
+    outputs_until: float | None
+    """When `distflow node clean` may first remove the output files, in seconds since the epoch. ``None`` before the end."""
 
 
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
-    """Return the last line of each attempt and the latest metrics of each group.
+    """Return the last line of each attempt, the latest metrics of each group, and how long output files are kept.
 
     It reads only the last lines of each log, so older metrics are not found.
 
@@ -184,7 +186,15 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
             from distflow.state.metrics import latest
 
             metrics[group.name] = min(latest(found), key=lambda one: (one.rank is None, one.rank or 0))
-    return WorkflowStatus(last_lines=last_lines, metrics=metrics)
+    return WorkflowStatus(last_lines=last_lines, metrics=metrics, outputs_until=_outputs_until(client, record))
+
+
+def _outputs_until(client: Client, record: WorkflowRecord) -> float | None:
+    has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
+    if not record.state.is_final or record.ended_at is None or not has_run:
+        return None
+    kept_s = client.store.retention_s(record.uuid)
+    return None if kept_s is None else record.ended_at + kept_s
 
 
 def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collection[int] = ()) -> list[tuple[str, TaskRecord]]:

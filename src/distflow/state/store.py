@@ -84,6 +84,10 @@ _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """Tags contain no commas."""
 
 
+class _Retention(msgspec.Struct, frozen=True):
+    retention_s: float | None = None
+
+
 class Store:
     """The records of this user on this machine.
 
@@ -292,6 +296,12 @@ class Store:
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             return decode(row[0], Pool)
+
+    def retention_s(self, workflow: str) -> float | None:
+        """Return the ``retention_s`` of a workflow's pool, without importing the rest of the pool."""
+        with self._errors():
+            row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
+            return decode(row[0], _Retention).retention_s
 
     def events(self, workflow: str, *, after: int = 0) -> tuple[Event, ...]:
         """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""

@@ -21,9 +21,16 @@ def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.Mo
     assert screen.getvalue() == before
 
 
-def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "_EVERY_S", 0.0)
+def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     with ProgressLine(pipe, "sent") as line:
         line.update(1, 2)
-    assert pipe.getvalue() == ""
+        assert pipe.getvalue() == ""
+        monkeypatch.setattr(terminal, "_LINE_EVERY_S", 0.0)
+        line.update(1 << 20, 4 << 20)
+        line.update(4 << 20, 4 << 20)
+    first, second = pipe.getvalue().splitlines()
+    assert first.startswith("sent 1.0 MiB of 4.0 MiB, ")
+    assert first.endswith(" left")
+    assert second.startswith("sent 4.0 MiB of 4.0 MiB, ")
+    assert "left" not in second

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import TextIO
 
 from distflow.cli.render.tables import cut, terminal_width, visible_width
-from distflow.documents.quantities import bytes_text
+from distflow.documents.quantities import bytes_text, duration
 
 __all__ = ["BottomLine", "ProgressLine", "raw_terminal", "read_size"]
 
@@ -57,16 +57,23 @@ class BottomLine:
 
 
 _EVERY_S = 0.2
+_LINE_EVERY_S = 5.0
+"""Interval of the lines where the output is not a terminal."""
 
 
 class ProgressLine:
-    """The progress of a transfer at the bottom of a terminal, as a context manager. Any thread may call ``update``."""
+    """The progress of a transfer, as a context manager. Any thread may call ``update``.
+
+    On a terminal, it is a line at the bottom that disappears at the end. Elsewhere, a line is printed every few seconds.
+    """
 
     def __init__(self, out: TextIO, verb: str) -> None:
         """Create the line without showing it. Its text begins with ``verb``, such as ``fetched``."""
+        self._out = out
         self._bottom = BottomLine(out)
         self._verb = verb
         self._begun = self._shown_at = time.monotonic()
+        self._first: int | None = None
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -86,16 +93,26 @@ class ProgressLine:
         return time.monotonic() - self._begun
 
     def update(self, done: int, total: int) -> None:
-        """Show the progress in bytes, at most a few times a second."""
+        """Show the progress in bytes, if enough time has passed since the last update."""
         at = time.monotonic()
-        if not self._bottom.is_terminal or at - self._shown_at < _EVERY_S:
+        if self._first is None:
+            self._first = done  # a continued transfer begins here
+        if at - self._shown_at < (_EVERY_S if self._bottom.is_terminal else _LINE_EVERY_S):
             return
         with self._lock:
             # A thread can call this method after the end of the transfer.
-            if not self._is_over:
-                self._shown_at = at
-                rate = done / max(at - self._begun, 0.001)
-                self._bottom.show(f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s")
+            if self._is_over:
+                return
+            self._shown_at = at
+            text = self._text(done, total, (done - self._first) / max(at - self._begun, 0.001))
+            if self._bottom.is_terminal:
+                self._bottom.show(text)
+            else:
+                print(text, file=self._out, flush=True)
+
+    def _text(self, done: int, total: int, rate: float) -> str:
+        left = f", {duration((total - done) / rate)} left" if rate > 0 and total > done else ""
+        return f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s{left}"
 
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

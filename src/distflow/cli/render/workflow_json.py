@@ -27,6 +27,7 @@ def workflow_json(
     last_lines: LastLines = NO_LINES,
     metrics: GroupMetrics = NO_METRICS,
     verbose: bool = False,
+    outputs_until: float | None = None,
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
@@ -47,6 +48,7 @@ def workflow_json(
 
     Additional fields of distflow:
 
+    * workflow: ``outputs_until`` (when `distflow node clean` may first remove the output files; null if unknown);
     * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
     * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (why it waits or why it ended), ``left_out``
       (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the workflow in which
@@ -70,6 +72,7 @@ def workflow_json(
         last_lines: The last line of each attempt's output.
         metrics: The latest metrics of each group.
         verbose: Whether to include earlier attempts. They follow the task's latest attempt, the newest first.
+        outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
 
     """
     return {
@@ -83,6 +86,7 @@ def workflow_json(
         "queue_timeout": _common(group.timeouts.queue_s for group in plan.groups),
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
+        "outputs_until": iso(outputs_until),
         "groups": [
             _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
             | {"metrics": _metrics_json(metrics.get(group.name))}

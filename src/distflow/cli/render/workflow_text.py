@@ -28,6 +28,7 @@ __all__ = [
     "left_behind",
     "list_table",
     "nodes_away",
+    "output_words",
     "queued_s",
     "status_line",
     "task_words",
@@ -53,6 +54,7 @@ def workflow_text(
     paint: Paint | None = None,
     width: int | None = None,
     verbose: bool = False,
+    outputs_until: float | None = None,
 ) -> str:
     """Return the output of ``query``: the workflow, then each group with its first cause and its tasks.
 
@@ -64,6 +66,7 @@ def workflow_text(
         paint: The colors. Default: none.
         width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
         verbose: Whether to show earlier attempts and more fields.
+        outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
 
     """
     paint = paint or Paint()
@@ -88,6 +91,8 @@ def workflow_text(
     if record.cancel is not None:
         words = f": {record.cancel.message}" if record.cancel.message else ""
         lines.append(f"Canceled by  {record.cancel.by}{words}")
+    if words := output_words(record, outputs_until):
+        lines.append(f"Outputs      {words}")
     lines += [f"Warning: {warning}" for warning in record.warnings]
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
@@ -102,15 +107,32 @@ def workflow_text(
         lines.append(table(_task_header(verbose), rows, width=width).rstrip("\n"))
         if verbose:
             lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
+    lines += _output_places(record)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def output_words(record: WorkflowRecord, until: float | None = None) -> str:
+    """Return where the output files of a workflow are, with the command for them. Empty if no task has run.
+
+    ``until``: how long they are kept, in seconds since the epoch.
+    """
+    if not any(task.output_dir for group in record.groups for task in group.tasks):
+        return ""
+    if not record.state.is_final:
+        return f"on the nodes: distflow workflow outputs {record.id}"
+    kept = "" if until is None else f" at least until {local_minute(until)}"
+    return f"on the nodes{kept}: distflow workflow fetch {record.id}"
+
+
+def _output_places(record: WorkflowRecord) -> Iterator[str]:
     outputs = [task for group in record.groups for task in group.tasks if task.outputs and task.output_dir]
     if outputs:
-        lines += ["", "Outputs on nodes:"]
-        lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
+        yield from ("", "Outputs on nodes:")
+        yield from (f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs)
     written = [one for group in record.groups for one in group.transfer_results if one.is_written and one.files]
     if written:
-        lines += ["", "Outputs were written to:"]
-        lines += [f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written]
-    return "".join(f"{line}\n" for line in lines)
+        yield from ("", "Outputs were written to:")
+        yield from (f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written)
 
 
 def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:

@@ -23,6 +23,8 @@ class _Workflow(LazyGroup):
             "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that tasks print."),
             "events": ("distflow.cli.workflow.records:events_app", "List the events of a workflow."),
             "stacks": ("distflow.cli.workflow.why:stacks_app", "Show the current call stacks of running processes."),
+            "outputs": ("distflow.cli.workflow.outputs:outputs_app", "List the output files of tasks on their nodes."),
+            "fetch": ("distflow.cli.workflow.outputs:fetch_app", "Copy the output files of tasks to this machine."),
             "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command alongside a running task."),
             "rsync": ("distflow.cli.workflow.rsync:app", "Copy files to and from a running task."),
             "port-forward": (

@@ -52,6 +52,7 @@ def query(
                 paint=paint,
                 width=terminal_width(sys.stdout),
                 verbose=verbose,
+                outputs_until=status.outputs_until,
             )
 
         if watch:
@@ -72,6 +73,7 @@ def query(
                 last_lines=status.last_lines,
                 metrics=status.metrics,
                 verbose=verbose,
+                outputs_until=status.outputs_until,
             )
             print(json.dumps(document, indent=2))
         else:

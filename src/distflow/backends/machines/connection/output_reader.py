@@ -208,7 +208,9 @@ class OutputReader:
             for name, size, modified_ns, is_executable, link in answer["entries"]:
                 if not 0 < len(name) <= _MAX_NAME or {"", ".", ".."} & set(name.split("/")) or "\0" in name:
                     raise AgentError(self._node, "malformed", f"it sent an invalid file name: {name[:100]!r}")
-                found.append(RemoteFile(name=name, size=size, modified_ns=modified_ns, is_executable=is_executable, link=link))
+                found.append(
+                    RemoteFile(name=name, size=size, modified_ns=_bounded(modified_ns), is_executable=is_executable, link=link)
+                )
             if len(found) > _MAX_FILES:
                 raise AgentError(
                     self._node, "malformed", f"there are more than {_MAX_FILES:,} files, which distflow does not list"
@@ -248,7 +250,7 @@ class _LocalFile:
         except OSError:
             return False
         is_file = stat.S_ISREG(info.st_mode)
-        return is_file and (info.st_size, info.st_mtime_ns) == (self.file.size, _bounded(self.file.modified_ns))
+        return is_file and (info.st_size, info.st_mtime_ns) == (self.file.size, self.file.modified_ns)
 
     def missing_bytes(self) -> int:
         """Return the number of bytes that are not here yet."""

@@ -1,0 +1,196 @@
+"""``distflow workflow outputs`` and ``fetch``: list the output files of tasks, and copy them to this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distflow.cli.context import WorkflowArgument, open_workflow
+from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.render.tables import table
+from distflow.cli.render.terminal import ProgressLine
+from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
+from distflow.documents.quantities import bytes_text, iso, local_minute
+from distflow.documents.text import plain, plain_lines
+from distflow.errors import DistflowError, NodeError
+from distflow.state.record import WorkflowRecord
+
+__all__ = ["fetch_app", "outputs_app"]
+
+outputs_app = command_app()
+fetch_app = command_app()
+
+_TasksOption = Annotated[
+    list[str] | None, typer.Option("--task", metavar="NAME", help="Only files of this task; may be repeated.")
+]
+_WorkdirOption = Annotated[
+    bool,
+    typer.Option(
+        "--workdir", help="Use the files that the command wrote to its working directory, instead of those in {{output}}."
+    ),
+]
+
+
+@outputs_app.command(
+    epilog="Examples: distflow workflow outputs pytorch-dist-3  ·  distflow workflow outputs pytorch-dist-3 --task master"
+)
+def outputs(
+    workflow: WorkflowArgument,
+    task: _TasksOption = None,
+    workdir: _WorkdirOption = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List the output files of a workflow on its nodes.
+
+    Tasks write them to {{output}}. They stay on the nodes after the end, until `distflow node clean` removes them.
+    """
+    with open_workflow(workflow) as (client, record):
+        found = list_output_files(client, record, tasks=task or (), place="work" if workdir else "output")
+        if format_type is Format.JSON:
+            print(json.dumps(_outputs_json(record, found), indent=2))
+        else:
+            _print_outputs(record, found, workdir)
+    _exit_with(one.error for one in found)
+
+
+@fetch_app.command(
+    epilog="Examples: distflow workflow fetch pytorch-dist-3  ·  distflow workflow fetch pytorch-dist-3 '*.pt' --to results"
+)
+def fetch(
+    workflow: WorkflowArgument,
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH…]",
+            help="Files, directories or patterns such as '*.pt' in the output. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to", metavar="DIR", help="The local directory. Default: one with the workflow's id.", show_default=False
+        ),
+    ] = None,
+    task: _TasksOption = None,
+    workdir: _WorkdirOption = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Copy the output files of a workflow to this machine.
+
+    If several tasks have files, each task gets a directory. Files that are here already are skipped, and changed files are
+    replaced. Repeat the command to continue after an interruption. `distflow workflow outputs` lists the files.
+    """
+    with open_workflow(workflow) as (client, record), ProgressLine(sys.stderr, "fetched") as line:
+        folder = Path(record.id) if to is None else to
+        try:
+            fetched = fetch_output_files(
+                client, record, folder, tasks=task or (), paths=paths or (), place="work" if workdir else "output",
+                on_progress=lambda progress: line.update(progress.done, progress.total),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            print("\nThe files that are complete were kept. Repeat the command to continue.", file=sys.stderr)
+            raise
+    if format_type is Format.JSON:
+        print(json.dumps(_fetched_json(record, folder, fetched), indent=2))
+    elif fetched.files or fetched.unchanged:
+        there = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
+        print(f"fetched {_count(fetched.files)}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}")
+    elif not fetched.errors and not fetched.problems:
+        _note(_no_files(record, workdir))
+    if fetched.left_out:
+        _note(f"note: {_count(fetched.left_out)} left out: sockets, pipes, devices, and links that lead outside")
+    for problem in fetched.problems:
+        _note(f"warning: {problem}")
+    _exit_with(fetched.errors, has_failed=bool(fetched.problems))
+
+
+def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir: bool) -> None:
+    rows = [
+        (one.task, bytes_text(file.size), local_minute(file.modified_at), plain(file.path) + _arrow(file.link))
+        for one in found
+        for file in one.files
+    ]
+    if rows:
+        print(table(("Task", "Size", "Modified", "Path"), rows), end="")
+        size = sum(file.size for one in found for file in one.files)
+        option = " --workdir" if workdir else ""
+        _note(f"{_count(len(rows))}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}")
+    elif not any(one.error for one in found):
+        _note(_no_files(record, workdir))
+    if left_out := sum(one.left_out for one in found):
+        _note(f"note: {_count(left_out)} not listed: sockets, pipes, devices, and links to directories outside")
+
+
+def _arrow(link: str) -> str:
+    return f" -> {plain(link)}" if link else ""
+
+
+def _no_files(record: WorkflowRecord, workdir: bool) -> str:
+    if workdir:
+        return f"The commands of {record.id} wrote no files to their working directories."
+    other = f"distflow workflow outputs {record.id} --workdir"
+    return f"{record.id} has no files in {{{{output}}}}. Files in the working directories: {other}"
+
+
+def _outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[str, object]:
+    """Return the JSON document of ``outputs --format-type json``: for each task its node, directory and files."""
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "tasks": [
+            {
+                "name": one.task,
+                "node": one.node,
+                "directory": one.directory,
+                "files": [
+                    {"path": file.path, "bytes": file.size, "modified": iso(file.modified_at), "link": file.link or None}
+                    for file in one.files
+                ],
+                "left_out": one.left_out,
+                "error": None if one.error is None else one.error.message,
+            }
+            for one in found
+        ],
+    }
+
+
+def _fetched_json(record: WorkflowRecord, folder: Path, fetched: FetchedFiles) -> dict[str, object]:
+    """Return the JSON document of ``fetch --format-type json``: counts, and the local directory of each task."""
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "folder": str(folder),
+        "files": fetched.files,
+        "bytes": fetched.size,
+        "already_there": fetched.unchanged,
+        "left_out": fetched.left_out,
+        "tasks": [{"name": name, "folder": str(path)} for name, path in fetched.folders.items()],
+        "errors": [*fetched.problems, *(error.message for error in fetched.errors)],
+    }
+
+
+def _exit_with(errors: Iterable[DistflowError | None], *, has_failed: bool = False) -> None:
+    """Print errors to standard error, and exit with the code of the first one if there is one."""
+    known = [error for error in errors if error is not None]
+    for error in known:
+        _note(f"error: {error}")
+    if known or has_failed:
+        raise typer.Exit(known[0].exit_code if known else NodeError.exit_code)
+
+
+def _note(text: str) -> None:
+    print(plain_lines(text), file=sys.stderr)
+
+
+def _count(number: int) -> str:
+    return f"{number:,} file{'' if number == 1 else 's'}"
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
