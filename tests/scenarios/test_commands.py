@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+from outputs import assert_documented
 from scenarios.conftest import Cli
 
 SPEC = """
@@ -35,6 +36,10 @@ def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
 def test_wait_with_json_prints_one_document(cli: Cli) -> None:
     done = cli.run("workflow", "submit", _spec(cli, "echo one"), "--wait", "-t", "json")
     assert json.loads(done.out)["status"] == "COMPLETED"
+    assert_documented(json.loads(done.out), "query")
+    assert_documented(cli.query("work-1", "--verbose"), "query")
+    assert_documented(json.loads(cli.run("workflow", "list", "-t", "json").out), "list")
+    assert cli.run("schema", "--output", "query", "--config").code == 2
 
 
 def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from typing import Annotated
 
 import typer
 
 from distflow import __version__
 from distflow.cli.options import Format, FormatOption, command_app
+from distflow.errors import InputError
 
 __all__ = ["schema_app", "version_app"]
 
@@ -17,14 +19,27 @@ __all__ = ["schema_app", "version_app"]
 schema_app = command_app()
 
 
-@schema_app.command(epilog="Example: distflow schema > workflow.schema.json")
+class _Output(str, Enum):
+    QUERY = "query"
+    LIST = "list"
+
+
+@schema_app.command(epilog="Examples: distflow schema > workflow.schema.json  ·  distflow schema --output query")
 def schema(
     config: Annotated[bool, typer.Option("--config", help="Print the schema of the configuration, distflow.yaml.")] = False,
+    output: Annotated[
+        _Output | None, typer.Option("--output", help="Print the schema of this command's output with --format-type json.")
+    ] = None,
 ) -> None:
     """Print the JSON Schema of workflow specs, for editors and other tools."""
-    from distflow.client.specs import configuration_schema_text, schema_text  # `version` does not need it
+    from distflow.client import specs  # `version` does not need it
 
-    sys.stdout.write(configuration_schema_text() if config else schema_text())
+    if config and output is not None:
+        raise InputError("--config and --output cannot be combined", hint="give one of them")
+    if output is not None:
+        print(specs.output_schema_text(output.value))
+    else:
+        sys.stdout.write(specs.configuration_schema_text() if config else specs.schema_text())
 
 
 version_app = command_app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -13,6 +14,7 @@ from distflow.client.client import Client
 from distflow.client.credentials import credential_problems
 from distflow.client.previous_outputs import previous_output_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
+from distflow.documents.schema import load_schema
 from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -40,6 +42,7 @@ __all__ = [
     "check_stored_spec",
     "configuration_schema_text",
     "find_previous",
+    "output_schema_text",
     "propose_placement",
     "schema_text",
     "validate",
@@ -210,6 +213,22 @@ def propose_placement(
                 )
             )
     return placement, tuple(problems)
+
+
+def output_schema_text(command: str) -> str:
+    """Return the JSON Schema of a command's JSON output.
+
+    Args:
+        command: ``query`` or ``list``.
+
+    """
+    schema = load_schema("distflow.client", "output.schema.json")
+    head = {
+        **schema,
+        "$ref": f"#/$defs/{command}",
+        "$id": f"https://distflow.dev/schema/{command}-{schema['version']}.schema.json",
+    }
+    return json.dumps({key: head[key] for key in ("$schema", "$id", "version", "description", "$ref", "$defs")}, indent=2)
 
 
 class _SpecChecks:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from distflow.cli.render.workflow_json import workflow_json
-from distflow.lifecycle.states import State
+import pytest
+
+from distflow.cli.render.workflow_json import list_json, workflow_json
+from distflow.client.specs import output_schema_text
+from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts
-from distflow.state.record import DataKind, DataRef, TransferResult, WorkflowRecord
+from distflow.state.metrics import Latest
+from distflow.state.record import DataKind, DataRef, Outage, TransferProgress, TransferResult, WorkflowRecord
 from distflow.structs import replace
-from unit.state.stored import T0, plan_of, running_group, workflow
+from outputs import assert_documented
+from unit.state.stored import T0, completed_group, failed_group, plan_of, running_group, task, workflow
 
 STEPS = (
     "scheduling_start_time", "initializing_start_time", "input_download_start_time", "input_download_end_time",
@@ -91,3 +97,36 @@ def test_a_timeout_is_the_workflows_where_all_groups_have_it() -> None:
     document = workflow_json(record, other)
     assert (document["exec_timeout"], document["queue_timeout"]) == (None, 5.0)
     assert (document["groups"][0]["exec_timeout"], document["groups"][0]["queue_timeout"]) == (60.0, 5.0)
+
+
+def test_documents_are_as_their_schemas() -> None:
+    moving = TransferProgress(sent=1, total=2, bytes_per_s=0.5, at=T0)
+    waiting = replace(running_group(), state=State.INITIALIZING, running_at=None)
+    away = replace(
+        waiting,
+        tasks=(
+            task("master", State.INITIALIZING, transfer=moving, ended_at=None),
+            task("worker", State.RUNNING, outage=Outage(since=T0, error="timeout"), ended_at=None),
+        ),
+    )
+    records = [
+        workflow((completed_group(),)),
+        workflow((failed_group(),), state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
+        workflow((away,), state=WorkflowState.PENDING),
+    ]
+    metrics = {"training": Latest(task="master", attempt=0, rank=None, step=3, values={"loss": 0.5})}
+    for record in records:
+        document: Any = workflow_json(record, plan_of(record), now=T0 + 99, verbose=True, metrics=metrics)
+        assert_documented(document, "query")
+        with pytest.raises(AssertionError, match="'speed' was unexpected"):
+            assert_documented(document | {"speed": 1}, "query")
+        with pytest.raises(AssertionError, match="'pool' is a required property"):
+            assert_documented({key: value for key, value in document.items() if key != "pool"}, "query")
+    assert_documented(list_json(records, now=T0), "list")
+
+
+def test_schemas_name_all_states() -> None:
+    definitions = json.loads(output_schema_text("query"))["$defs"]
+    assert definitions["workflow"]["properties"]["state"]["enum"] == [state.value for state in WorkflowState]
+    for part in ("group", "task"):
+        assert definitions[part]["properties"]["state"]["enum"] == [state.value for state in State]
