@@ -141,7 +141,7 @@ def forking_site(folder: Path) -> str:
 _SITE = """
 import sys
 modules = None
-if sys.orig_argv[1:3] == ["-m", "distflow.train.launch"]:
+if sys.orig_argv[1:3] in (["-m", "distflow.train.launch"], ["-m", "torch.distributed.run"]):
     modules = {basic}
 elif sys.orig_argv[1:] and sys.orig_argv[1].endswith("train_dist.py"):
     modules = ["torch"]

@@ -78,6 +78,7 @@ class _Root(LazyGroup):
 
     table = commands(
         {
+            "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
             "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
             "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
             "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
@@ -210,7 +211,8 @@ def spread_sets(arguments: Sequence[str]) -> list[str]:
     flag: str | None = None
     has_value = False
     lists = _LISTS.get(tuple(arguments[:2]), ())
-    for argument in arguments:
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    for argument in arguments[:end]:
         if argument in _PAIRS or argument in lists:
             flag, has_value = argument, False
             continue
@@ -224,7 +226,7 @@ def spread_sets(arguments: Sequence[str]) -> list[str]:
         spread.append(argument)
     if flag is not None and not has_value:
         spread.append(flag)
-    return spread
+    return [*spread, *arguments[end:]]
 
 
 def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:

@@ -86,9 +86,9 @@ def check_spec(
 
     Args:
         client: The client whose credentials and workflows the spec may use.
-        file: The path of the spec, or ``-`` to use ``text``.
+        file: The path of the spec, or its name in messages if ``text`` is given.
         overrides: Values for the template and the tasks.
-        text: The spec as text, if ``file`` is ``-``.
+        text: The spec itself. Its files are relative to the working directory.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials at all.
 
     Returns:
@@ -108,7 +108,7 @@ def check_spec(
         check=checks.check,
     )
     template = text if text is not None else Path(file).read_text(encoding="utf-8")
-    folder = Path.cwd() if file == "-" else Path(file).absolute().parent
+    folder = Path.cwd() if text is not None else Path(file).absolute().parent
     return CheckedSpec(spec=spec, worlds=checks.worlds, warnings=warnings, template=template, folder=folder)
 
 

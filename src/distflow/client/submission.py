@@ -64,9 +64,9 @@ class SubmitRequest:
     """A spec to submit and the options of its submission."""
 
     spec: str
-    """The path of a YAML file, ``-`` to use ``text``, or the id of a workflow to submit again."""
+    """The path of a YAML file, its name in messages if ``text`` is given, or the id of a workflow to submit again."""
     text: str | None = None
-    """The spec as text, if ``spec`` is ``-``."""
+    """The spec itself. Its files are relative to the working directory."""
     overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
     pool: str | None = None
     """The name of the pool to run in. Default: the pool of the spec, or else the default pool."""
@@ -118,7 +118,7 @@ def plan(
 
     """
     configuration = configuration or client.configuration()
-    previous = find_previous(client, request.spec, request.overrides)
+    previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
     if previous is not None:
         checked, chosen = previous.checked, previous.choose_pool(configuration, request.pool, request.hosts)
     else:

@@ -216,7 +216,7 @@ def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str,
         yield "", text.value
     for file in task.files:
         path = file.path.value
-        yield path, file.contents.value if file.contents else bundles[file.local_path or path].text or ""
+        yield path, file.contents.value if file.contents else bundles[file.bundle].text or ""
 
 
 def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_work: Container[str]) -> PlannedFile:
@@ -225,7 +225,7 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_wo
         text: str | None = file.contents.value
         bundle = None
     else:
-        bundle = bundles[file.local_path or shown]
+        bundle = bundles[file.bundle]
         text = bundle.text
     # A text without tokens and injected paths is sent unchanged, by its digest.
     if text is not None and (bundle is None or rewrite(text) != text):

@@ -122,7 +122,7 @@ def _paths(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str,
     places = [posixpath.normpath(path) for path in own]
     texts = [*task.command, *task.args, *task.environment.values()]
     for file in task.files:
-        sent = bundles[file.local_path or file.path.value].text or "" if file.contents is None else ""
+        sent = bundles[file.bundle].text or "" if file.contents is None else ""
         texts.append(file.contents or Text(sent, file.path.mark))
     for text in texts:
         for match in _PATH.finditer(text.value):

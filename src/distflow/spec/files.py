@@ -22,7 +22,7 @@ import re
 import stat
 import tarfile
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
@@ -114,7 +114,13 @@ def _parse_file(entry: View, base_dir: Path) -> FileSpec | None:
             key="path",
         )
         return None
-    return FileSpec(path=path, local_path=found, is_directory=is_directory)
+    exclude = tuple(text.value for text in entry.texts("exclude"))
+    if exclude and not is_directory:
+        hint = "remove `exclude`, or name a directory"
+        entry.add(
+            f"`exclude` needs a directory, but `localpath: {local.value if local else ''}` is a file", hint, key="exclude"
+        )
+    return FileSpec(path=path, local_path=found, is_directory=is_directory, exclude=exclude)
 
 
 def _path_is_good(entry: View, path: Text) -> bool:
@@ -224,19 +230,21 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
     if _sends_library(spec):
         bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
     for file in _files(spec):
-        key = file.local_path or file.path.value
+        key = file.bundle
         if key in bundles:
             continue
         try:
             if file.local_path is None:
                 bundles[key] = _store_bytes(file.data or b"", blobs)
             elif file.is_directory:
-                bundles[key] = _store_tree(Path(file.local_path), blobs)
+                bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs)
             else:
                 bundles[key] = _store_file(Path(file.local_path), blobs, kept)
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
-                raise StateError(f"cannot copy `{key}` to `{blobs}`: {error.strerror or error}") from error
+                raise StateError(
+                    f"cannot copy `{file.local_path or file.path.value}` to `{blobs}`: {error.strerror or error}"
+                ) from error
             message = f"cannot read `{error.filename}`: {error.strerror}"
             hint = "make the file readable, or remove it from `files`"
             problems.append(Problem(where=file.path.mark, message=message, hint=hint))
@@ -314,14 +322,15 @@ def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
     return hasher.hexdigest(), size, head
 
 
-def _store_tree(root: Path, blobs: Path) -> Bundle:
+def _store_tree(root: Path, exclude: Sequence[str], blobs: Path) -> Bundle:
     hasher = hashlib.sha256()
+    rules = [(root, _patterns(exclude))] if exclude else []
     with _part(blobs) as sink:
         with (
             gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=3, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
-            for path in _tree(root, root, []):
+            for path in _tree(root, root, rules):
                 _add(archive, path, path.relative_to(root).as_posix())
         sink.flush()
         size = sink.tell()
@@ -349,12 +358,10 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
 
 
 def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
-    import pathspec  # noqa: PLC0415  only directories need it, and most specs send none
-
     ignore = folder / ".gitignore"
     if ignore.is_file():
         lines = ignore.read_text(encoding="utf-8", errors="replace").splitlines()
-        rules = [*rules, (folder, pathspec.GitIgnoreSpec.from_lines(filter(_is_pattern, lines)))]
+        rules = [*rules, (folder, _patterns(lines))]
     for path in sorted(folder.iterdir()):
         is_tree = path.is_dir() and not path.is_symlink()
         if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
@@ -362,6 +369,12 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
         yield path
         if is_tree:
             yield from _tree(root, path, rules)
+
+
+def _patterns(lines: Iterable[str]) -> GitIgnoreSpec:
+    import pathspec  # noqa: PLC0415  only directories need it, and most specs send none
+
+    return pathspec.GitIgnoreSpec.from_lines(filter(_is_pattern, lines))
 
 
 def _is_pattern(line: str) -> bool:

@@ -154,6 +154,13 @@ class FileSpec:
     local_path: str | None = None
     """The absolute path of the file or directory on this machine."""
     is_directory: bool = False
+    exclude: tuple[str, ...] = ()
+    """Patterns, as in a ``.gitignore``, for files of a directory that are not sent."""
+
+    @property
+    def bundle(self) -> str:
+        """The key of its content among the bundles of a spec."""
+        return "\0".join((self.local_path or self.path.value, *self.exclude))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

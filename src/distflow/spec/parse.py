@@ -67,12 +67,13 @@ def load_spec(
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in the file at ``path``, and its warnings. Raises ``ProblemsFound`` with all findings.
 
-    For the path ``-`` the text is ``stdin_text``, and files are relative to the current directory. ``sets`` and
-    ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names that ``--set-env``
-    sets, without their values. ``check`` adds the findings of a higher layer, so a user sees all of them at once.
+    With ``stdin_text``, that is the spec, and ``path`` is only its name, such as ``-``. Its files are relative to the current
+    directory. ``sets`` and ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names
+    that ``--set-env`` sets, without their values. ``check`` adds the findings of a higher layer, so a user sees all of them at
+    once.
     """
-    if path == "-":
-        text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown="-")
+    if stdin_text is not None or path == "-":
+        text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown=path)
         base_dir = Path.cwd()
     else:
         text = read_text(path)

@@ -20,7 +20,7 @@ from distflow.documents.text import plain, plain_lines
 from distflow.errors import DistflowError, NodeError
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["fetch_app", "outputs_app"]
+__all__ = ["end_fetch", "fetch_app", "fetched_text", "outputs_app"]
 
 outputs_app = command_app()
 fetch_app = command_app()
@@ -99,10 +99,20 @@ def fetch(
     if format_type is Format.JSON:
         print(json.dumps(_fetched_json(record, folder, fetched), indent=2))
     elif fetched.files or fetched.unchanged:
-        there = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
-        print(f"fetched {_count(fetched.files)}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}")
+        print(fetched_text(fetched, folder))
     elif not fetched.errors and not fetched.problems:
         _note(_no_files(record, workdir))
+    end_fetch(fetched)
+
+
+def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
+    """Return the line that reports fetched files."""
+    there = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
+    return f"fetched {_count(fetched.files)}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}"
+
+
+def end_fetch(fetched: FetchedFiles) -> None:
+    """Print what was not fetched, and exit with the code of the first error if there is one."""
     if fetched.left_out:
         _note(f"note: {_count(fetched.left_out)} left out: sockets, pipes, devices, and links that lead outside")
     for problem in fetched.problems:

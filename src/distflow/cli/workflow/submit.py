@@ -48,6 +48,7 @@ from distflow.state.record import WorkflowRecord
 __all__ = [
     "FetchLine",
     "parse_overrides",
+    "print_plan",
     "print_submitted",
     "restart_app",
     "submit_app",
@@ -269,13 +270,18 @@ def _valid_text(file: str, checked: CheckedSpec) -> str:
 
 
 def _dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format) -> None:
-    warn(planned.checked.warnings)
     if scripts is not None:
         try:
             for path in write_scripts(planned, scripts):
                 print(f"wrote {path}", file=sys.stderr)
         except OSError as error:
             raise InputError(f"--scripts: {error.filename or scripts}: {error.strerror}") from error
+    print_plan(planned, format_type)
+
+
+def print_plan(planned: PlannedWorkflow, format_type: Format) -> None:
+    """Print a plan, and its warnings to standard error."""
+    warn(planned.checked.warnings)
     if format_type is Format.JSON:
         print(json.dumps(plan_json(planned.plan, planned.placement), indent=2))
     else:

@@ -1,0 +1,197 @@
+"""``distflow run``: run a script or a command on nodes, without a spec."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from distflow.cli.context import open_client
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
+from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.render.terminal import ProgressLine
+from distflow.cli.workflow.outputs import end_fetch, fetched_text
+from distflow.cli.workflow.submit import parse_overrides, print_plan, print_submitted, wait_for_end, warn
+from distflow.client.drafts import Draft, spec_text
+from distflow.client.quick_run import draft_run, fetch_results
+from distflow.client.submission import SubmitRequest, plan, submit
+from distflow.documents.text import plain_lines
+from distflow.errors import InputError, WorkflowEnded
+
+if TYPE_CHECKING:
+    from distflow.client.client import Client
+    from distflow.client.outputs import FetchedFiles
+    from distflow.state.record import WorkflowRecord
+
+__all__ = ["run_app"]
+
+run_app = command_app()
+
+
+class _Run(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raise ``InputError`` for an unknown option, which often belongs to the user's script."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(error, "option_name", None)
+            if not name or not hasattr(error, "possibilities"):
+                raise
+            hint = f"write options of your script after `--`: distflow run train.py -- {name}"
+            near = difflib.get_close_matches(name, error.possibilities or (), n=1, cutoff=0.8)
+            if near:
+                hint = f"did you mean `{near[0]}`? Or {hint}"
+            raise InputError(f"`distflow run` has no option `{name}`", hint=hint) from None
+
+
+@run_app.command(
+    "run",
+    cls=_Run,
+    epilog="Examples: distflow run train.py --nodes 2 --gpus 8 --hostfile hosts.txt -- --lr 0.1"
+    "  ·  distflow run --pool lab -- torchrun --nproc_per_node 8 train.py  ·  distflow run --nodes 2 -- nvidia-smi",
+)
+def run_command(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT|COMMAND...", help="A Python script, or any command. Write -- before options of the command."
+        ),
+    ],
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="The number of nodes. Default: all of the hostfile, else 1.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="GPUs of each node. Default: as the pool or the hostfile says.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
+        ),
+    ] = None,
+    hostfile: HostfileOption = None,
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="The pool to run in. Default: your default pool.")] = None,
+    python: PythonOption = None,
+    setup: SetupOption = None,
+    env: EnvOption = None,
+    set_env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set-env",
+            metavar="NAME[=VALUE]",
+            help="Set a secret environment variable in every task. NAME alone takes its value from this environment.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The workflow's name. Default: the name of the script.")] = None,
+    project: Annotated[
+        Path | None,
+        typer.Option(
+            "--project",
+            metavar="DIR",
+            help="The directory to send. Default: this one, or for a script elsewhere, its git repository.",
+        ),
+    ] = None,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the output files arrive.")] = Path("outputs"),
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when the workflow is submitted. Nothing is fetched.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run all checks and print the plan, without starting anything.")
+    ] = False,
+    print_spec: Annotated[
+        bool, typer.Option("--print-spec", help="Print the spec that would be submitted, and start nothing.")
+    ] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Run a script or a command on nodes, follow its output, and fetch its output files.
+
+    This directory is sent to each node, without the files that .gitignore names. torchrun starts the processes of a Python
+    script; any other command runs once on each node. Files that the command writes to outputs/, or to the directory in
+    DISTFLOW_OUTPUT, are fetched at the end. The exit code is that of `submit --wait`.
+    """
+    overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env)
+    with open_client() as client:
+        configuration, hosts = client.configuration(), client.hosts(hostfile)
+        if not (dry_run or print_spec):
+            client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
+        draft = draft_run(
+            words,
+            configuration,
+            name=name,
+            pool=pool,
+            hosts=hosts,
+            nodes=nodes,
+            gpus=gpus,
+            ranks=ranks,
+            project=project,
+            results=to,
+        )
+        text = spec_text(draft, heading=["Written by `distflow run --print-spec`. To submit it: distflow submit FILE --wait"])
+        if print_spec:
+            print(text, end="")
+            return
+        request = SubmitRequest(
+            spec=f"{draft.name}.yaml (see --print-spec)", text=text, overrides=overrides, pool=pool, hosts=hosts,
+            settings=settings,
+        )  # fmt: skip
+        if dry_run:
+            with tempfile.TemporaryDirectory() as blobs:
+                print_plan(plan(client, request, blobs=Path(blobs), configuration=configuration), format_type)
+            return
+        planned = plan(client, request, configuration=configuration)
+        warn(planned.checked.warnings)
+        _announce(draft)
+        is_quiet = not detach and format_type is Format.JSON
+        record = submit(client, planned, on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type))
+        if not detach:
+            _finish(client, record, to, format_type)
+
+
+def _announce(draft: Draft) -> None:
+    """Print to standard error what is going to run, because much of it was chosen by distflow."""
+
+    def count(number: int | None, what: str) -> str:
+        return f"{number} {what}{'' if number == 1 else 's' if what[-1] != 's' else 'es'}"
+
+    for note in draft.notes:
+        print(f"note: {plain_lines(note)}", file=sys.stderr)
+    parts = [f"Running `{shlex.join(draft.command)}` on {count(draft.nodes, 'node')}"]
+    if draft.gpus:
+        parts.append(f"{count(draft.gpus, 'GPU')} on each")
+    if draft.launcher == "torchrun":
+        parts.append(f"torchrun starts {count(draft.ranks, 'process')} on each")
+    print(plain_lines(", ".join(parts)), file=sys.stderr)
+
+
+def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
+    """Follow a workflow to its end, and fetch its results, also those of a failed one."""
+    failure: WorkflowEnded | None = None
+    try:
+        wait_for_end(client, record, format_type)
+    except WorkflowEnded as error:
+        failure = error
+    except KeyboardInterrupt:
+        print(f"Its results, later: distflow workflow fetch {record.id} --to {shlex.quote(str(to))}", file=sys.stderr)
+        raise
+    with ProgressLine(sys.stderr, "fetched") as line:
+        fetched = fetch_results(client, record, to, on_progress=lambda one: line.update(one.done, one.total))
+    try:
+        if fetched is not None:
+            _end_fetch(fetched, to)
+    finally:
+        if failure is not None:
+            raise failure
+
+
+def _end_fetch(fetched: FetchedFiles, to: Path) -> None:
+    if fetched.files or fetched.unchanged:
+        print(fetched_text(fetched, to), file=sys.stderr)
+    elif not fetched.errors and not fetched.problems:
+        print("no output files: a task's output is what it writes to outputs/ or to DISTFLOW_OUTPUT", file=sys.stderr)
+    end_fetch(fetched)

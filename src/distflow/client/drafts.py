@@ -1,0 +1,285 @@
+"""Drafts of specs: what a command line says about a job, written as a spec with comments.
+
+``distflow run`` submits such a spec, and ``distflow init`` writes it to a file, so both describe a job in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from distflow.documents.text import did_you_mean
+from distflow.errors import InputError
+from distflow.layout.checks.launchers import PythonCommand, python_command
+from distflow.pools.model import Node
+
+__all__ = ["Draft", "complete_draft", "draft_command", "draft_torchrun", "spec_text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """One job on equal nodes. ``None`` is a number that the command line does not say."""
+
+    name: str
+    command: tuple[str, ...]
+    launcher: str = "command"
+    """``torchrun`` starts the ranks of ``command``, which is a Python script. ``command`` runs it once on each node."""
+    nodes: int | None = None
+    ranks: int | None = None
+    """Processes on each node."""
+    gpus: int | None = None
+    """GPUs on each node; 0 hides them. ``None``: none are reserved, and the job sees all of them."""
+    max_restarts: int = 0
+    project: str | None = "."
+    """The directory to send, relative to the directory of the spec; ``None``: no files."""
+    exclude: tuple[str, ...] = ()
+    """Patterns, as in a ``.gitignore``, for files of the project that are not sent."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts of further files, by their path in the task's working directory."""
+    output_dir: str | None = "outputs"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    exec_timeout: str = ""
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """Further resources of each node, such as ``memory``."""
+    notes: tuple[str, ...] = ()
+    """What could not be translated, one sentence each."""
+
+
+def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None) -> Draft:
+    """Return the draft of a command line, without numbers that it does not say.
+
+    Args:
+        words: A script (``train.py --lr 0.1``), ``torchrun`` with its options, or any other program.
+        folder: The working directory, to which paths are relative.
+        project: The directory to send. Default: ``folder``, or for a script elsewhere, the git repository that contains it.
+
+    Raises:
+        InputError: if the command is empty, the script does not exist, or the project would be a home directory.
+
+    """
+    if not words:
+        raise InputError("there is no command to run", hint="name a script (`train.py`), or any command after `--`")
+    draft = draft_torchrun(words) or _draft_python(words) or Draft(name=_name_of(words[0]), command=tuple(words))
+    python = python_command(draft.command)
+    if not isinstance(python, PythonCommand) or python.is_module:
+        return _sending(draft, _project(folder, None, project), folder)
+    return _with_script(draft, python.target, folder, project)
+
+
+def _draft_python(words: Sequence[str]) -> Draft | None:
+    """Return the draft of a Python script or module, or ``None`` for any other command."""
+    python = python_command(words)
+    if not isinstance(python, PythonCommand):
+        return None
+    name = python.target.rpartition(".")[2] if python.is_module else python.target
+    command = ("python3", *words) if words[0].endswith(".py") else tuple(words)
+    return Draft(name=_name_of(name), command=command, launcher="torchrun")
+
+
+def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) -> Draft:
+    script = Path(os.path.abspath(folder / target))
+    if not script.is_file():
+        hint = did_you_mean(target, [path.name for path in folder.glob("*.py")], what="Python scripts")
+        raise InputError(f"the script `{target}` does not exist in {folder}", hint=hint)
+    root = _project(folder, script, project)
+    if not script.is_relative_to(root):
+        raise InputError(f"the script `{target}` is not in the project `{root}`", hint="name a directory that contains it")
+    moved = target if root == folder and not os.path.isabs(target) else script.relative_to(root).as_posix()
+    command = tuple(moved if word == target else word for word in draft.command)
+    return _sending(replace(draft, command=command), root, folder)
+
+
+def _project(folder: Path, script: Path | None, given: Path | None) -> Path:
+    """Return the directory to send."""
+    if given is not None:
+        root = Path(os.path.abspath(folder / given))
+        if not root.is_dir():
+            raise InputError(f"the project `{given}` is not a directory")
+        return root
+    root = folder
+    if script is not None and not script.is_relative_to(folder):
+        root = next((one for one in script.parents if (one / ".git").exists()), script.parent)
+    home = Path.home()
+    if root == home or root in home.parents:
+        hint = "change to the directory of your project, or name it with --project"
+        raise InputError(f"all files in `{root}` would be sent to the nodes", hint=hint)
+    return root
+
+
+def _sending(draft: Draft, root: Path, folder: Path) -> Draft:
+    """Return a draft that sends ``root`` without its virtual environments and the results of earlier runs."""
+    environments = sorted(f"/{path.parent.name}" for path in root.glob("*/pyvenv.cfg") if path.parent.name != ".venv")
+    output = [f"/{draft.output_dir}"] if draft.output_dir is not None else []
+    exclude = (*output, ".venv", *environments, "__pycache__")
+    return replace(draft, project=os.path.relpath(root, folder), exclude=exclude)
+
+
+def _name_of(program: str) -> str:
+    """Return a valid name of a workflow for a program or script."""
+    stem = re.sub(r"\.(py|sh)$", "", os.path.basename(program.rstrip("/")))
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:50].rstrip("-_")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+
+
+def complete_draft(
+    draft: Draft, nodes: Sequence[Node], *, count: int | None = None, gpus: int | None = None, ranks: int | None = None
+) -> Draft:
+    """Return a draft with all its numbers.
+
+    Args:
+        draft: The draft.
+        nodes: The nodes of the pool, whose GPUs are counted if the numbers are not given.
+        count: The number of nodes. Default: that of the draft, or 1.
+        gpus: GPUs on each node. Default: that of the draft, or as many as are configured for enough nodes.
+        ranks: Processes on each node. Default: that of the draft, or one for each GPU.
+
+    """
+    count = count or draft.nodes or 1
+    ranks = ranks or draft.ranks
+    gpus = draft.gpus if gpus is None else gpus
+    if gpus is None:
+        known = sorted((one.gpus for one in nodes if one.gpus is not None), reverse=True)
+        there = known[count - 1] if len(known) == len(nodes) and len(known) >= count else 0
+        gpus = (ranks if ranks is not None and ranks <= there else there if ranks is None else 0) or None
+    ranks = ranks or gpus or 1
+    is_one = draft.launcher == "torchrun" and count * ranks == 1 and not draft.max_restarts
+    # One process needs no launcher, so the script may also be one without torch.
+    return replace(draft, nodes=count, ranks=ranks, gpus=gpus, launcher="command" if is_one else draft.launcher)
+
+
+# -- torchrun ---------------------------------------------------------------------------------------------------------
+
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
+_SWITCHES = ("module", "no_python", "standalone", "run_path", "use_env")
+_SET_BY_DISTFLOW = ("node_rank", "master_addr", "master_port", "standalone", "local_addr", "use_env")
+"""And all options that begin with ``rdzv``."""
+
+
+def draft_torchrun(words: Sequence[str]) -> Draft | None:
+    """Return the draft of a command that runs torchrun, or ``None`` for any other command. Raises ``InputError``."""
+    rest = _after_torchrun(words)
+    if rest is None:
+        return None
+    options, script = _split_options(rest)
+    if not script:
+        raise InputError(f"`{shlex.join(words)}` has no script", hint="write the script after the options of torchrun")
+    if "no_python" in options or "run_path" in options:
+        return Draft(name=_name_of(words[0]), command=tuple(words))
+    is_module = "module" in options
+    command = ("python3", "-m", *script) if is_module else ("python3", *script)
+    notes = [
+        f"`--{name} {value}` of torchrun has no counterpart, so it is left out".replace(" `", "`")
+        for name, value in options.items()
+        if name not in ("nnodes", "nproc_per_node", "max_restarts", "module", *_SET_BY_DISTFLOW) and not name.startswith("rdzv")
+    ]
+    numbers: dict[str, int] = {}
+    for name in ("nnodes", "nproc_per_node", "max_restarts"):
+        value = options.get(name, "")
+        least, _, most = value.partition(":")
+        number = most or least
+        if number.isascii() and number.isdigit():
+            numbers[name] = int(number)
+        elif value and value not in ("gpu", "auto"):
+            notes.append(f"`--{name} {value}` of torchrun is not a number: check the number in this file")
+        if most and most != least:
+            notes.append(f"`--nnodes {value}`: to run with fewer nodes, write `elastic: {{min: {least}}}` in the group")
+    name = script[0].rpartition(".")[2] if is_module else script[0]
+    return Draft(
+        name=_name_of(name), command=command, launcher="torchrun", nodes=numbers.get("nnodes"),
+        ranks=numbers.get("nproc_per_node"), max_restarts=numbers.get("max_restarts", 0), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _after_torchrun(words: Sequence[str]) -> list[str] | None:
+    if words and os.path.basename(words[0]) == "torchrun":
+        return list(words[1:])
+    python = python_command(words)
+    if isinstance(python, PythonCommand) and python.is_module and python.target in _TORCHRUN:
+        return list(python.arguments)
+    return None
+
+
+def _split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of torchrun, and the script with its arguments."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.lstrip("-").partition("=")
+        name = _SHORT.get(name, name).replace("-", "_")
+        if not equals and name not in _SWITCHES and rest:
+            value = rest.pop(0)
+        options[name] = value
+    return options, rest
+
+
+# -- the spec as text -------------------------------------------------------------------------------------------------
+
+_PLAIN = re.compile(r"-{0,2}[A-Za-z_./][A-Za-z0-9_./-]*")
+_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
+
+
+def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
+    """Return a complete draft as a spec with comments. ``heading`` are lines for its first comment."""
+    lines = [f"# {line}".rstrip() for line in heading]
+    if draft.notes:
+        lines += ["#", "# Not translated. Check these points:", *(f"# * {_escaped(note)}" for note in draft.notes)]
+    lines += ["workflow:", f"  name: {_scalar(draft.name)}"]
+    if draft.exec_timeout:
+        lines.append(_line(f"  timeout: {{exec_timeout: {draft.exec_timeout}}}", "the maximum time from start to end"))
+    resources = dict(draft.resources) | ({} if draft.gpus is None else {"gpu": str(draft.gpus)})
+    if resources:
+        shown = ", ".join(f"{key}: {value}" for key, value in resources.items())
+        lines += ["  resources:", _line(f"    default: {{{shown}}}", "of each node")]
+    lines += ["  groups:", "  - name: training"]
+    if draft.launcher != "command":
+        kind = f"{{kind: {draft.launcher}, max_restarts: {draft.max_restarts}}}" if draft.max_restarts else draft.launcher
+        lines.append(_line(f"    launcher: {kind}", "starts the processes of each node"))
+    lines += [
+        "    tasks:",
+        "    - name: node",
+        _line(f"      replicas: {draft.nodes}", "the number of nodes"),
+        _line(f"      ranks: {{size: {draft.ranks}}}", "processes on each node, usually one for each GPU"),
+        f"      command: [{', '.join(_scalar(word) for word in draft.command)}]",
+    ]
+    if draft.environment:
+        lines += ["      environment:", *(f"        {name}: {_scalar(value)}" for name, value in draft.environment.items())]
+    if draft.project is not None or draft.files:
+        lines.append("      files:")
+    if draft.project is not None:
+        exclude = f", exclude: [{', '.join(_scalar(one) for one in draft.exclude)}]" if draft.exclude else ""
+        entry = f"      - {{path: ., localpath: {_scalar(draft.project)}{exclude}}}"
+        lines.append(_line(entry, ".git, and what .gitignore names, is not sent either"))
+    for path, text in draft.files.items():
+        lines += [
+            f"      - path: {_scalar(path)}",
+            "        contents: |",
+            *(f"          {_escaped(line)}".rstrip() for line in text.splitlines()),
+        ]
+    if draft.output_dir is not None:
+        lines.append(_line(f"      output_dir: {_scalar(draft.output_dir)}", "files that are written there are the output"))
+    return "\n".join(lines) + "\n"
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<32} # {comment}"
+
+
+def _scalar(text: str) -> str:
+    """Return a text as a YAML scalar that is valid everywhere, also in lists in brackets and in templates."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
+        return text
+    return _escaped(json.dumps(text, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """Return a text that the template renders as it is. Tokens such as ``{{output}}`` keep their meaning."""
+    return text.replace("{%", "{{ '{%' }}").replace("{#", "{{ '{#' }}")

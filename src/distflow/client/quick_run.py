@@ -1,0 +1,97 @@
+"""Run a command without a spec: write the spec from the command line, and fetch the results after the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.client.client import Client
+from distflow.client.drafts import Draft, complete_draft, draft_command
+from distflow.client.workflows import find_workflow
+from distflow.errors import InputError
+from distflow.pools.hostfile import Host, choose_pool
+from distflow.pools.model import Configuration
+
+if TYPE_CHECKING:
+    from distflow.client.outputs import FetchedFiles, OnOutputProgress
+    from distflow.state.record import WorkflowRecord
+
+__all__ = ["draft_run", "fetch_results"]
+
+
+def draft_run(
+    words: Sequence[str],
+    configuration: Configuration,
+    *,
+    name: str | None = None,
+    pool: str | None = None,
+    hosts: Sequence[Host] | None = None,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    ranks: int | None = None,
+    project: Path | None = None,
+    results: Path = Path("outputs"),
+) -> Draft:
+    """Return the draft of a job for a command line and the nodes that it will run on.
+
+    Args:
+        words: The command: a Python script, torchrun, or any other program, with its arguments.
+        configuration: The pools.
+        name: The name of the workflow. Default: the name of the script or program.
+        pool: The name of the pool. Default: the default pool.
+        hosts: Machines to use instead of a configured pool.
+        nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
+        gpus: GPUs on each node. Default: as many as the pool or the hostfile says.
+        ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
+        project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository.
+        results: The local directory for the output files. It is not sent.
+
+    Raises:
+        InputError: if the command is not valid, the script does not exist, or the project would be a home directory.
+        NotFound: if the pool does not exist.
+
+    """
+    draft = draft_command(words, folder=Path.cwd(), project=project)
+    there = choose_pool(configuration, given=pool, hosts=hosts).nodes
+    count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
+    if draft.nodes is not None and count != draft.nodes:
+        raise InputError(f"the command says {draft.nodes} nodes, and --nodes says {count}", hint="remove one of them")
+    draft = replace(draft, name=name or draft.name, exclude=_without(draft, results))
+    return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks)
+
+
+def _without(draft: Draft, results: Path) -> tuple[str, ...]:
+    """Return the patterns for files that are not sent, with the directory of the results if it is in the project."""
+    place = os.path.relpath(results, draft.project)
+    pattern = f"/{place}"
+    is_inside = place.split(os.sep)[0] not in ("..", ".")
+    return (pattern, *draft.exclude) if is_inside and pattern not in draft.exclude else draft.exclude
+
+
+def fetch_results(
+    client: Client, record: WorkflowRecord, folder: Path, *, on_progress: OnOutputProgress
+) -> FetchedFiles | None:
+    """Fetch all output files of an ended workflow into a directory.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        folder: The local directory. It is created when there are files to write.
+        on_progress: Called with the progress in bytes.
+
+    Returns:
+        The counts and errors, or ``None`` if no task has run.
+
+    Raises:
+        StorageError: if ``folder`` cannot be created or does not have enough space.
+
+    """
+    from distflow.client.outputs import fetch_output_files
+
+    final = find_workflow(client, record.id, report_age=False)
+    if not any(task.node is not None and task.output_dir is not None for group in final.groups for task in group.tasks):
+        return None
+    return fetch_output_files(client, final, folder, on_progress=on_progress)

@@ -1,0 +1,106 @@
+"""``distflow run``: from a script to its results, without a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from preloaded import forking_site
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+TRAIN = """
+import sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(int(sys.argv[1])):
+    samples = torch.randn(16, 4)
+    loss = (model(samples) - samples.sum(dim=1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: loss {loss.item():.3f}", flush=True)
+if dist.get_rank() == 0:
+    torch.save(model.module.state_dict(), "outputs/model.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def project(cli: Cli) -> Path:
+    made = cli.folder / "project"
+    made.mkdir()
+    return made
+
+
+@pytest.mark.torch
+@pytest.mark.ssh
+def test_a_script_trains_on_two_hosts_and_its_model_arrives(lab: Lab, project: Path) -> None:
+    lab.configure(environment={"PYTHONPATH": forking_site(lab.cli.folder)})
+    (project / "train.py").write_text(TRAIN)
+    (project / "hosts.txt").write_text("gpu1\ngpu2\n")
+    done = lab.cli.run("run", "train.py", "--gpus", "0", "--hostfile", "hosts.txt", "--", "3", cwd=project)
+    assert done.code == 0, done.out + done.err
+    assert done.out.splitlines()[0] == "train-1"
+    assert "rank 0 of 2: loss" in done.out
+    assert "rank 1 of 2: loss" in done.out
+    assert (project / "outputs" / "model.pt").stat().st_size > 500
+    assert {task["node_name"] for task in lab.cli.tasks("train-1").values()} == {"gpu1", "gpu2"}
+
+
+def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: Path) -> None:
+    (project / "kept.txt").write_text("kept")
+    for folder in ("data", "outputs", "found", "env", ".venv"):
+        (project / folder).mkdir()
+        (project / folder / "pyvenv.cfg").touch()
+    (project / ".gitignore").write_text("data/\n")
+    look = [
+        "sh",
+        "-c",
+        'find . -type f | sort; echo "$1" > outputs/a; echo b > "$DISTFLOW_OUTPUT/b"; exit 3',
+        "look",
+        "--set",
+        "a=1",
+    ]
+    done = cli.run("run", "--name", "look", "--to", "found", "--", *look, cwd=project)
+    assert done.code == 1
+    assert done.out.splitlines() == ["look-1", "[node-0] ./.gitignore", "[node-0] ./kept.txt"]
+    assert "fetched 2 files, 8 B, to found" in done.err
+    assert {path.name: path.read_text() for path in (project / "found").iterdir() if path.name != "pyvenv.cfg"} == {
+        "a": "--set\n",
+        "b": "b\n",
+        ".gitignore": "*\n",
+    }
+
+    # The printed spec is the one that runs, and results are not sent again.
+    spec = cli.run("run", "--print-spec", "--name", "look", "--", *look, cwd=project).out
+    (cli.folder / "look.yaml").write_text(spec.replace("localpath: .", "localpath: project"))
+    again = cli.run("workflow", "submit", "../look.yaml", "--wait", cwd=project)
+    assert (again.code, again.out.splitlines()[1:]) == (1, done.out.splitlines()[1:])
+    assert cli.run("run", "--dry-run", "--", *look, cwd=project).out.startswith("workflow sh")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "error: the script `train.py` does not exist"),
+        (["kept.py", "--lr", "1"], "error: `distflow run` has no option `--lr`\nwrite options of your script after `--`"),
+        (["kept.py", "--node", "2"], "did you mean `--nodes`? Or write options"),
+        (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command says 2 nodes, and --nodes says 3"),
+        (["kept.py", "--gpus", "1"], "kept.yaml (see --print-spec):7: error: group 'training' can never run in pool 'local'"),
+        (["kept.py", "--name", "1"], "`workflow.name` must be a name"),
+        ([], "Missing argument"),
+    ],
+)
+def test_wrong_input_starts_nothing(cli: Cli, project: Path, arguments: list[str], message: str) -> None:
+    (project / "kept.py").touch()
+    done = cli.run("run", *arguments, cwd=project)
+    assert done.code == 2
+    assert message in done.err
+    assert not cli.supervisor()
