@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+gc.disable()  # until all tests are collected: the garbage collector finds nothing there, and takes a fifth of the time
 
 # No test depends on the speed of the machine.
 settings.register_profile(
@@ -37,7 +40,8 @@ _LONG = (
     "tests/scenarios/test_strategies.py",
     "tests/test_docs.py::test_commands_print_what_the_page_shows[training.md]",
     "tests/scenarios/test_containers.py::test_two_containers_train_as_one_world",
-    "tests/scenarios/test_specs.py",
+    "tests/scenarios/test_ssh.py::test_a_training_spec",
+    "tests/scenarios/test_ssh.py::test_the_pipeline",
     "tests/scenarios/test_why.py::test_a_rank_that_is_killed_is_named_with_its_process",
     "tests/scenarios/test_ssh_faults.py",
     "tests/contract/test_silence.py::test_services_of_a_silent_connection_end",
@@ -67,6 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     parts = [long[worker::workers] for worker in range(workers)]
     items[:] = [item for part in parts for item in (*part, *itertools.islice(others, max(0, size - len(part))))]
     items += others
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not among the modules and tests that exist now, and less often."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

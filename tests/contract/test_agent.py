@@ -455,7 +455,7 @@ def test_late_files_of_a_broken_connection_do_not_reach_a_running_task(node: Nod
 
 def test_stop_asks_first(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", "trap 'echo bye; exit 4' TERM; echo up; while :; do sleep 0.1; done"])
+    attempt = node.start(link, ["sh", "-c", "trap 'echo bye; exit 4' TERM; echo up; while :; do sleep 0.2; done"])
     wait_until(lambda: node.output(attempt))
     link.request("stop", attempt=attempt, grace_s=20, why="a peer failed")
     end = node.end(attempt)
@@ -480,7 +480,7 @@ def test_stop_kills_processes_that_ignore_sigterm(node: NodeUnderTest, marker: s
 
 def test_a_shorter_grace_hurries_and_a_longer_one_does_not_delay(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"])
+    attempt = node.start(link, ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.2; done"])
     wait_until(lambda: node.output(attempt))
     for grace_s in (60, 0.1, 60):
         link.request("stop", attempt=attempt, grace_s=grace_s, why=f"grace {grace_s}")
@@ -506,9 +506,9 @@ def test_stop_before_start_ends_it_without_having_run(node: NodeUnderTest) -> No
 
 def test_survivors_of_the_command_get_sigterm_and_then_sigkill(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
-    polite = "trap 'echo asked; exit' TERM; touch one; while :; do sleep 0.05; done"
-    deaf = "trap '' TERM; touch two; while :; do sleep 0.05; done"
-    both = 'setsid sh -c "$1" $0 & setsid sh -c "$2" $0 & until [ -e one ] && [ -e two ]; do sleep 0.05; done; exit 5'
+    polite = "trap 'echo asked; exit' TERM; touch one; while :; do sleep 0.2; done"
+    deaf = "trap '' TERM; touch two; while :; do sleep 0.2; done"
+    both = 'setsid sh -c "$1" $0 & setsid sh -c "$2" $0 & until [ -e one ] && [ -e two ]; do sleep 0.2; done; exit 5'
     argv = ["sh", "-c", both, marker, polite, deaf]
     end, output = node.run(link, argv)
     assert (end["reason"], end["exit_code"]) == ("exited", 5)
@@ -1206,7 +1206,7 @@ def test_home_is_the_node_s(node: NodeUnderTest, tmp_path: Path) -> None:
 
 def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"], self_stop_after_s=1.0)
+    attempt = node.start(link, ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.2; done"], self_stop_after_s=1.0)
     other = node.start(link, ["sleep", "600"])
     # While somebody listens, time does not count.
     until = time.monotonic() + 2.0
@@ -1243,7 +1243,7 @@ def test_more_attempts_than_a_login_may_open_files_lose_nothing(node: NodeUnderT
 
 def test_heartbeats_are_reported_once_each_after_pings(node: NodeUnderTest) -> None:
     link = node.connect()
-    shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.05; done'
+    shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.2; done'
     attempt = node.start(link, ["bash", "-c", shell])
     silent = node.start(link, ["sleep", "600"])
     wait_until(lambda: "there" in node.output(attempt), 20)

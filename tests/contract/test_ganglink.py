@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 TOKEN = "t0ken"
 HUB = "127.0.0.1"
-WAIT = ["sh", "-c", 'trap "exit 0" TERM; echo ready; while :; do sleep 0.05; done']
+WAIT = ["sh", "-c", 'trap "exit 0" TERM; echo ready; while :; do sleep 0.2; done']
 """Ends when it is asked to, as if all were well."""
 
 
 def until(go: Path, code: int) -> list[str]:
-    return ["sh", "-c", f'while [ ! -e "{go}" ]; do sleep 0.05; done; exit {code}']
+    return ["sh", "-c", f'while [ ! -e "{go}" ]; do sleep 0.2; done; exit {code}']
 
 
 NUMBER = b"0" * 32 + b"\n"
@@ -125,8 +125,8 @@ def test_a_failing_task_stops_the_others_without_agent_and_supervisor(gang: Gang
 
 
 def test_the_stop_is_that_of_a_gang_with_a_failed_member(gang: Gang, tmp_path: Path) -> None:
-    deaf = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"]
-    killed = ["sh", "-c", f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.05; done; kill -KILL $$']
+    deaf = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.2; done"]
+    killed = ["sh", "-c", f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.2; done; kill -KILL $$']
     gang.start({"master": deaf, "one": killed}, master={"grace_s": 0.2})
     (tmp_path / "go").touch()
     assert gang.end("master")["signal"] == 9
@@ -134,7 +134,7 @@ def test_the_stop_is_that_of_a_gang_with_a_failed_member(gang: Gang, tmp_path: P
 
 
 def test_no_task_waits_for_others_that_know_and_have_left(gang: Gang, tmp_path: Path) -> None:
-    slow = ["sh", "-c", 'trap "sleep 1; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
+    slow = ["sh", "-c", 'trap "sleep 1; exit 0" TERM; echo ready; while :; do sleep 0.2; done']
     gang.start({"master": slow, "one": until(tmp_path / "go", 3), "two": WAIT})
     keepers = [gang.node.state(name)["keeper"]["pid"] for name in gang.names.values()]
     (tmp_path / "go").touch()
@@ -236,7 +236,7 @@ def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Pa
 
 
 def test_nothing_of_the_link_lies_on_the_disk_or_in_an_environment(gang: Gang, tmp_path: Path) -> None:
-    gang.start({"master": ["sh", "-c", f'env; while [ ! -e "{tmp_path}/go" ]; do sleep 0.05; done; exit 1'], "one": WAIT})
+    gang.start({"master": ["sh", "-c", f'env; while [ ! -e "{tmp_path}/go" ]; do sleep 0.2; done; exit 1'], "one": WAIT})
     (tmp_path / "go").touch()
     gang.end("one")
     for path in gang.node.root.rglob("*"):

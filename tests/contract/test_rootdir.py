@@ -197,7 +197,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     (node.top / node.workflow / MARKER).unlink()
     wait_until(lambda: (old / "runner.json").read_bytes().strip(b"\0 "), 20, "the pair")
     link = node.connect()
-    script = 'while ! test -e "$0"; do sleep 0.05; done; pwd; echo result > ../output/out; exit 3'
+    script = 'while ! test -e "$0"; do sleep 0.2; done; pwd; echo result > ../output/out; exit 3'
     link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", script, str(node.top / "go")]))
     link.request("start", attempt=attempt)
     link.close()

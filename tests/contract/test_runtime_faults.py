@@ -539,7 +539,7 @@ def test_a_keeper_that_was_suspended_does_not_keep_its_lease(node: NodeUnderTest
 
 def test_sigterm_to_the_pair_is_a_stop_that_is_recorded(node: NodeUnderTest) -> None:
     link = node.connect()
-    script = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    script = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.2; done"
     attempt = node.start(link, ["sh", "-c", script], stop_grace_s=10)
     wait_until(lambda: node.output(attempt))
     os.kill(node.state(attempt)["runner"]["pid"], signal.SIGTERM)
@@ -567,7 +567,7 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
 ) -> None:
     link = node.connect()
     # What outlives the command is asked to end when that was taken note of, and waited for for two seconds.
-    daemon = "trap 'echo > \"$0\"' TERM; echo up; while :; do sleep 0.05; done"
+    daemon = "trap 'echo > \"$0\"' TERM; echo up; while :; do sleep 0.2; done"
     argv = ["sh", "-c", 'trap "exit 0" TERM; setsid sh -c "$1" "$0" & read x < "$2"; exit 0', str(tmp_path / "asked"), daemon]
     os.mkfifo(tmp_path / "fifo")
     attempt = node.start(link, [*argv, str(tmp_path / "fifo")])
@@ -590,7 +590,7 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
 
 def test_a_task_whose_socket_was_removed_is_stopped_anyway(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"])
+    attempt = node.start(link, ["sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.2; done"])
     wait_until(lambda: node.output(attempt))
     link.close()
     (node.directory(attempt) / "control").unlink()
@@ -604,7 +604,7 @@ def test_a_task_whose_socket_was_removed_is_stopped_anyway(node: NodeUnderTest) 
 @pytest.mark.parametrize("asked", ["stop", "stop by another agent", "watch"])
 def test_nothing_survives_of_a_task_whose_directory_was_removed(node: NodeUnderTest, marker: str, asked: str) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", "echo up; while :; do sleep 0.1; done", marker])
+    attempt = node.start(link, ["sh", "-c", "echo up; while :; do sleep 0.2; done", marker])
     bystander = node.start(link, ["sleep", "60"])
     wait_until(lambda: node.output(attempt))
     shutil.rmtree(node.directory(attempt).parent)

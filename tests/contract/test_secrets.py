@@ -27,7 +27,7 @@ FILES = [{"path": "files/run/deploy", "files": {"key": f"{CANARY}-file\nsecond-l
 
 def hold(script: str) -> list[str]:
     """A command that prints, and then waits for the file GO."""
-    return ["sh", "-c", f"{script}; while [ ! -e GO ]; do sleep 0.05; done"]
+    return ["sh", "-c", f"{script}; while [ ! -e GO ]; do sleep 0.2; done"]
 
 
 def go(node: NodeUnderTest, attempt: str) -> None:
@@ -161,7 +161,7 @@ def test_an_end_that_may_be_a_secret_is_let_go_soon(node: NodeUnderTest) -> None
 
 def test_the_runner_masks_secrets_that_the_keeper_left(node: NodeUnderTest) -> None:
     link = node.connect()
-    script = "trap '' TERM; echo up; while [ ! -e GO ]; do sleep 0.05; done; echo $TOKEN; echo printed >&2; exec sleep 600"
+    script = "trap '' TERM; echo up; while [ ! -e GO ]; do sleep 0.2; done; echo $TOKEN; echo printed >&2; exec sleep 600"
     attempt = node.start(link, ["sh", "-c", script], secret_env={"TOKEN": CANARY})
     await_output(node, attempt, "up\n")
     keeper = node.state(attempt)["keeper"]["pid"]

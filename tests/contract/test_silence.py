@@ -30,6 +30,7 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
     def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> Channel:
         opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=20, bundle=bundle)
         opened.channel.write(request)
+        started.update(processes_with(str(here.top)))  # before the first ones end
         return opened.channel
 
     link = here.connect()
@@ -39,7 +40,7 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
     (here.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
     name = json.dumps({"attempt": big}).encode()
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
-    before = set(processes_with(str(here.top)))
+    before, started = set(processes_with(str(here.top))), set[int]()
     channels = [
         service("services.sender", b""),  # before the request
         service("services.sender", name + b"\n"),  # before `at`
@@ -57,7 +58,7 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
         # Before the runtime has arrived.
         here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent.server")),
     ]
-    started = set(processes_with(str(here.top))) - before
+    started = (started | set(processes_with(str(here.top)))) - before
     assert len(started) >= len(channels)
     wait_until(lambda: not started & set(processes_with(str(here.top))), 60, "all services are gone")
     assert here.record(running) is None

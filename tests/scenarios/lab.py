@@ -29,11 +29,11 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 2}
-      command: [sh, -c, 'echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.2; done']
     - name: worker
       replicas: 2
       ranks: {size: 2}
-      command: [sh, -c, 'echo "offset $DISTFLOW_RANK_OFFSET"; while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'echo "offset $DISTFLOW_RANK_OFFSET"; while [ ! -e GO ]; do sleep 0.2; done']
 """
 """Three tasks on three nodes, until the file GO is there."""
 

@@ -18,7 +18,7 @@ workflow:
   name: waits
   tasks:
   - name: one
-    command: [sh, -c, 'echo first line; while [ ! -e GO ]; do sleep 0.1; done; echo last line; exit 0']
+    command: [sh, -c, 'echo first line; while [ ! -e GO ]; do sleep 0.2; done; echo last line; exit 0']
 """
 FAILS = """
 workflow:
@@ -32,7 +32,7 @@ workflow:
   name: stages
   tasks:
   - name: first
-    command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.1; done; exit CODE']
+    command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.2; done; exit CODE']
     exitActions: {RESCHEDULE: "7"}
   - name: second
     command: [sh, -c, 'echo second']

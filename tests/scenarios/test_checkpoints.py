@@ -111,12 +111,12 @@ workflow:
         echo rank {{rank_offset}} resumes at $(cat snapshot 2> /dev/null || echo 0) $(ls shards 2> /dev/null) of $attempt
         if [ $DISTFLOW_RETRY_ID = 1 ]; then
           if [ {{rank_offset}} = 1 ]; then touch READY-1; fi
-          until [ -e READY-1 ]; do sleep 0.05; done
+          until [ -e READY-1 ]; do sleep 0.2; done
           exit 0
         fi
         mkdir shards; echo shard > shards/{{rank_offset}}
         if [ {{rank_offset}} = 1 ]; then touch READY; exec sleep 600; fi
-        until [ -e READY ]; do sleep 0.05; done
+        until [ -e READY ]; do sleep 0.2; done
         echo 3 > snapshot; exit 75
       files: &files
       - {path: place, contents: "{{output}}/.."}
@@ -141,7 +141,7 @@ def test_all_ranks_resume_from_the_snapshot_that_one_of_them_wrote_in_the_workin
 def test_checkpoints_continue_after_a_killed_supervisor(cli: Cli, tmp_path: Path) -> None:
     go = tmp_path / "go"
     spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("1h", "1s")
-    ident = cli.submit(cli.spec(spec.replace("sleep 0.1", f"until [ -e {go} ]; do sleep 0.1; done")))
+    ident = cli.submit(cli.spec(spec.replace("sleep 0.1", f"until [ -e {go} ]; do sleep 0.2; done")))
     wait_until((tmp_path / "kept" / "models" / "last").exists, 60)
     cli.kill_supervisor()
     go.touch()

@@ -15,6 +15,7 @@ import pytest
 
 from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman, skeleton
 from distflow.testing.waiting import wait_until
+from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
 from scenarios.registry import Registry
@@ -93,8 +94,10 @@ def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: En
 def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
     specs = checkout(cli, REPOSITORY)
     text = (specs / "pytorch_dist.yaml").read_text()
-    image = f"image: {IMAGE}\n      volumeMounts: {MOUNTS}\n      command: [{sys.executable}, "
-    text = text.replace("command: [python3, ", image)
+    site = forking_site(cli.folder)
+    mounts = json.dumps([*json.loads(MOUNTS), site])
+    image = f"image: {IMAGE}\n      volumeMounts: {mounts}\n      command: [{sys.executable}, "
+    text = text.replace("command: [python3, ", image).replace("environment:\n", f"environment:\n        PYTHONPATH: {site}\n")
     (specs / "boxed.yaml").write_text(text)
     done = cli.run("workflow", "submit", str(specs / "boxed.yaml"), "--wait", timeout=300)
     assert done.code == 0, done.out + done.err
@@ -117,7 +120,7 @@ def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Engi
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
-    command = json.dumps(f"{trap}; echo up; setsid sleep {ALONE} & while :; do sleep 0.1; done")
+    command = json.dumps(f"{trap}; echo up; setsid sleep {ALONE} & while :; do sleep 0.2; done")
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
     cli.await_log(ident, "up")
     assert len(engine.containers()) == 1
@@ -189,7 +192,7 @@ def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: Eng
     for name in ("wandb", "deploy"):
         assert cli.run("credential", "set", name, "--payload-file", "key=value").code == 0
     script = (
-        "echo $TOKEN; rev < /run/secrets/deploy/key; echo; echo up; until test -e given/go; do sleep 0.1; done; cat given/go"
+        "echo $TOKEN; rev < /run/secrets/deploy/key; echo; echo up; until test -e given/go; do sleep 0.2; done; cat given/go"
     )
     tasks = ONE.replace("COMMAND", script).replace("\n      volumeMounts", CREDENTIALS)
     workflow = cli.submit(spec(cli, tasks))

@@ -118,7 +118,7 @@ def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -
     ident = cli.submit(
         cli.spec(
             "workflow:\n  name: once\n  tasks:\n  - name: only\n"
-            f"    command: [sh, -c, 'echo x > {{{{output}}}}/x; while [ ! -e {go} ]; do sleep 0.05; done']\n"
+            f"    command: [sh, -c, 'echo x > {{{{output}}}}/x; while [ ! -e {go} ]; do sleep 0.2; done']\n"
             "    outputs: [{dataset: {name: model}}]\n"
         )
     )

@@ -50,7 +50,7 @@ workflow:
   resources: {default: {cpu: 64}}
   tasks:
   - name: holds
-    command: [sh, -c, 'while ! test -e GO; do sleep 0.1; done']
+    command: [sh, -c, 'while ! test -e GO; do sleep 0.2; done']
 """
 TAKES = """
 workflow:

@@ -30,10 +30,10 @@ workflow:
       lead: true
       ranks: {size: 1}
       environment: {COLOR: "green {{output}}"}
-      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
     - name: worker
       ranks: {size: 1}
-      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
 """
 LOOK = "sh -c 'echo \"$PWD|$COLOR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
 
@@ -131,7 +131,7 @@ def test_a_terminal_has_its_size_its_keys_and_its_end(place: Cli) -> None:
     screen.await_text("XTERM-TEST:33 101:1")
     screen.resize(40, 90)
     os.killpg(screen.process.pid, signal.SIGWINCH)
-    screen.type("until [ \"$(stty size)\" = '40 90' ]; do sleep 0.1; done; echo re''sized\n")
+    screen.type("until [ \"$(stty size)\" = '40 90' ]; do sleep 0.2; done; echo re''sized\n")
     screen.await_text("resized")
     # Ctrl-C is the command's, not ours; who says that it has started has the foreground.
     screen.type("/bin/sh -c 'echo sta\"\"rted; exec sleep 600'\n")

@@ -23,10 +23,10 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 1}
-      command: [sh, -c, 'echo begins; while [ ! -e GO ]; do sleep 0.1; done; echo ends; exit 7']
+      command: [sh, -c, 'echo begins; while [ ! -e GO ]; do sleep 0.2; done; echo ends; exit 7']
     - name: worker
       ranks: {size: 1}
-      command: [sh, -c, 'while :; do sleep 0.1; done']
+      command: [sh, -c, 'while :; do sleep 0.2; done']
 """
 
 
@@ -83,7 +83,7 @@ def test_events_during_a_full_state_disk_are_read_afterwards(small: Cli) -> None
     filler = _fill(cli.state)
     go.touch()
     # The gang ends on its nodes, even if the end cannot be recorded.
-    wait_until(lambda: not [line for _, line in cli.processes() if "sleep 0.1; done" in line], 60, "nothing of it runs")
+    wait_until(lambda: not [line for _, line in cli.processes() if "sleep 0.2; done" in line], 60, "nothing of it runs")
     wait_until(lambda: cli.supervisor() is None, 30, "it can write nothing down")
     told = cli.run("workflow", "query", ident)
     assert (told.code, "Status       RUNNING" in told.out) == (0, True)
@@ -112,10 +112,10 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 1}
-      command: [sh, -c, "yes $(printf %0999d 0) | head -n 30000; while [ ! -e GO ]; do sleep 0.1; done; echo ends; exit 7"]
+      command: [sh, -c, "yes $(printf %0999d 0) | head -n 30000; while [ ! -e GO ]; do sleep 0.2; done; echo ends; exit 7"]
     - name: worker
       ranks: {size: 1}
-      command: [sh, -c, 'while :; do sleep 0.1; done']
+      command: [sh, -c, 'while :; do sleep 0.2; done']
 """
 
 

@@ -16,7 +16,7 @@ workflow:
   - name: train
     tasks:
     - {name: master, lead: true, ranks: {size: 1}, command: [sleep, 'LONG1']}
-    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo here; while [ ! -e GO ]; do sleep 0.05; done; exit 7']}
+    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo here; while [ ! -e GO ]; do sleep 0.2; done; exit 7']}
     - {name: other, ranks: {size: 1}, command: [sh, -c, "trap '' TERM; sleep LONG2 & wait"]}
 """
 

@@ -47,7 +47,7 @@ def test_a_failure_ends_only_the_groups_that_depend_on_it(cli: Cli) -> None:
 
 
 def test_a_transfer_continues_after_a_killed_supervisor(cli: Cli) -> None:
-    spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.05; done"))
+    spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.2; done"))
     ident = cli.submit(spec)
     wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
     group = next(one for one in cli.query(ident)["groups"] if one["name"] == "train-group")

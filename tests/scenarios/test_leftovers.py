@@ -29,7 +29,7 @@ workflow:
   name: kept
   tasks:
   - name: one
-    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
 """
 
 

@@ -24,7 +24,7 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 2}
-      command: [sh, -c, 'echo "GPUs $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'echo "GPUs $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.2; done']
 """
 
 

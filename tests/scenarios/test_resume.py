@@ -52,8 +52,7 @@ def weights(cli: Cli, workflow: str) -> str:
     ("strategy", "size"),
     [
         pytest.param({"kind": "ddp"}, 1, id="ddp"),
-        pytest.param({"kind": "fsdp"}, 1, id="fsdp"),
-        pytest.param({"kind": "hybrid", "tp_size": 2}, 2, id="hybrid"),
+        pytest.param({"kind": "hybrid", "tp_size": 2}, 2, id="hybrid"),  # FSDP and tensor parallelism
     ],
 )
 def test_a_killed_rank_changes_nothing_in_the_end(

@@ -32,7 +32,7 @@ workflow:
       - -c
       - |
         echo "attempt $DISTFLOW_RETRY_ID"
-        while [ ! -e "UP-$DISTFLOW_RETRY_ID" ]; do sleep 0.05; done
+        while [ ! -e "UP-$DISTFLOW_RETRY_ID" ]; do sleep 0.2; done
         [ "$DISTFLOW_RETRY_ID" -ge 2 ] || exit 75
       exitActions: {RESCHEDULE: "75"}
 """
@@ -180,7 +180,7 @@ workflow:
       - -c
       - |
         echo "node $NODE_RANK of $NNODES, $DISTFLOW_WORLD_SIZE ranks, {{world_size}} in all"
-        while [ ! -e GO ]; do sleep 0.1; done
+        while [ ! -e GO ]; do sleep 0.2; done
       exitActions: &actions {RESCHEDULE: "3001"}
     - name: worker
       replicas: 2

@@ -27,10 +27,10 @@ workflow:
   - name: both
     tasks:
     - name: helper
-      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
     - name: main
       lead: true
-      command: [sh, -c, 'echo made > made.txt; echo out > {{output}}/out.txt; echo up; while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'echo made > made.txt; echo out > {{output}}/out.txt; echo up; while [ ! -e GO ]; do sleep 0.2; done']
 """
 HOSTILE = ("plain.txt", "with space", "-dash", "a:b", "quote'\"s", "$HOME `id`", "new\nline", "ünïcode", "*?[x]", "back\\slash")
 

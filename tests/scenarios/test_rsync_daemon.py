@@ -23,10 +23,10 @@ workflow:
   - name: both
     tasks:
     - name: helper
-      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
     - name: main
       lead: true
-      command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.1; done']
+      command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.2; done']
 """
 QUICK = ("--poll-interval", "0.1", "--debounce-delay", "0.2")
 
@@ -119,7 +119,7 @@ workflow:
   tasks:
   - name: main
     exitActions: {RESCHEDULE: "7"}
-    command: [sh, -c, 'until [ -e given/train.py ]; do sleep 0.1; done; test -e GO && exit 0; touch GO; exit 7']
+    command: [sh, -c, 'until [ -e given/train.py ]; do sleep 0.2; done; test -e GO && exit 0; touch GO; exit 7']
 """
 
 

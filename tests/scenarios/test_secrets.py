@@ -36,7 +36,7 @@ workflow:
       echo "keys: $WANDB_API_KEY $SET; $(cat $KEYS)"
       test "$(stat -L -c %a /run/secrets/deploy /run/secrets/deploy/key | tr '\\n' ' ')" = "700 600 " && echo private
       echo ready
-      while [ ! -e GO ]; do sleep 0.1; done
+      while [ ! -e GO ]; do sleep 0.2; done
       printf '{"message": {"message": "failed with %s", "extraInfo": {}}}' "$SET" > "$TORCHELASTIC_ERROR_FILE"
       printf '%s' "$WANDB_API_KEY" | tee /dev/stderr
       exit 3
@@ -50,7 +50,7 @@ workflow:
   resources: {default: {cpu: 64}}
   tasks:
   - name: a
-    command: [sh, -c, 'until test -e GO; do sleep 0.1; done']
+    command: [sh, -c, 'until test -e GO; do sleep 0.2; done']
 """
 
 

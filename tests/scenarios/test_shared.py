@@ -19,7 +19,7 @@ workflow:
     - {name: make, lead: true, command: [sh, -c, 'head -c 3000000 /dev/zero > {{output}}/data']}
   - name: gating
     tasks:
-    - {name: gate, lead: true, command: [sh, -c, 'while [ ! -e GATE ]; do sleep 0.05; done']}
+    - {name: gate, lead: true, command: [sh, -c, 'while [ ! -e GATE ]; do sleep 0.2; done']}
   - name: taking
     tasks:
 """
@@ -27,7 +27,7 @@ TAKER = """
     - name: NAME
       lead: LEAD
       ranks: {size: 1}
-      command: [sh, -c, 'wc -c < {{input:make}}/data; echo has it; while [ ! -e GO ]; do sleep 0.05; done']
+      command: [sh, -c, 'wc -c < {{input:make}}/data; echo has it; while [ ! -e GO ]; do sleep 0.2; done']
       inputs: [{task: make}, {task: gate}]
 """
 

@@ -149,7 +149,7 @@ def test_an_error_file_that_is_not_unicode_stops_nothing(cli: Cli) -> None:
 
 
 def test_cancel_tries_every_id_and_names_every_one_that_failed(cli: Cli) -> None:
-    wait = 'trap "" TERM; while [ ! -e GO ]; do sleep 0.1; done'.replace("GO", str(cli.folder / "GO")).replace('"', '\\"')
+    wait = 'trap "" TERM; while [ ! -e GO ]; do sleep 0.2; done'.replace("GO", str(cli.folder / "GO")).replace('"', '\\"')
     for name, code in (("over", "true"), ("one", wait), ("two", wait)):
         text = f'{{"workflow": {{"name": "{name}", "tasks": [{{"name": "a", "command": ["sh", "-c", "{code}"]}}]}}}}'
         cli.submit(cli.spec(text, f"{name}.yaml"))

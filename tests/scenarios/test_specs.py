@@ -1,4 +1,4 @@
-"""Every spec that ships, and one as OSMO's users bring it, run to their end with exactly the ranks that they say."""
+"""The first sample, and a spec of OSMO's users, run to their end on this machine. `test_ssh` runs all samples that train."""
 
 from __future__ import annotations
 
@@ -10,28 +10,14 @@ from pathlib import Path
 import pytest
 
 from distflow.testing.sshd import free_port
-from preloaded import forking_site
 from scenarios.conftest import Cli
-from scenarios.lab import TRAINING, checkout, pipeline, train
+from scenarios.lab import checkout
 
 
 @pytest.fixture
 def specs(cli: Cli, repository: Path) -> Path:
-    """The folder of the specs in a checkout; launchers fork their ranks."""
-    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
+    """The folder of the specs in a checkout."""
     return checkout(cli, repository)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_training_spec_completes_with_exactly_its_ranks(cli: Cli, specs: Path, name: str) -> None:
-    _, finished = train(cli, specs / f"{name}.yaml", epochs=15)
-    assert finished["accuracy"] > 0.95
-
-
-@pytest.mark.torch
-def test_the_pipeline_hands_its_data_and_its_model_on(cli: Cli, specs: Path) -> None:
-    assert pipeline(cli, specs, epochs=15) > 0.95
 
 
 def test_hello_world_prints_its_ranks(cli: Cli, specs: Path) -> None:

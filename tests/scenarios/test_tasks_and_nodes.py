@@ -12,9 +12,9 @@ workflow:
   resources: {default: {gpu: 1, cpu: 2, memory: 1536Mi}}
   tasks:
   - name: one
-    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
   - name: two
-    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.2; done']
 """
 
 

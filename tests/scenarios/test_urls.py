@@ -100,7 +100,7 @@ workflow:
   name: simple
   tasks:
   - name: only
-    command: [sh, -c, 'cp "{{input:0}}"/* "{{output}}"; while [ ! -e GO ]; do sleep 0.05; done']
+    command: [sh, -c, 'cp "{{input:0}}"/* "{{output}}"; while [ ! -e GO ]; do sleep 0.2; done']
     inputs: [{url: IN}]
     outputs: [{url: OUT}]
 """

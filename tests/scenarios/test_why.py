@@ -30,11 +30,11 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 1}
-      command: [sh, -c, 'while [ ! -e FOLDER/second ]; do sleep 0.05; done; sleep 2; echo "as innocent as it gets"; exit 4']
+      command: [sh, -c, 'while [ ! -e FOLDER/second ]; do sleep 0.2; done; sleep 2; echo "as innocent as it gets"; exit 4']
     - name: worker
       resource: second
       ranks: {size: 1}
-      command: [sh, -c, 'while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3']
+      command: [sh, -c, 'while [ ! -e FOLDER/first ]; do sleep 0.2; done; echo "it was me"; exit 3']
 """
 """Two tasks on two hosts, which fail by themselves on request; the master later than the uncertainty of the clocks."""
 
@@ -221,7 +221,7 @@ def limit() -> Iterator[MemoryLimit]:
 def test_a_task_that_runs_out_of_memory_is_reported_from_the_kernel_log(lab: Lab, limit: MemoryLimit) -> None:
     cli = lab.cli
     eats = f'echo $$ > {limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
-    spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3', eats)
+    spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.2; done; echo "it was me"; exit 3', eats)
     workflow = cli.submit(cli.spec(spec))
     answer = cli.await_status(workflow, "FAILED_EVICTED")
     cause = answer["groups"][0]["first_cause"]
