@@ -40,6 +40,7 @@ test: $(STAMP)
 	@sh scripts/install_engines.sh
 	@sh scripts/install_lookup.sh
 	@sh scripts/install_yaml_server.sh $(VENV)
+	@sh scripts/install_shells.sh
 	@. scripts/apt.sh; command -v rsync >/dev/null 2>&1 || apt_install rsync || echo "rsync is missing: run sudo apt-get install rsync" >&2
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 

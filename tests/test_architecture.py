@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio", "fsspec", "s3fs", "aiohttp"}
 SOURCES = sorted((ROOT / "src" / "distflow").rglob("*.py"))
 
 
@@ -72,15 +73,29 @@ def _isort(name: str) -> tuple[int, str]:
     ],
 )
 def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
+    modules = _imported(command)
+    assert not HEAVY & modules, command
+    if "why" not in command:  # that command reads events
+        assert "distflow.state.event_details" not in modules, "classes of all kinds of events, a sixth of the time of `list`"
+
+
+@pytest.mark.parametrize("line", ["distflow workflow ", "distflow logs x-1 --task ", "distflow list --status F"])
+def test_completion_imports_nothing_heavy(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_DISTFLOW_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    modules = _imported([])
+    assert not HEAVY & modules
+    assert "distflow.cli.workflow.exec" not in modules, "only the module of the command itself"
+
+
+def _imported(command: list[str]) -> set[str]:
+    """Return the modules that distflow imports for a command."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "distflow", *command], capture_output=True, text=True, check=False
     )
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "typer" in modules
-    heavy = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio", "fsspec", "s3fs", "aiohttp"} & modules
-    assert not heavy, f"{command} imports {heavy}"
-    if "why" not in command:  # that command reads events
-        assert "distflow.state.event_details" not in modules, "classes of all kinds of events, a sixth of the time of `list`"
+    return modules
 
 
 def test_every_backend_of_the_registry_can_be_opened() -> None:

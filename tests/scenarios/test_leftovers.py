@@ -101,7 +101,7 @@ def test_reap_ends_the_remains_of_a_crash_of_everything(cli: Cli) -> None:
     cli.await_status(kept, "COMPLETED")
 
     wrong = cli.run("node", "reap", "--node", "nowhere")
-    assert (wrong.code, "nodes: local" in wrong.err) == (2, True)
+    assert (wrong.code, "nodes: `local`" in wrong.err) == (2, True)
 
 
 def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_reaped(lab: Lab) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import typer
 
-from distflow.cli.options import LazyGroup, commands
+from distflow.cli.options import ALIASES, LazyGroup, commands
 from distflow.errors import DistflowError, InputError, WorkflowEnded
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
@@ -50,7 +50,14 @@ _WITHOUT_SERVER = MappingProxyType(
 
 
 _SHORTCUTS = MappingProxyType(
-    {"submit": "submit", "status": "query", "logs": "logs", "list": "list", "stop": "cancel", "fetch": "fetch"}
+    {
+        "submit": "submit",
+        "status": ALIASES["status"],
+        "logs": "logs",
+        "list": "list",
+        "stop": ALIASES["stop"],
+        "fetch": "fetch",
+    }
 )
 """Commands that are the same as a command of ``distflow workflow``."""
 
@@ -74,23 +81,33 @@ class _Root(LazyGroup):
         """Write the commands and the shortcuts to the help page."""
         super().format_commands(ctx, formatter)
         with formatter.section("Shortcuts"):
-            formatter.write_dl([(name, f"Same as `distflow workflow {target}`.") for name, target in _SHORTCUTS.items()])
+            formatter.write_dl(
+                [(f"{name:10}", f"Same as `distflow workflow {target}`.") for name, target in _SHORTCUTS.items()]
+            )
 
     table = commands(
         {
-            "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
-            "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
-            "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
-            "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
-            "resource": ("distflow.cli.pool:resource_app", "Show the resources of nodes, and which are in use."),
-            "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication."),
-            "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
-            "dataset": ("distflow.cli.dataset:app", "Manage named, versioned collections of files."),
-            "node": ("distflow.cli.node:app", "Remove leftover processes and files from nodes."),
-            "profile": ("distflow.cli.pool:profile_app", "Set your default pool."),
-            "credential": ("distflow.cli.credential:app", "Store secrets that tasks use by name."),
-            "schema": ("distflow.cli.about:schema_app", "Print the JSON Schema of workflow specs."),
-            "version": ("distflow.cli.about:version_app", "Print distflow's version."),
+            "Run and watch": {
+                "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
+                "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
+                "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
+            },
+            "Nodes": {
+                "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
+                "resource": ("distflow.cli.pool:resource_app", "Show the resources of nodes, and which are in use."),
+                "node": ("distflow.cli.node:app", "Remove leftover processes and files from nodes."),
+                "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication."),
+            },
+            "Files": {
+                "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
+                "dataset": ("distflow.cli.dataset:app", "Manage named, versioned collections of files."),
+            },
+            "Manage": {
+                "profile": ("distflow.cli.pool:profile_app", "Set your default pool."),
+                "credential": ("distflow.cli.credential:app", "Store secrets that tasks use by name."),
+                "schema": ("distflow.cli.about:schema_app", "Print the JSON Schema of workflow specs."),
+                "version": ("distflow.cli.about:version_app", "Print distflow's version."),
+            },
         }
     )
 
@@ -103,7 +120,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": sys.maxsize},
 )
 
 
@@ -120,7 +137,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     """
     _open_streams()
+    if os.environ.get("_DISTFLOW_COMPLETE", "").startswith("complete"):
+        # A shell asks for completions. Errors would disturb its prompt, and typer would use rich to remove markup from help.
+        sys.stderr = open(os.devnull, "w")
+        sys.modules["rich"] = cast("Any", None)  # Python then reports that it is not installed
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["--install-completion"], ["--show-completion"]):
+        from distflow.cli.completion import repair_zsh_script
+
+        repair_zsh_script()
     sys.exit(run(arguments))
 
 
@@ -173,7 +198,7 @@ def _run(arguments: list[str]) -> int:
             return 0  # typer has converted a BrokenPipeError
         raise
     except Exception as error:  # noqa: BLE001  any other error is a usage error or a bug
-        return _handle_other_error(error)
+        return _handle_other_error(error, arguments)
 
 
 def _expand(arguments: Sequence[str]) -> list[str]:
@@ -185,8 +210,8 @@ def _expand(arguments: Sequence[str]) -> list[str]:
     match arguments:
         case [("--version" | "-V"), *rest]:
             return ["version", *rest]
-        case ["workflow", ("status" | "stop") as alias, *rest]:
-            return ["workflow", _SHORTCUTS[alias], *rest]
+        case ["workflow", alias, *rest] if alias in ALIASES:
+            return ["workflow", ALIASES[alias], *rest]
         case [shortcut, *rest] if shortcut in _SHORTCUTS:
             return ["workflow", _SHORTCUTS[shortcut], *rest]
         case _:
@@ -262,16 +287,20 @@ def wants_json(arguments: Sequence[str]) -> bool:
     return not joined.isdisjoint(arguments) or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
 
 
-def _handle_other_error(error: Exception) -> int:
+def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
     """Print an error that is not a ``DistflowError``, and return the exit code."""
-    show = getattr(error, "format_message", None)
-    if show is not None:
-        # This is an error of the parser, such as an unknown option or a missing argument.
-        context = getattr(error, "ctx", None)
-        if context is not None:
-            _print_error(context.get_usage())
-        _print_error(f"error: {show()}")
-        return 2
+    if hasattr(error, "format_message"):
+        from distflow.cli.usage import explain_usage_error, help_page
+
+        page = help_page(error)
+        if page is not None:
+            from distflow.documents.text import plain_lines
+
+            print(page if sys.stderr.isatty() else plain_lines(page), file=sys.stderr)
+            return InputError.exit_code
+        usage_error = explain_usage_error(error, typer.main.get_command(app), arguments)
+        _show_error(usage_error, arguments)
+        return usage_error.exit_code
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
         # Arguments can be any bytes, but distflow stores and sends text. Do not print the argument: it can be a secret.
         _print_error("error: an argument or the name of a file is not valid UTF-8")

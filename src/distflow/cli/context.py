@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distflow.cli.completion import complete_workflow
 from distflow.client.client import Client
 from distflow.documents.text import plain_lines
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["WorkflowArgument", "complete_workflow", "open_client", "open_workflow", "until_closed"]
-
-_COMPLETIONS = 50
+__all__ = ["WorkflowArgument", "WorkflowsArgument", "open_client", "open_workflow", "until_closed"]
 
 
 def open_client() -> Client:
@@ -29,17 +28,6 @@ def _print_notice(text: str) -> None:
     print(plain_lines(text), file=sys.stderr)
 
 
-def complete_workflow(incomplete: str) -> list[str]:
-    """Return the newest ids that begin with a text, for shell completion. It never raises an error and never prints."""
-    from distflow.client.workflows import newest_ids
-
-    try:
-        with Client() as client:
-            return [one for one in newest_ids(client, _COMPLETIONS) if one.startswith(incomplete)]
-    except Exception:  # noqa: BLE001  do not print a traceback into the shell's prompt
-        return []
-
-
 WorkflowArgument = Annotated[
     str,
     typer.Argument(
@@ -48,6 +36,10 @@ WorkflowArgument = Annotated[
         show_default=False,
         autocompletion=complete_workflow,
     ),
+]
+WorkflowsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="ID...", help="The ids, uuids or names of workflows.", autocompletion=complete_workflow),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_credential
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, command_app
 from distflow.cli.render.tables import table
@@ -47,7 +48,10 @@ def _credential(context: typer.Context, format_type: _FormatOption = None) -> No
 )
 def set_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the credential in specs.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The name of the credential in specs.", autocompletion=complete_credential),
+    ],
     kind: Annotated[
         CredentialType,
         typer.Option("--type", case_sensitive=False, help="GENERIC for tasks, REGISTRY for images, DATA for storage URLs."),
@@ -107,7 +111,9 @@ def list_command(context: typer.Context, format_type: _FormatOption = None) -> N
 @app.command("delete", epilog="Example: distflow credential delete wandb")
 def delete_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the credential.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of the credential.", autocompletion=complete_credential)
+    ],
     format_type: _FormatOption = None,
 ) -> None:
     """Delete a credential.

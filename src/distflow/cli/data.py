@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
 from distflow.documents.quantities import bytes_text, iso
@@ -33,10 +33,6 @@ UrlArgument = Annotated[
     typer.Argument(
         metavar="URL", help="A URL such as s3://bucket/path. Schemes: s3, gs, az, azure, sftp, file, and http(s) for reading."
     ),
-]
-RegexOption = Annotated[
-    str,
-    typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path matches from its start."),
 ]
 ThreadsOption = Annotated[int, typer.Option("--threads", "-T", min=1, max=256, help="The number of parallel transfers.")]
 ProcessesOption = Annotated[int | None, typer.Option("--processes", "-p", min=1, help="Ignored; accepted because OSMO has it.")]
@@ -87,7 +83,7 @@ def download(
     url: UrlArgument,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An existing directory.")],
     regex: RegexOption = "",
-    resume: Annotated[bool, typer.Option("--resume", "-r", help="Skip files that exist with the right content.")] = False,
+    resume: ResumeOption = False,
     processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
     threads: ThreadsOption = 8,
     benchmark_out: BenchmarkOption = None,

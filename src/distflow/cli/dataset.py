@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption, command_app
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import create_version, delete_versions, download_dataset, list_datasets, read_versions
@@ -28,9 +28,6 @@ app = command_app(no_args_is_help=True)
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME[:VERSION]", help="The dataset, such as mnist, mnist:3 or mnist:latest.")
-]
-RegexOption = Annotated[
-    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose path matches from its start.")
 ]
 
 
@@ -119,7 +116,7 @@ def download(
     name: NameArgument,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The files go to DIR/NAME.")],
     regex: RegexOption = "",
-    resume: Annotated[bool, typer.Option("--resume", "-r", help="Skip files that exist with the right content.")] = False,
+    resume: ResumeOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Download a version of a dataset.

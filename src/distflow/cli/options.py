@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Mapping
 from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from distflow.cli.completion import Completion, complete_node, complete_pool, complete_task
 from distflow.errors import InputError
 
 __all__ = [
+    "ALIASES",
+    "Command",
     "ConnectTimeoutOption",
     "Format",
     "FormatOption",
@@ -22,10 +27,18 @@ __all__ = [
     "LazyCommand",
     "LazyGroup",
     "NodesOption",
+    "OsmoTasksOption",
     "PoolOption",
+    "RegexOption",
+    "ResumeOption",
+    "TasksOption",
     "command_app",
     "commands",
 ]
+
+
+ALIASES = MappingProxyType({"status": "query", "stop": "cancel"})
+"""Other names of commands of ``distflow workflow``."""
 
 
 class Format(str, Enum):
@@ -49,14 +62,57 @@ HostfileOption = Annotated[
     ),
 ]
 
-PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool. Default: all pools.")]
-NodesOption = Annotated[
-    list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.", show_default=False)
+PoolOption = Annotated[
+    str | None, typer.Option("--pool", "-p", help="Only this pool. Default: all pools.", autocompletion=complete_pool)
 ]
+NodesOption = Annotated[
+    list[str] | None,
+    typer.Option("--node", "-n", help="Only this node; may be repeated.", show_default=False, autocompletion=complete_node),
+]
+
+TasksOption = Annotated[
+    list[str] | None, typer.Option("--task", help="Only of this task; may be repeated.", autocompletion=complete_task)
+]
+OsmoTasksOption = Annotated[
+    list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.", autocompletion=complete_task)
+]
+"""``TasksOption`` with the short name that OSMO has in ``logs`` and ``events``. Elsewhere, ``-t`` is the format."""
+
+RegexOption = Annotated[
+    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path matches from its start.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help="Skip files that exist with the right content.")]
 
 ConnectTimeoutOption = Annotated[
     int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="The maximum time for the node to respond.")
 ]
+
+
+class Command(TyperCommand):
+    """A command whose help page has colors on a terminal."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help page, with colors on a terminal."""
+        return _colored(super().get_help(ctx))
+
+
+class _Group(TyperGroup):
+    def get_help(self, ctx: Any) -> str:
+        """Return the help page, with colors on a terminal."""
+        return _colored(super().get_help(ctx))
+
+
+def _colored(page: str) -> str:
+    """Return a help page with bold headings and colored names, if standard output is a terminal that has colors."""
+    if not sys.stdout.isatty():
+        return page
+    import re
+
+    from distflow.cli.render.tables import Paint
+
+    paint = Paint.of(sys.stdout)
+    page = re.sub(r"^(\S.*:)$|^(Usage:)", lambda found: paint.strong(found[0]), page, flags=re.MULTILINE)
+    return re.sub(r"^  (\S+(?: \S+)*)(?=  )", lambda found: "  " + paint.name(found[1]), page, flags=re.MULTILINE)
 
 
 class _App(typer.Typer):
@@ -66,12 +122,12 @@ class _App(typer.Typer):
         """Declare a command. The parts of ``epilog`` are separated by ``·``."""
         if epilog is not None:
             epilog = "\b\n" + epilog.replace(": ", ":\n  ", 1).replace("  ·  ", "\n  ")
-        return super().command(name, epilog=epilog, **settings)
+        return super().command(name, epilog=epilog, **{"cls": Command, **settings})
 
 
 def command_app(**settings: Any) -> typer.Typer:
-    """Return a ``Typer`` for one command or a group of commands, with plain help and without completion options."""
-    return _App(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+    """Return a ``Typer`` for one command or a group of commands, without completion options."""
+    return _App(cls=_Group, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 class LazyCommand(NamedTuple):
@@ -80,14 +136,18 @@ class LazyCommand(NamedTuple):
     place: str
     """``module:attribute`` of a ``typer.Typer``."""
     help: str
+    section: str
+    """The heading above it on the help page of its group."""
 
 
-def commands(table: Mapping[str, tuple[str, str]]) -> Mapping[str, LazyCommand]:
-    """Return a table of commands from a mapping of name to (place, help)."""
-    return MappingProxyType({name: LazyCommand(*row) for name, row in table.items()})
+def commands(sections: Mapping[str, Mapping[str, tuple[str, str]]]) -> Mapping[str, LazyCommand]:
+    """Return a table of commands from the sections of the help page, each with a mapping of name to (place, help)."""
+    return MappingProxyType(
+        {name: LazyCommand(*row, section) for section, table in sections.items() for name, row in table.items()}
+    )
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(_Group):
     """A command group that finds its commands in ``table``."""
 
     table: ClassVar[Mapping[str, LazyCommand]]
@@ -121,7 +181,16 @@ class LazyGroup(TyperGroup):
             raise InputError(f"`{ctx.command_path} {name}` is not a command", hint=hint)
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the commands or options that begin with a text, without importing the modules of the commands."""
+        if incomplete and not incomplete[0].isalnum():
+            return super().shell_complete(ctx, incomplete)
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [Completion(name, self.table[name].help if name in self.table else "") for name in names]
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands to the help page without importing their modules."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in self.table.items()])
+        """Write the commands to the help page, by section, without importing their modules."""
+        width = max(map(len, self.table))
+        for section, entries in groupby(self.table.items(), key=lambda item: item[1].section):
+            with formatter.section(section):
+                formatter.write_dl([(f"{name:{width}}", entry.help) for name, entry in entries])

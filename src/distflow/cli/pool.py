@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_node, complete_pool
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
-from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, command_app
 from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.render.tables import Paint, table
 from distflow.client.client import user_name
@@ -44,7 +45,10 @@ def _pool() -> None:
     "list", epilog="Examples: distflow pool list  ·  distflow pool list -p lab  ·  distflow pool list --hostfile hosts.txt"
 )
 def list_command(
-    pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option("--pool", "-p", help="Only this pool; may be repeated.", autocompletion=complete_pool),
+    ] = None,
     mode: Annotated[Mode, typer.Option("--mode", "-m", help="Show used/total amounts, or free amounts.")] = Mode.USED,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
@@ -74,8 +78,11 @@ def list_command(
     "  ·  distflow pool check --path /data/train"
 )
 def check(
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="The pool to check. Default: the default pool.")] = None,
-    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.")] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", "-p", help="The pool to check. Default: the default pool.", autocompletion=complete_pool),
+    ] = None,
+    node: NodesOption = None,
     all_reduce: Annotated[
         bool, typer.Option("--all-reduce", help="Also run an all-reduce with torch, and show its bandwidth (about 10 s more).")
     ] = False,
@@ -164,7 +171,13 @@ def _resource() -> None:
 )
 def list_resources(
     pool: Annotated[
-        list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated. Default: the default pool.")
+        list[str] | None,
+        typer.Option(
+            "--pool",
+            "-p",
+            help="Only this pool; may be repeated. Default: the default pool.",
+            autocompletion=complete_pool,
+        ),
     ] = None,
     platform: Annotated[
         list[str] | None, typer.Option("--platform", help="Only nodes of this platform; may be repeated.")
@@ -212,8 +225,8 @@ def list_resources(
 
 @resource_app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
 def resource_info(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the node.")],
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only in this pool.")] = None,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the node.", autocompletion=complete_node)],
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only in this pool.", autocompletion=complete_pool)] = None,
     platform: Annotated[str | None, typer.Option("--platform", "-pl", help="Only nodes of this platform.")] = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
@@ -282,7 +295,9 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
 profile_app = command_app(no_args_is_help=True)
 
 _NO_NOTIFICATIONS = "distflow does not send notifications; `distflow workflow submit --wait` returns when a workflow has ended"
-_KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="The setting. The only one is: pool.")]
+_KeyArgument = Annotated[
+    str, typer.Argument(metavar="KEY", help="The setting. The only one is: pool.", autocompletion=lambda: ["pool"])
+]
 
 
 @profile_app.callback()
@@ -293,7 +308,9 @@ def _profile() -> None:
 @profile_app.command("set", epilog="Example: distflow profile set pool lab")
 def set_preference(
     key: _KeyArgument,
-    values: Annotated[list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.")] = None,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.", autocompletion=complete_pool)
+    ] = None,
 ) -> None:
     """Set this user's default pool on this machine.
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
-from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.outputs import end_fetch, fetched_text
 from distflow.cli.workflow.submit import parse_overrides, print_plan, print_submitted, wait_for_end, warn
@@ -34,7 +34,7 @@ __all__ = ["run_app"]
 run_app = command_app()
 
 
-class _Run(TyperCommand):
+class _Run(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise ``InputError`` for an unknown option, which often belongs to the user's script."""
         try:
@@ -76,7 +76,10 @@ def run_command(
         ),
     ] = None,
     hostfile: HostfileOption = None,
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="The pool to run in. Default: your default pool.")] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", "-p", help="The pool to run in. Default: your default pool.", autocompletion=complete_pool),
+    ] = None,
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_pool, complete_priority
 from distflow.documents.quantities import day_start
 from distflow.errors import InputError
 from distflow.state.record import Priority
@@ -51,10 +52,17 @@ class Order(str, Enum):
 CountOption = Annotated[int, typer.Option("--count", "-c", min=1, help="The maximum number of entries.")]
 OffsetOption = Annotated[int, typer.Option("--offset", "-f", min=0, help="Skip this number of newest entries.")]
 OrderOption = Annotated[Order, typer.Option("--order", "-o", help="The order by time: with asc, the newest entry is last.")]
-PoolsOption = Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only in this pool; may be repeated.")]
+PoolsOption = Annotated[
+    list[str] | None, typer.Option("--pool", "-p", help="Only in this pool; may be repeated.", autocompletion=complete_pool)
+]
 PrioritiesOption = Annotated[
     list[str] | None,
-    typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="Only with this priority; may be repeated."),
+    typer.Option(
+        "--priority",
+        metavar="HIGH|NORMAL|LOW",
+        help="Only with this priority; may be repeated.",
+        autocompletion=complete_priority,
+    ),
 ]
 UsersOption = Annotated[list[str] | None, typer.Option("--user", "-u", help="Only submitted by this user; may be repeated.")]
 AllUsersOption = Annotated[bool, typer.Option("--all-users", "-a", help="Include all users. This is the default.")]

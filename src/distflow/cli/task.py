@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_task_status
 from distflow.cli.context import open_client, until_closed
-from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, NodesOption, command_app
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_text import elapsed_s
 from distflow.cli.search_options import (
@@ -62,12 +63,17 @@ def list_command(
     ] = None,
     status: Annotated[
         list[str] | None,
-        typer.Option("--status", "-s", help="Only with this status; may be repeated. Default: unfinished tasks."),
+        typer.Option(
+            "--status",
+            "-s",
+            help="Only with this status; may be repeated. Default: unfinished tasks.",
+            autocompletion=complete_task_status,
+        ),
     ] = None,
     user: UsersOption = None,
     all_users: AllUsersOption = False,
     pool: PoolsOption = None,
-    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only on this node; may be repeated.")] = None,
+    node: NodesOption = None,
     priority: PrioritiesOption = None,
     started_after: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only started on this day or later.")] = None,
     started_before: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only started before this day.")] = None,

@@ -14,6 +14,7 @@ from typing import TypeVar
 from distflow.backends.machines.cleanup import Cleaned, Leftover, Reaped, Uninstalled, clean_node, reap_node, uninstall_node
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
+from distflow.documents.text import did_you_mean
 from distflow.errors import NotFound
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
@@ -69,8 +70,8 @@ def choose_nodes(
     nodes = [(one, node) for one in pools for node in one.nodes]
     for name in names or ():
         if all(node.name != name for _, node in nodes):
-            known = ", ".join(sorted({node.name for _, node in nodes}))
-            raise NotFound(f"there is no node {name!r}", hint=f"nodes: {known}")
+            known = [node.name for _, node in nodes]
+            raise NotFound(f"there is no node {name!r}", hint=did_you_mean(name, known, what="nodes"))
     return [one for one in nodes if not names or one[1].name in names]
 
 

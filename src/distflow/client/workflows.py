@@ -36,7 +36,6 @@ __all__ = [
     "list_tags",
     "list_tasks",
     "list_workflows",
-    "newest_ids",
     "pause",
     "plan_of",
     "pool_of",
@@ -100,15 +99,6 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
     records = list(client.store.list(search, count=count, offset=offset))
     client.wake()
     return records
-
-
-def newest_ids(client: Client, count: int) -> list[str]:
-    """Return the ids of the newest ``count`` workflows. If there is no store, return none and do not create one."""
-    from distflow.state.directory import find_state_directory
-
-    if not find_state_directory(client.environ).store.exists():
-        return []
-    return [record.id for record in client.store.list(count=count)]
 
 
 def workflow_ids(client: Client) -> Mapping[str, str]:

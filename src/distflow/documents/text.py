@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "plain", "plain_lines", "ranges"]
+__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "most_similar", "plain", "plain_lines", "ranges"]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
@@ -14,12 +14,18 @@ def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str
     names = sorted(set(known))
     if not names:
         return f"there are no {what} here"
+    near = most_similar(name, names)
+    every = f"{what}: {', '.join(f'`{known_name}`' for known_name in names[:40])}{', …' if len(names) > 40 else ''}"
+    return f"did you mean `{near}`? {every}" if near else every
+
+
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to a mistyped one, or ``None`` if no name is similar."""
     plain: dict[str, str] = {}
-    for candidate in names:
+    for candidate in known:
         plain.setdefault(_plain(candidate), candidate)
     near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
-    every = f"{what}: {', '.join(f'`{known_name}`' for known_name in names[:40])}{', …' if len(names) > 40 else ''}"
-    return f"did you mean `{plain[near[0]]}`? {every}" if near else every
+    return plain[near[0]] if near else None
 
 
 def listed(names: Iterable[str]) -> str:

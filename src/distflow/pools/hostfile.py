@@ -219,10 +219,10 @@ def choose_pool(
         return _bare(hosts)
     pool = configuration.pools.get(name)
     if pool is None:
-        there = ", ".join(sorted(configuration.pools))
         where = configuration.file or "the built-in configuration"
         alone = f"; `--pool {_HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
-        raise NotFound(f"there is no pool `{name}` in {where}", hint=f"known pools: {there}{alone}")
+        near = did_you_mean(name, configuration.pools, what="pools")
+        raise NotFound(f"there is no pool `{name}` in {where}", hint=f"{near}{alone}")
     if hosts is None:
         return pool
     base = configuration.bases.get(name)

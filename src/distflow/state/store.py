@@ -355,10 +355,15 @@ class Store:
         return replace(record, groups=groups, cancel=cancel)
 
     def _near(self, key: str) -> str:
-        stem = key.rpartition("-")[0] or key
-        rows = self._db.execute(
-            "SELECT id FROM workflows WHERE name = ? OR instr(id, ?) > 0 ORDER BY submitted_at DESC LIMIT 3", (stem, stem)
-        ).fetchall()
+        from distflow.documents.text import most_similar  # noqa: PLC0415  only errors need it
+
+        name, _, number = key.rpartition("-")
+        stem = name if name and number.isdigit() else key
+        similar = "SELECT id FROM workflows WHERE name = ? OR instr(id, ?) > 0 ORDER BY submitted_at DESC LIMIT 3"
+        rows = self._db.execute(similar, (stem, stem)).fetchall()
+        if not rows:
+            near = most_similar(stem, [row[0] for row in self._db.execute("SELECT name FROM names")])
+            rows = self._db.execute(similar, (near, near)).fetchall()
         if rows:
             return "similar ids: " + ", ".join(row[0] for row in rows)
         return "to list all workflows: distflow workflow list"

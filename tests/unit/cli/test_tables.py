@@ -1,40 +1,16 @@
-"""Choosing a workflow by completion, and tables."""
+"""Tables."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 
-from distflow.cli.context import complete_workflow
 from distflow.cli.render.tables import Paint, cut, table, terminal_width, visible_width
 from distflow.documents.quantities import duration, iso, local_minute, local_second
 from distflow.documents.text import plain
-from unit.cli.screen import Screen, Terminal
-from unit.state.stored import T0, completed_group, submit, workflow
-
-
-def test_ids_are_completed_the_newest_first(screen: Screen) -> None:
-    for number, name in enumerate(("digits", "wide", "digits")):
-        submit(screen.store, workflow([completed_group()], name=name, number=number, at=T0 + number))
-    assert complete_workflow("dig") == ["digits-2", "digits-1"]
-    assert complete_workflow("") == ["digits-2", "wide-1", "digits-1"]
-    assert complete_workflow("x") == []
-
-
-def test_completion_touches_and_says_nothing_when_there_is_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DISTFLOW_STATE", str(tmp_path / "none"))
-    assert complete_workflow("d") == []
-    assert list(tmp_path.iterdir()) == []
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "distflow.sqlite3").write_bytes(b"no database" * 100)
-    monkeypatch.setenv("DISTFLOW_STATE", str(broken))
-    assert complete_workflow("d") == []
-    assert capsys.readouterr() == ("", "")
+from unit.cli.screen import Terminal
+from unit.state.stored import T0
 
 
 def test_columns_stay_aligned_with_colours_and_wide_characters() -> None:

@@ -205,9 +205,12 @@ def test_a_hostfile_for_a_pool_that_cannot_have_one_is_refused() -> None:
     hosts = [Host(host="gpu1")]
     with pytest.raises(InputError, match="the pool `here` cannot use a hostfile"):
         choose_pool(lab(), given="here", hosts=hosts)
-    with pytest.raises(NotFound, match=r"there is no pool `lba` in distflow\.yaml\nknown pools: here, lab; `--pool hostfile`"):
+    with pytest.raises(
+        NotFound,
+        match=r"there is no pool `lba` in distflow\.yaml\ndid you mean `lab`\? pools: `here`, `lab`; `--pool hostfile`",
+    ):
         choose_pool(lab(), wanted="lba", hosts=hosts)
-    with pytest.raises(NotFound, match=r"there is no pool `hostfile` in distflow\.yaml\nknown pools: here, lab$"):
+    with pytest.raises(NotFound, match=r"there is no pool `hostfile` in distflow\.yaml\npools: `here`, `lab`$"):
         choose_pool(lab(), given="hostfile")
 
 

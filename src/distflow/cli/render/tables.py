@@ -46,6 +46,10 @@ class Paint:
         """Return the text in bold, for headings."""
         return self._in(text, 1)
 
+    def name(self, text: str) -> str:
+        """Return the text in cyan, for names of commands and options."""
+        return self._in(text, _CYAN)
+
     def bad(self, text: str) -> str:
         """Return the text in red, for errors."""
         return self._in(text, _RED)

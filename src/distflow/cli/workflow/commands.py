@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
-from distflow.cli.options import LazyGroup, commands
+from distflow.cli.options import ALIASES, LazyGroup, commands
 
 __all__ = ["app"]
 
@@ -12,34 +14,45 @@ __all__ = ["app"]
 class _Workflow(LazyGroup):
     table = commands(
         {
-            "submit": ("distflow.cli.workflow.submit:submit_app", "Check a spec and run it."),
-            "restart": ("distflow.cli.workflow.submit:restart_app", "Run the groups that did not complete again."),
-            "validate": ("distflow.cli.workflow.submit:validate_app", "Check specs offline, without starting anything."),
-            "query": ("distflow.cli.workflow.query:app", "Show the status of a workflow and its tasks."),
-            "why": ("distflow.cli.workflow.why:why_app", "Show why a workflow failed: first cause and timeline."),
-            "diagnose": ("distflow.cli.workflow.why:diagnose_app", "Show the known cause of a failure, and its remedy."),
-            "list": ("distflow.cli.workflow.list:app", "List workflows, the newest last."),
-            "logs": ("distflow.cli.workflow.records:logs_app", "Print or follow the output of tasks."),
-            "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that tasks print."),
-            "events": ("distflow.cli.workflow.records:events_app", "List the events of a workflow."),
-            "stacks": ("distflow.cli.workflow.why:stacks_app", "Show the current call stacks of running processes."),
-            "outputs": ("distflow.cli.workflow.outputs:outputs_app", "List the output files of tasks on their nodes."),
-            "fetch": ("distflow.cli.workflow.outputs:fetch_app", "Copy the output files of tasks to this machine."),
-            "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command alongside a running task."),
-            "rsync": ("distflow.cli.workflow.rsync:app", "Copy files to and from a running task."),
-            "port-forward": (
-                "distflow.cli.workflow.exec:port_forward_app",
-                "Forward local ports to the node of a running task.",
-            ),
-            "cancel": ("distflow.cli.workflow.manage:cancel_app", "Cancel workflows."),
-            "adopt": (
-                "distflow.cli.workflow.manage:adopt_app",
-                "Add workflows to the store that are only on nodes.",
-            ),
-            "tag": ("distflow.cli.workflow.manage:tag_app", "Add and remove tags of workflows."),
-            "spec": ("distflow.cli.workflow.records:spec_app", "Print the spec of a workflow."),
+            "Run": {
+                "submit": ("distflow.cli.workflow.submit:submit_app", "Check a spec and run it."),
+                "restart": ("distflow.cli.workflow.submit:restart_app", "Run the groups that did not complete again."),
+                "validate": ("distflow.cli.workflow.submit:validate_app", "Check specs offline, without starting anything."),
+                "cancel": ("distflow.cli.workflow.manage:cancel_app", "Cancel workflows."),
+            },
+            "Watch": {
+                "query": ("distflow.cli.workflow.query:app", "Show the status of a workflow and its tasks."),
+                "list": ("distflow.cli.workflow.list:app", "List workflows, the newest last."),
+                "logs": ("distflow.cli.workflow.records:logs_app", "Print or follow the output of tasks."),
+                "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that tasks print."),
+                "events": ("distflow.cli.workflow.records:events_app", "List the events of a workflow."),
+            },
+            "Debug": {
+                "why": ("distflow.cli.workflow.why:why_app", "Show why a workflow failed: first cause and timeline."),
+                "diagnose": ("distflow.cli.workflow.why:diagnose_app", "Show the known cause of a failure, and its remedy."),
+                "stacks": ("distflow.cli.workflow.why:stacks_app", "Show the current call stacks of running processes."),
+                "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command alongside a running task."),
+                "port-forward": (
+                    "distflow.cli.workflow.exec:port_forward_app",
+                    "Forward local ports to the node of a running task.",
+                ),
+            },
+            "Files": {
+                "outputs": ("distflow.cli.workflow.outputs:outputs_app", "List the output files of tasks on their nodes."),
+                "fetch": ("distflow.cli.workflow.outputs:fetch_app", "Copy the output files of tasks to this machine."),
+                "rsync": ("distflow.cli.workflow.rsync:app", "Copy files to and from a running task."),
+                "spec": ("distflow.cli.workflow.records:spec_app", "Print the spec of a workflow."),
+            },
+            "Manage": {
+                "tag": ("distflow.cli.workflow.manage:tag_app", "Add and remove tags of workflows."),
+                "adopt": ("distflow.cli.workflow.manage:adopt_app", "Add workflows to the store that are only on nodes."),
+            },
         }
     )
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command, by its name or its alias. Return ``None`` if it does not exist."""
+        return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
 
 app = typer.Typer(

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_group, complete_task
 from distflow.cli.context import WorkflowArgument, open_client, open_workflow
 from distflow.cli.options import ConnectTimeoutOption, command_app
 from distflow.cli.render.tables import Paint
@@ -47,10 +48,18 @@ _AGAIN_S = 1.0
 )
 def execute(
     workflow: WorkflowArgument,
-    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The task alongside which the command runs.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(metavar="[TASK]", help="The task alongside which the command runs.", autocompletion=complete_task),
+    ] = None,
     group: Annotated[
         str | None,
-        typer.Option("--group", metavar="GROUP", help="Run on every task of this group instead, without a terminal."),
+        typer.Option(
+            "--group",
+            metavar="GROUP",
+            help="Run on every task of this group instead, without a terminal.",
+            autocompletion=complete_group,
+        ),
     ] = None,
     entry: Annotated[
         str | None, typer.Option("--entry", metavar="COMMAND", help=f"The command to run, in quotes. Default: {_SHELL}.")
@@ -248,7 +257,9 @@ _MOST = 30
 )
 def port_forward(
     workflow: WorkflowArgument,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="The task whose node the ports are on.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="The task whose node the ports are on.", autocompletion=complete_task)
+    ],
     port: Annotated[
         str,
         typer.Option(

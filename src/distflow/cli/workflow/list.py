@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_tag, complete_workflow_status
 from distflow.cli.context import open_client, until_closed
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint
@@ -46,7 +47,10 @@ def list_command(
     count: CountOption = 20,
     offset: OffsetOption = 0,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only with this text in the id.")] = None,
-    status: Annotated[list[str] | None, typer.Option("--status", "-s", help="Only with this status; may be repeated.")] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option("--status", "-s", help="Only with this status; may be repeated.", autocompletion=complete_workflow_status),
+    ] = None,
     user: UsersOption = None,
     all_users: AllUsersOption = False,
     pool: PoolsOption = None,
@@ -55,7 +59,10 @@ def list_command(
         str | None, typer.Option(metavar="YYYY-MM-DD", help="Only submitted on this day or later.")
     ] = None,
     submitted_before: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="Only submitted before this day.")] = None,
-    tags: Annotated[list[str] | None, typer.Option("--tags", metavar="TAG", help="Only with any of these tags.")] = None,
+    tags: Annotated[
+        list[str] | None,
+        typer.Option("--tags", metavar="TAG", help="Only with any of these tags.", autocompletion=complete_tag),
+    ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distflow.cli.context import complete_workflow, open_client
+from distflow.cli.completion import complete_tag, complete_workflow
+from distflow.cli.context import WorkflowsArgument, open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
 from distflow.cli.render.tables import table
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
@@ -31,7 +32,7 @@ cancel_app = command_app()
     "cancel", epilog="Examples: distflow workflow cancel pytorch-dist-3  ·  distflow workflow cancel a-1 b-2 -m 'wrong data'"
 )
 def cancel_workflows(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The ids or uuids of workflows.")],
+    ids: WorkflowsArgument,
     message: Annotated[str, typer.Option("--message", "-m", help="A reason, which is stored with the workflow.")] = "",
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Kill tasks immediately, without a grace period after SIGTERM.")
@@ -98,9 +99,13 @@ def tag(
             "--workflow", "-w", metavar="ID", help="The id of a workflow; may be repeated.", autocompletion=complete_workflow
         ),
     ] = None,
-    add: Annotated[list[str] | None, typer.Option("--add", "-a", metavar="TAG", help="Add this tag; may be repeated.")] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add", "-a", metavar="TAG", help="Add this tag; may be repeated.", autocompletion=complete_tag),
+    ] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", "-r", metavar="TAG", help="Remove this tag; may be repeated.")
+        list[str] | None,
+        typer.Option("--remove", "-r", metavar="TAG", help="Remove this tag; may be repeated.", autocompletion=complete_tag),
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:

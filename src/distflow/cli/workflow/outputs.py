@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
@@ -25,9 +25,6 @@ __all__ = ["end_fetch", "fetch_app", "fetched_text", "outputs_app"]
 outputs_app = command_app()
 fetch_app = command_app()
 
-_TasksOption = Annotated[
-    list[str] | None, typer.Option("--task", metavar="NAME", help="Only files of this task; may be repeated.")
-]
 _WorkdirOption = Annotated[
     bool,
     typer.Option(
@@ -41,7 +38,7 @@ _WorkdirOption = Annotated[
 )
 def outputs(
     workflow: WorkflowArgument,
-    task: _TasksOption = None,
+    task: TasksOption = None,
     workdir: _WorkdirOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -77,7 +74,7 @@ def fetch(
             "--to", metavar="DIR", help="The local directory. Default: one with the workflow's id.", show_default=False
         ),
     ] = None,
-    task: _TasksOption = None,
+    task: TasksOption = None,
     workdir: _WorkdirOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:

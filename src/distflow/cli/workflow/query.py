@@ -29,7 +29,7 @@ def query(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also show earlier attempts, process ids, start times and messages.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the output until the workflow has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the output until the workflow has ended.")] = False,
     exit_status: Annotated[
         bool, typer.Option("--exit-status", help="Exit with 0 if it completed, 1 if it ended otherwise, 4 if it has not ended.")
     ] = False,

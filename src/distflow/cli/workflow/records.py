@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_metric
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, command_app
+from distflow.cli.options import Format, OsmoTasksOption, TasksOption, command_app
 from distflow.cli.render.live import Prefixes
 from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, pace_words, plot
 from distflow.cli.render.tables import Paint, terminal_width
@@ -43,7 +44,7 @@ logs_app = command_app()
 )
 def logs(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
+    task: OsmoTasksOption = None,
     rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only of this rank; may be repeated.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the logs until the workflow has ended and they are complete.")
@@ -126,7 +127,7 @@ events_app = command_app()
 )
 def events(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
+    task: OsmoTasksOption = None,
     attempt: _AttemptOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for further events until the workflow has ended.")
@@ -165,10 +166,17 @@ class _Format(str, Enum):
 )
 def metrics(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Only of this task; may be repeated.")] = None,
+    task: TasksOption = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this rank.")] = None,
     key: Annotated[
-        list[str] | None, typer.Option("--key", "-k", metavar="NAME", help="Only this metric, such as loss; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--key",
+            "-k",
+            metavar="NAME",
+            help="Only this metric, such as loss; may be repeated.",
+            autocompletion=complete_metric,
+        ),
     ] = None,
     attempt: _AttemptOption = None,
     plotted: Annotated[

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.context import WorkflowArgument, complete_workflow, open_client
+from distflow.cli.completion import complete_task, complete_workflow
+from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.options import ConnectTimeoutOption, Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
@@ -190,7 +191,9 @@ def stop(
         str | None,
         typer.Argument(metavar="[ID]", help="Only to this workflow: its id or uuid.", autocompletion=complete_workflow),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only to this task.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="NAME", help="Only to this task.", autocompletion=complete_task)
+    ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Stop background copies: all, or those to one workflow.

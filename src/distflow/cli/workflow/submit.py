@@ -14,6 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from distflow.cli.completion import complete_pool, complete_priority
 from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
@@ -68,7 +69,10 @@ SetOption = Annotated[
 SetStringOption = Annotated[
     list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a string.")
 ]
-PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Use this pool instead of the spec's pool.")]
+PoolOption = Annotated[
+    str | None,
+    typer.Option("--pool", "-p", help="Use this pool instead of the spec's pool.", autocompletion=complete_pool),
+]
 FileArgument = Annotated[
     str,
     typer.Argument(
@@ -106,7 +110,12 @@ def submit_workflow(
     env: EnvOption = None,
     priority: Annotated[
         str | None,
-        typer.Option("--priority", metavar="HIGH|NORMAL|LOW", help="The priority in the queue. Default: NORMAL."),
+        typer.Option(
+            "--priority",
+            metavar="HIGH|NORMAL|LOW",
+            help="The priority in the queue. Default: NORMAL.",
+            autocompletion=complete_priority,
+        ),
     ] = None,
     label: LabelOption = None,
     dry_run: Annotated[
@@ -350,7 +359,10 @@ def restart_workflow(
             help="Set a secret environment variable again, because its value was not stored.",
         ),
     ] = None,
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Use this pool. Default: the pool of the workflow.")] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option("--pool", "-p", help="Use this pool. Default: the pool of the workflow.", autocompletion=complete_pool),
+    ] = None,
     wait: WaitOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:

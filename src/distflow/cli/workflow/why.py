@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_group
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, remedy_of, verdict_json, verdict_text
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
@@ -35,7 +36,10 @@ why_app = command_app()
 @why_app.command(epilog="Examples: distflow workflow why pytorch-dist-3  ·  distflow workflow why pytorch-dist-3 -r 0 -t json")
 def why(
     workflow: WorkflowArgument,
-    group: Annotated[list[str] | None, typer.Option("--group", "-g", help="Only this group; may be repeated.")] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option("--group", "-g", help="Only this group; may be repeated.", autocompletion=complete_group),
+    ] = None,
     attempt: _AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -75,7 +79,7 @@ diagnose_app = command_app()
 )
 def diagnose(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", help="Use only the output of this task; may be repeated.")] = None,
+    task: TasksOption = None,
     attempt: _AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -102,12 +106,12 @@ stacks_app = command_app()
 
 
 @stacks_app.command(
-    epilog="Examples: distflow workflow stacks pytorch-dist-3  ·  distflow workflow stacks pytorch-dist-3 -t worker"
+    epilog="Examples: distflow workflow stacks pytorch-dist-3  ·  distflow workflow stacks pytorch-dist-3 --task worker"
 )
 def stacks(
     workflow: WorkflowArgument,
-    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
-    format_type: Annotated[Format, typer.Option("--format-type", help="Print text, or one JSON document.")] = Format.TEXT,
+    task: TasksOption = None,
+    format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Show the current call stacks of a running workflow.
 

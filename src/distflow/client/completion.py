@@ -1,0 +1,90 @@
+"""Names for the completion of command lines: of workflows, tasks, groups, metrics, tags, pools, nodes and credentials.
+
+These functions are called at each press of a key. They import little, read only a part of long lists and logs, create no
+files, and do not start a supervisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from distflow.client.client import Client
+from distflow.state.directory import find_state_directory
+
+if TYPE_CHECKING:
+    from distflow.state.record import WorkflowRecord
+
+__all__ = [
+    "credential_names",
+    "group_names",
+    "metric_names",
+    "newest_ids",
+    "node_names",
+    "pool_names",
+    "tag_names",
+    "task_names",
+]
+
+_NEWEST = 50
+
+
+def newest_ids(client: Client) -> list[str]:
+    """Return the ids of the newest workflows, the newest first."""
+    return [record.id for record in client.store.list(count=_NEWEST)] if _has_store(client) else []
+
+
+def task_names(client: Client, workflow: str) -> list[str]:
+    """Return the names of a workflow's tasks. Raises ``NotFound`` if the workflow does not exist."""
+    record = _find(client, workflow)
+    return [task.name for group in record.groups for task in group.tasks] if record else []
+
+
+def group_names(client: Client, workflow: str) -> list[str]:
+    """Return the names of a workflow's groups. Raises ``NotFound`` if the workflow does not exist."""
+    record = _find(client, workflow)
+    return [group.name for group in record.groups] if record else []
+
+
+def metric_names(client: Client, workflow: str) -> list[str]:
+    """Return the names of the latest metrics of a workflow. Raises ``NotFound`` if the workflow does not exist."""
+    from distflow.client.workflows import read_status
+
+    record = _find(client, workflow)
+    metrics = read_status(client, record).metrics.values() if record else ()
+    return list(dict.fromkeys(name for one in metrics for name in one.values))
+
+
+def tag_names(client: Client) -> list[str]:
+    """Return all tags of workflows."""
+    return list(client.store.tags()) if _has_store(client) else []
+
+
+def pool_names(client: Client) -> list[str]:
+    """Return the names of the configured pools. Raises ``ProblemsFound`` if the configuration is wrong."""
+    return list(client.configuration(profile=False).pools)
+
+
+def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | None = None) -> list[str]:
+    """Return the names of the nodes of pools, and of the hosts of a hostfile. Without ``pools``, it uses all pools.
+
+    Raises ``ProblemsFound`` if the configuration or the hostfile is wrong.
+    """
+    from distflow.pools.hostfile import with_hosts
+
+    configuration = with_hosts(client.configuration(profile=False), client.hosts(hostfile))
+    chosen = [pool for pool in configuration.pools.values() if not pools or pool.name in pools]
+    return list(dict.fromkeys(node.name for pool in chosen for node in pool.nodes))
+
+
+def credential_names(client: Client) -> list[str]:
+    """Return the names of this user's credentials, without reading their values."""
+    return sorted(path.stem for path in find_state_directory(client.environ).credentials.glob("*.json"))
+
+
+def _find(client: Client, workflow: str) -> WorkflowRecord | None:
+    return client.store.find(workflow) if _has_store(client) else None
+
+
+def _has_store(client: Client) -> bool:
+    return find_state_directory(client.environ).store.exists()
