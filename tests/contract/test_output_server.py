@@ -110,8 +110,9 @@ def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp
 
 def test_files_that_the_command_wrote_to_its_working_directory(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
-    script = "mkdir -p out __pycache__; echo m > out/model; echo c > __pycache__/x.pyc; echo e >> edited; cat given"
-    files = [{"path": f"work/{name}", "text": name} for name in ("given", "edited")]
+    script = "mkdir -p out __pycache__; echo m > out/model; echo c > __pycache__/x.pyc; echo e >> edited; cat given sent"
+    files: list[dict[str, Any]] = [{"path": f"work/{name}", "text": name} for name in ("given", "edited")]
+    files.append({"path": "work/sent", "blob": node.stage(b"blob")})  # its time may be in the future
     attempt = node.start(link, ["sh", "-c", script], files=files)
     node.end(attempt)
     with reader(node, attempt, place="work") as one:

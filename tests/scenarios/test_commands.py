@@ -27,10 +27,13 @@ def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
     good = cli.run("workflow", "submit", _spec(cli, "echo one; echo two"), "--wait")
     assert good.code == 0
     assert "[only] one\n[only] two\n" in good.out
+    assert good.err.splitlines()[-1].endswith(": distflow workflow fetch work-1")
     bad = cli.run("workflow", "submit", _spec(cli, "echo before; exit 3"), "--wait")
     assert bad.code == 1
     assert "before" in bad.out
-    assert "exit code 3" in bad.err
+    end = bad.err[bad.err.index("First cause: only on local: exit code 3\n") :].splitlines()
+    assert end[1:3] == ["  | before", "Logs:    distflow workflow logs work-2 --task only"]
+    assert [line.split()[0] for line in end[3:]] == ["Outputs:", "Details:"]
 
 
 def test_wait_with_json_prints_one_document(cli: Cli) -> None:

@@ -176,7 +176,7 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
     """Follow a workflow to its end, and fetch its results, also those of a failed one."""
     failure: WorkflowEnded | None = None
     try:
-        wait_for_end(client, record, format_type)
+        wait_for_end(client, record, format_type, fetches=True)
     except WorkflowEnded as error:
         failure = error
     except KeyboardInterrupt:

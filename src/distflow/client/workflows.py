@@ -36,6 +36,7 @@ __all__ = [
     "list_tags",
     "list_tasks",
     "list_workflows",
+    "outputs_until",
     "pause",
     "plan_of",
     "pool_of",
@@ -176,10 +177,14 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
             from distflow.state.metrics import latest
 
             metrics[group.name] = min(latest(found), key=lambda one: (one.rank is None, one.rank or 0))
-    return WorkflowStatus(last_lines=last_lines, metrics=metrics, outputs_until=_outputs_until(client, record))
+    return WorkflowStatus(last_lines=last_lines, metrics=metrics, outputs_until=outputs_until(client, record))
 
 
-def _outputs_until(client: Client, record: WorkflowRecord) -> float | None:
+def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
+    """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
+
+    ``None`` before the end of the workflow, and if no task has run. No node is contacted.
+    """
     has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
     if not record.state.is_final or record.ended_at is None or not has_run:
         return None

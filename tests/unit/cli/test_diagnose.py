@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
+import pytest
+
+from distflow.cli.options import Format
+from distflow.cli.workflow.submit import wait_for_end
+from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.record import Event, Kept, WorkflowRecord
@@ -49,6 +55,49 @@ def test_why_names_the_diagnosis(screen: Screen) -> None:
     assert screen.run("why", record.id) == 0
     assert "\nDiagnosis  ranks called different collectives\nRemedy     Every rank must call" in screen.out
     assert screen.out.endswith(f"\nDetails: distflow workflow diagnose {record.id}\n")
+
+
+def ended(screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRecord, *, fetches: bool = False) -> str:
+    """What `submit --wait` prints below the logs of a workflow that has ended."""
+    with contextlib.suppress(WorkflowEnded):
+        wait_for_end(screen.client, record, Format.TEXT, fetches=fetches)
+    *_, err = capsys.readouterr()
+    return err[err.index("First cause:") :] if "First cause:" in err else err.splitlines(keepends=True)[-1]
+
+
+def test_the_end_of_submit_says_why_and_where_everything_is(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+    group = failed_group()
+    assert group.cause is not None
+    calls = ('  File "train.py", line 3, in step', "    dist.all_reduce(loss)", "RuntimeError: shapes differ")
+    cause = replace(group.cause, traceback="\n".join(("Traceback (most recent call last):", *calls)))
+    tasks = tuple(replace(one, output_dir="/x/output") for one in group.tasks)
+    report = replace(
+        group, name="report", state=State.FAILED, reason=Reason.UPSTREAM, cause=None, tasks=(), message="training failed"
+    )
+    record = submit(
+        screen.store,
+        workflow([replace(group, cause=cause, tasks=tasks), report], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
+    )
+    task_log(screen.directory, record, "worker", [(T0 + 90, MISMATCH)])
+    hold_against("end_failed.txt", ended(screen, capsys, record))
+    assert "Outputs:" not in ended(screen, capsys, record, fetches=True)
+    assert screen.run("query", record.id) == 0
+    assert "\n  Remedy: Every rank must call" in screen.out
+    assert "\n    |     dist.all_reduce(loss)\n" in screen.out
+    assert screen.run("query", record.id, "-t", "json") == 0
+    assert json.loads(screen.out)["groups"][0]["remedy"].startswith("Every rank must call")
+
+
+def test_the_end_of_submit_says_where_the_outputs_of_a_success_are(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+    record = submit(screen.store, workflow([completed_group()]))
+    found = "Outputs: on the nodes at least until Apr 25, 2025 21:32 UTC: distflow workflow fetch digits-1\n"
+    assert ended(screen, capsys, record) == found
+
+
+def test_the_end_of_submit_names_the_reason_where_no_task_failed(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+    group = replace(failed_group(), cause=None, reason=Reason.UPSTREAM, message="training failed")
+    record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.UPSTREAM))
+    assert ended(screen, capsys, record) == f"Details: distflow workflow query {record.id}\n"
 
 
 def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:

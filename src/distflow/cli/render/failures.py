@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json
-from distflow.cli.render.workflow_text import cause_words
+from distflow.cli.render.workflow_text import cause_lines, cause_words, output_words, written_words
 from distflow.client.failures import GroupFailure, missing_ranks
 from distflow.documents.quantities import duration, iso, local_milli
-from distflow.documents.text import plain
+from distflow.documents.text import plain, plain_lines
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
 from distflow.state.record import Cause, WorkflowRecord
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "diagnoses_json",
     "diagnoses_text",
+    "end_text",
     "no_verdict",
+    "remedies_of",
     "remedy_of",
     "verdict_json",
     "verdict_text",
@@ -238,6 +240,53 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
 def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
     """Return the remedy of a diagnosis, with the workflow's id in its commands."""
     return diagnosis.remedy.replace("<id>", record.id)
+
+
+def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], *, without: Container[str] = ()) -> dict[str, str]:
+    """Return the remedy of each failed group's most specific diagnosis, by the name of the group.
+
+    ``without``: keys of diagnoses that are left out.
+    """
+    return {
+        one.group.name: remedy_of(record, one.diagnoses[0])
+        for one in examined
+        if one.diagnoses and one.group.state is State.FAILED and one.diagnoses[0].key not in without
+    }
+
+
+def end_text(
+    record: WorkflowRecord, examined: Sequence[DiagnosedGroup], *, paint: Paint, outputs_until: float | None, fetches: bool
+) -> str:
+    """Return the last lines of `submit --wait`: the first cause of a failure with its remedy, and where logs and outputs are.
+
+    Args:
+        record: The ended workflow.
+        examined: Its diagnosed groups.
+        paint: The colors.
+        outputs_until: How long the output files are kept, in seconds since the epoch.
+        fetches: Whether the caller fetches the output files, so that the text does not name the command for them.
+
+    """
+    lines: list[str] = []
+    failed = sorted(((one.group.cause.at, one.group) for one in examined if one.group.cause), key=lambda pair: pair[0])
+    details = ""
+    if failed:
+        group = failed[0][1]
+        assert group.cause is not None  # noqa: S101  it was chosen for its cause
+        lines += cause_lines(group.cause, paint)
+        lines += [f"Remedy:  {words}" for name, words in remedies_of(record, examined).items() if name == group.name]
+        lines += [f"Also failed: {other.name}: {cause_words(other.cause)}" for _, other in failed[1:] if other.cause]
+        lines.append(f"Logs:    distflow workflow logs {record.id} --task {group.cause.task}")
+        details = f"Details: distflow workflow why {record.id}"
+    elif record.state is not WorkflowState.COMPLETED:
+        for group in record.groups:
+            if group.message:
+                lines += f"{group.name}: {group.status}: {plain_lines(group.message)}".splitlines()
+        details = f"Details: distflow workflow query {record.id}"
+    lines += [f"Outputs: {words}" for words in written_words(record)]
+    if not fetches and (words := output_words(record, outputs_until)):
+        lines.append(f"Outputs: {words}")
+    return "".join(f"{line}\n" for line in (*lines, details) if line)
 
 
 def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
-from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, queued_s, task_words
+from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, elapsed_s, queued_s, task_words
 from distflow.documents.quantities import iso
 from distflow.lifecycle.states import State, still_awaited
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
@@ -28,6 +28,7 @@ def workflow_json(
     metrics: GroupMetrics = NO_METRICS,
     verbose: bool = False,
     outputs_until: float | None = None,
+    remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
@@ -54,6 +55,7 @@ def workflow_json(
       (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the workflow in which
       the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and ``metrics`` (the latest ones
       of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``, ``values``; null if there are none);
+    * group: ``remedy``, that of `diagnose` for a failure, or null if none is known;
     * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
       ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within
       the uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
@@ -73,6 +75,7 @@ def workflow_json(
         metrics: The latest metrics of each group.
         verbose: Whether to include earlier attempts. They follow the task's latest attempt, the newest first.
         outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
+        remedies: The remedy for the failure of each group, if it is known.
 
     """
     return {
@@ -89,7 +92,7 @@ def workflow_json(
         "outputs_until": iso(outputs_until),
         "groups": [
             _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
-            | {"metrics": _metrics_json(metrics.get(group.name))}
+            | {"metrics": _metrics_json(metrics.get(group.name)), "remedy": remedies.get(group.name)}
             for group in record.groups
         ],
     }

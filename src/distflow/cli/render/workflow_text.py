@@ -17,10 +17,12 @@ from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecor
 
 __all__ = [
     "NO_LINES",
+    "NO_REMEDIES",
     "LastLines",
     "NodeAway",
     "cancel_json",
     "cancel_words",
+    "cause_lines",
     "cause_words",
     "changes",
     "elapsed_s",
@@ -33,14 +35,18 @@ __all__ = [
     "status_line",
     "task_words",
     "workflow_text",
+    "written_words",
 ]
 
 LastLines = Mapping[tuple[str, str, int], str]
 """The last line of each attempt's output, by group, task and attempt number."""
 
 NO_LINES: LastLines = MappingProxyType({})
+NO_REMEDIES: Mapping[str, str] = MappingProxyType({})
 _LINE_WIDTH = 60
 """The width of the last log line in columns, if the output is not a terminal."""
+_CAUSE_LINES = 3
+"""The number of last lines that are shown of a first cause."""
 _FEW_TASKS = 8
 _FEW_ATTEMPTS = 3
 
@@ -55,6 +61,7 @@ def workflow_text(
     width: int | None = None,
     verbose: bool = False,
     outputs_until: float | None = None,
+    remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> str:
     """Return the output of ``query``: the workflow, then each group with its first cause and its tasks.
 
@@ -67,6 +74,7 @@ def workflow_text(
         width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
         verbose: Whether to show earlier attempts and more fields.
         outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
+        remedies: The remedy for the failure of each group, if it is known.
 
     """
     paint = paint or Paint()
@@ -96,7 +104,7 @@ def workflow_text(
     lines += [f"Warning: {warning}" for warning in record.warnings]
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
-        lines += [f"  {line}" for line in _group_words(record, group, paint)]
+        lines += [f"  {line}" for line in _group_words(record, group, paint, remedies.get(group.name, ""))]
         if group.name in metrics:
             lines += [f"  {line}" for line in metric_lines(group, metrics[group.name])]
         lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
@@ -129,10 +137,17 @@ def _output_places(record: WorkflowRecord) -> Iterator[str]:
     if outputs:
         yield from ("", "Outputs on nodes:")
         yield from (f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs)
-    written = [one for group in record.groups for one in group.transfer_results if one.is_written and one.files]
+    written = list(written_words(record))
     if written:
-        yield from ("", "Outputs were written to:")
-        yield from (f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written)
+        yield from ("", "Outputs were written to:", *(f"  {words}" for words in written))
+
+
+def written_words(record: WorkflowRecord) -> Iterator[str]:
+    """Yield each URL that an output was written to, with its task and the number of files."""
+    for group in record.groups:
+        for one in group.transfer_results:
+            if one.is_written and one.files:
+                yield f"{one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})"
 
 
 def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:
@@ -234,7 +249,16 @@ def cause_words(cause: Cause) -> str:
     return f"{cause.task}{where}{ranks}: {message}"
 
 
-def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> Iterator[str]:
+def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
+    """Yield a first cause in short form: one line, and the last other lines of its traceback, or else of its output."""
+    words = cause_words(cause)
+    yield paint.bad(f"First cause: {words}")
+    lines = [plain(line).rstrip() for line in cause.traceback.splitlines() or cause.lines]
+    news = [line for line in lines if line.strip() not in words and not line.startswith("Traceback (most recent call last)")]
+    yield from (f"  | {line}" for line in news[-_CAUSE_LINES:])
+
+
+def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint, remedy: str) -> Iterator[str]:
     if group.left_out:
         verb = "ran" if group.state.is_final else "runs"
         yield f"{verb} without {few(group.left_out, ', ')}, because the pool has too little room (elastic)"
@@ -245,7 +269,9 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> It
         if number >= older:
             yield f"Attempt {number + 1}: {cause_words(cause)}"
     if group.cause is not None:
-        yield paint.bad(f"First cause: {cause_words(group.cause)}")
+        yield from cause_lines(group.cause, paint)
+        if remedy:
+            yield f"Remedy: {remedy}"
         pid = f", pid {group.cause.pid}" if group.cause.pid is not None else ""
         yield f"{local_second(group.cause.at)}{pid}; details: distflow workflow why {record.id}"
     elif group.state is State.WAITING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -11,9 +12,9 @@ from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.cli.render.workflow_text import workflow_text
-from distflow.client.client import now
+from distflow.client.client import Client, now
 from distflow.client.workflows import plan_of, read_status
-from distflow.lifecycle.states import WorkflowState
+from distflow.lifecycle.states import State, WorkflowState
 from distflow.state.record import WorkflowRecord
 
 __all__ = ["app"]
@@ -53,6 +54,7 @@ def query(
                 width=terminal_width(sys.stdout),
                 verbose=verbose,
                 outputs_until=status.outputs_until,
+                remedies=_remedies(client, one),
             )
 
         if watch:
@@ -74,9 +76,20 @@ def query(
                 metrics=status.metrics,
                 verbose=verbose,
                 outputs_until=status.outputs_until,
+                remedies=_remedies(client, record),
             )
             print(json.dumps(document, indent=2))
         else:
             print(shown(record), end="")
     if exit_status and record.state is not WorkflowState.COMPLETED:
         raise typer.Exit(_FAILED if record.state.is_final else _NOT_ENDED)
+
+
+def _remedies(client: Client, record: WorkflowRecord) -> Mapping[str, str]:
+    """Return the remedy for the failure of each group, if `diagnose` knows more about it than the exception that is shown."""
+    if not any(group.state is State.FAILED and group.cause is not None for group in record.groups):
+        return {}
+    from distflow.cli.render.failures import remedies_of
+    from distflow.client.failures import diagnose_groups
+
+    return remedies_of(record, diagnose_groups(client, record), without=("exception",))

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, TextIO
@@ -423,8 +423,14 @@ def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
     }
 
 
-def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) -> None:
-    """Print the logs of a workflow until it has ended.
+def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format, *, fetches: bool = False) -> None:
+    """Print the logs of a workflow until it has ended, and then why it failed, and where its logs and outputs are.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        format_type: With JSON, the logs are printed to standard error, and standard output is one document.
+        fetches: Whether the caller fetches the output files afterwards, so that the command for them is not printed.
 
     Raises:
         WorkflowEnded: if the workflow did not complete.
@@ -446,9 +452,8 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) ->
         from distflow.client.workflows import plan_of
 
         print(json.dumps(workflow_json(final, plan_of(client, final)), indent=2))
+    _print_end(client, final, fetches=fetches)
     if final.state is not WorkflowState.COMPLETED:
-        if sys.stderr.isatty():
-            _print_causes(final)
         raise WorkflowEnded("")
 
 
@@ -457,12 +462,20 @@ class _OutputClosed(DistflowError):
     """The same exit code as that of ``query --exit-status`` for a workflow that has not ended."""
 
 
-def _print_causes(record: WorkflowRecord) -> None:
-    """Print the reason of each group's failure, after the status line has reported the failure."""
-    for group in record.groups:
-        if group.message:
-            print(f"{group.name}: {group.status}: {plain_lines(group.message)}", file=sys.stderr)
-    print(f"Details: distflow workflow query {record.id}", file=sys.stderr)
+def _print_end(client: Client, record: WorkflowRecord, *, fetches: bool) -> None:
+    """Print why a workflow failed, and where its logs and outputs are, after the status has been reported."""
+    from distflow.cli.render.failures import end_text
+    from distflow.client.workflows import outputs_until
+
+    examined = []
+    if record.state is not WorkflowState.COMPLETED:
+        from distflow.client.failures import diagnose_groups
+
+        examined = diagnose_groups(client, record)
+    until = outputs_until(client, record)
+    text = end_text(record, examined, paint=Paint.of(sys.stderr), outputs_until=until, fetches=fetches)
+    with suppress(OSError):  # without a reader of standard error, the exit code still reports the end
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def warn(warnings: Iterable[Problem]) -> None:

@@ -20,7 +20,7 @@ import sys
 from typing import Any, BinaryIO, Iterator, List, Optional, Tuple
 
 from distflow.runtime import processes
-from distflow.runtime.files import attempts
+from distflow.runtime.files import attempt_files, attempts, blobs
 from distflow.runtime.files.packing import link_target, output_of, walk
 from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.services.frames import Gone, Peer, error_frame, frames
@@ -71,7 +71,7 @@ def _serve(root: str, peer: Peer) -> None:
 
 
 def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
-    """Return the directory to list, and the time since which its files must have been written."""
+    """Return the directory to list, and the time after which its files must have been written."""
     directory = attempts.directory_of(root, request["attempt"])
     if request.get("place", "output") == "output":
         return output_of(directory), None
@@ -80,8 +80,11 @@ def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
     work = os.path.join(directory, "work")
     if not os.path.isdir(work) or os.path.islink(work):
         raise OpError("not_found", "`{}` no longer exists".format(work))
-    started_at = attempts.read_status(directory)["started_at"]
-    return work, float("inf") if started_at is None else float(started_at)
+    try:
+        # Written after the task's files, and before its command could start, by the clock of the same file system.
+        return work, os.stat(os.path.join(directory, attempt_files.LAUNCH)).st_mtime
+    except FileNotFoundError:
+        return work, float("inf")  # it has not been prepared
 
 
 def _list(peer: Peer, top: str, since: Optional[float]) -> None:
@@ -104,8 +107,13 @@ def _files(top: str, since: Optional[float]) -> Iterator[Tuple[str, os.stat_resu
     for name, info in walk(top, ""):
         if stat.S_ISDIR(info.st_mode):
             continue
-        if since is None or (info.st_mtime >= since and _CACHE not in name.split("/")):
+        if since is None or (info.st_mtime > since and not _is_given(os.path.join(top, name), name)):
             yield name, info
+
+
+def _is_given(path: str, name: str) -> bool:
+    """Whether a file was not written by the command: an unchanged blob, whose time may be in the same second, or a cache."""
+    return _CACHE in name.split("/") or (os.path.exists(path) and blobs.is_complete(path))
 
 
 def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
