@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_PROJECT = re.compile(
@@ -96,3 +98,39 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     version = re.search(r"^Version: (.+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
     assert version is not None
     assert done.stdout == f"distflow {version[1]}\n", done.stderr
+
+
+def test_the_action_validates_and_submits(tmp_path: Path) -> None:
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    inputs = {
+        "specs": "specs/*.yaml", "submit": "specs/hello_world.yaml", "arguments": "--set\ngreeting=Ahoy there\n\n",
+        "junit": "report.xml",
+    }  # fmt: skip
+    assert set(inputs) | {"python-version"} == set(action["inputs"])
+    (tmp_path / "distflow" / "bin").mkdir(parents=True)
+    fake = tmp_path / "distflow" / "bin" / "distflow"
+    fake.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    fake.chmod(0o755)
+    shutil.copytree(
+        ROOT / "workflow_specs", tmp_path / "specs", ignore=lambda _, names: {*names} - {"hello_world.yaml", "resume.yaml"}
+    )
+    printed = {}
+    for step in action["runs"]["steps"]:
+        if "if" not in step:
+            continue
+        environment = {name: inputs[re.findall(r"inputs\.([a-z-]+)", value)[0]] for name, value in step["env"].items()}
+        # As GitHub starts `shell: bash`.
+        printed[step["name"].partition(" ")[0]] = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            cwd=tmp_path, check=True, capture_output=True, text=True,
+            env={"PATH": "/usr/bin:/bin", "RUNNER_TEMP": str(tmp_path), "GITHUB_OUTPUT": str(tmp_path / "out"), **environment},
+        ).stdout  # fmt: skip
+    shown = {name: text.strip("<>").split("><") for name, text in printed.items()}
+    assert shown == {
+        "Validate": ["workflow", "validate", "specs/hello_world.yaml", "specs/resume.yaml", "--format-type", "github"],
+        "Run": [
+            "workflow", "submit", "specs/hello_world.yaml", "--wait", "--format-type", "github", "--junit", "report.xml",
+            "--set", "greeting=Ahoy there",
+        ],
+    }  # fmt: skip
+    assert (tmp_path / "out").read_text() == "junit=report.xml\n"

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
+from xml.etree import ElementTree as ET
 
 from outputs import assert_documented
 from scenarios.conftest import Cli
@@ -43,6 +45,30 @@ def test_wait_with_json_prints_one_document(cli: Cli) -> None:
     assert_documented(cli.query("work-1", "--verbose"), "query")
     assert_documented(json.loads(cli.run("workflow", "list", "-t", "json").out), "list")
     assert cli.run("schema", "--output", "query", "--config").code == 2
+
+
+def test_ci_gets_annotations_a_summary_and_a_report(cli: Cli) -> None:
+    cli.environment |= {"GITHUB_STEP_SUMMARY": str(cli.folder / "summary.md"), "GITHUB_WORKSPACE": str(cli.folder)}
+    spec = _spec(cli, "echo ::error::not a command; exit 3")
+    arguments = ("--wait", "--format-type", "github", "--junit", "junit.xml")
+    done = cli.run("workflow", "submit", "spec.yaml", *arguments)
+    assert done.code == 1
+    assert Path(spec).read_text().splitlines()[5].startswith("  - {name: only")
+    assert "::error file=spec.yaml,title=work-1 only-group%3A FAILED,line=6,col=6::only on " in done.out
+    lines = done.out.splitlines()
+    (stop,) = (line for line in lines if line.startswith("::stop-commands::"))
+    (shown,) = (number for number, line in enumerate(lines) if "not a command" in line and line.startswith("[only]"))
+    assert lines.index(stop) < shown < lines.index(f"::{stop.removeprefix('::stop-commands::')}::")
+    assert "exit code 3" in (cli.folder / "summary.md").read_text()
+    assert ET.parse(cli.folder / "junit.xml").getroot().get("failures") == "1"
+    cli.spec("workflow:\n  name: work\n  tsks: []\n", "wrong.yaml")
+    done = cli.run("workflow", "validate", "wrong.yaml", "--format-type", "github")
+    assert done.code == 2
+    assert "::error file=wrong.yaml,line=3,col=3::unknown key `tsks` in `workflow`%0Adid you mean `tasks`?" in done.out
+    assert "| wrong.yaml:3 | error |" in (cli.folder / "summary.md").read_text()
+    assert cli.run("workflow", "submit", "spec.yaml", "--junit", "junit.xml").code == 2
+    assert cli.run("workflow", "submit", "spec.yaml", "--wait", "--junit", "none/junit.xml").code == 2
+    assert [one["name"] for one in json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"]] == ["work-1"]
 
 
 def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:

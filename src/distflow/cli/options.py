@@ -19,6 +19,8 @@ from distflow.errors import InputError
 
 __all__ = [
     "ALIASES",
+    "CheckFormat",
+    "CheckFormatOption",
     "Command",
     "ConnectTimeoutOption",
     "Format",
@@ -50,6 +52,29 @@ class Format(str, Enum):
 
 FormatOption = Annotated[
     Format, typer.Option("--format-type", "-t", help="Print text for people, or one JSON document for programs.")
+]
+
+
+class CheckFormat(str, Enum):
+    """The format of the results of commands that check specs."""
+
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
+
+    @property
+    def plain(self) -> Format:
+        """The format of results. Annotations of GitHub are printed in addition to the text."""
+        return Format.JSON if self is CheckFormat.JSON else Format.TEXT
+
+
+CheckFormatOption = Annotated[
+    CheckFormat,
+    typer.Option(
+        "--format-type",
+        "-t",
+        help="Print text for people, one JSON document for programs, or also annotations and a job summary for GitHub Actions.",
+    ),
 ]
 
 HostfileOption = Annotated[

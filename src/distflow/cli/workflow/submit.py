@@ -17,10 +17,11 @@ import typer
 from distflow.cli.completion import complete_pool, complete_priority
 from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
-from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.options import CheckFormat, CheckFormatOption, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import BottomLine
 from distflow.cli.search_options import priorities
+from distflow.cli.workflow.ci import CiReport
 from distflow.client.client import Client
 from distflow.client.previous_outputs import FetchProgress
 from distflow.client.specs import CheckedSpec, Overrides, SecretsMissing, validate
@@ -140,19 +141,24 @@ def submit_workflow(
         ),
     ] = None,
     wait: WaitOption = False,
-    format_type: FormatOption = Format.TEXT,
+    junit: Annotated[
+        Path | None,
+        typer.Option("--junit", metavar="FILE", help="With --wait, write a JUnit report with a test case per task."),
+    ] = None,
+    format_type: CheckFormatOption = CheckFormat.TEXT,
 ) -> None:
     """Check a spec and run it, and print the workflow's id.
 
     Ranks, files and resources are checked before anything starts. The workflow continues when this terminal closes. If you give
     the id of a workflow, its spec is submitted again with its labels and its priority.
     """
+    plain, report = format_type.plain, CiReport(format_type, junit, is_waiting=wait)
     urgency = priorities([priority])[0] if priority is not None else None
     labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env)
     copied = _rsync_paths(rsync) if rsync is not None else None
-    with _open_client() as client:
+    with report.errors(), _open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         is_dry = dry_run or scripts is not None
         if not is_dry:
@@ -163,19 +169,21 @@ def submit_workflow(
         )  # fmt: skip
         if is_dry:
             with tempfile.TemporaryDirectory() as blobs:
-                _dry_run(plan(client, request, blobs=Path(blobs), configuration=configuration), scripts, format_type)
+                _dry_run(plan(client, request, blobs=Path(blobs), configuration=configuration), scripts, plain)
             return
         planned = plan(client, request, configuration=configuration)
         warn(planned.checked.warnings)
+        report.warn(planned.checked.warnings)
         if preflight:
             _check_nodes(planned)
-        record = _start(client, submit, planned, wait, format_type)
+        record = _start(client, submit, planned, wait, plain)
         if copied is not None:
             from distflow.cli.workflow.rsync import copy_to_first_lead
 
             copy_to_first_lead(client, record, *copied)
         if wait:
-            wait_for_end(client, record, format_type)
+            with report.following(planned.checked) as on_end:
+                wait_for_end(client, record, plain, on_end=on_end)
 
 
 @validate_app.command("validate", epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
@@ -186,7 +194,7 @@ def validate_specs(
     pool: PoolOption = None,
     label: LabelOption = None,
     hostfile: HostfileOption = None,
-    format_type: FormatOption = Format.TEXT,
+    format_type: CheckFormatOption = CheckFormat.TEXT,
 ) -> None:
     """Check specs offline, without starting anything.
 
@@ -195,7 +203,8 @@ def validate_specs(
     overrides, labels = parse_overrides(sets or [], set_string or [], []), _parse_labels(label or [])
     results: list[dict[str, object]] = []
     problems: list[Problem] = []
-    with open_client() as client:
+    report = CiReport(format_type)
+    with report.errors(), open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         for file in files:
             try:
@@ -204,13 +213,14 @@ def validate_specs(
             except ProblemsFound as error:
                 problems += error.problems
                 continue
-            if format_type is Format.TEXT:
+            if format_type.plain is Format.TEXT:
                 warn(warnings)
+                report.warn(warnings)
                 print(_valid_text(file, checked), end="")
             results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
-    if problems:
-        raise ProblemsFound(problems)
-    if format_type is Format.JSON:
+        if problems:
+            raise ProblemsFound(problems)
+    if format_type is CheckFormat.JSON:
         print(json.dumps({"specs": results}, indent=2))
 
 
@@ -423,7 +433,14 @@ def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
     }
 
 
-def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format, *, fetches: bool = False) -> None:
+def wait_for_end(
+    client: Client,
+    record: WorkflowRecord,
+    format_type: Format,
+    *,
+    fetches: bool = False,
+    on_end: Callable[[WorkflowRecord], None] | None = None,
+) -> None:
     """Print the logs of a workflow until it has ended, and then why it failed, and where its logs and outputs are.
 
     Args:
@@ -431,6 +448,7 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format, *,
         record: The workflow.
         format_type: With JSON, the logs are printed to standard error, and standard output is one document.
         fetches: Whether the caller fetches the output files afterwards, so that the command for them is not printed.
+        on_end: Called with the ended workflow, before the rest is printed.
 
     Raises:
         WorkflowEnded: if the workflow did not complete.
@@ -447,6 +465,8 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format, *,
         raise
     except BrokenPipeError:
         raise _OutputClosed(f"{record.id} continues to run, but the reader of its logs has exited") from None
+    if on_end is not None:
+        on_end(final)
     if quiet:
         from distflow.cli.render.workflow_json import workflow_json
         from distflow.client.workflows import plan_of

@@ -1,0 +1,86 @@
+"""Reports of ``submit`` and ``validate`` for CI systems: annotations and summaries of GitHub Actions, and JUnit files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.cli.options import CheckFormat
+from distflow.errors import InputError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from distflow.client.specs import CheckedSpec
+    from distflow.documents.problems import Problem
+    from distflow.state.record import WorkflowRecord
+
+__all__ = ["CiReport"]
+
+
+class CiReport:
+    """The reports of one command. Without ``--format-type github`` and ``--junit``, its methods do nothing."""
+
+    def __init__(self, format_type: CheckFormat, junit: Path | None = None, *, is_waiting: bool = False) -> None:
+        """Check the options before anything starts.
+
+        Raises:
+            InputError: if ``junit`` is given without ``--wait``, or cannot be written.
+
+        """
+        self._is_github = format_type is CheckFormat.GITHUB
+        self._junit = junit
+        if junit is not None:
+            from distflow.cli.render.junit import check_junit_path
+
+            if not is_waiting:
+                raise InputError("--junit needs --wait, because the report is written when the workflow has ended")
+            check_junit_path(junit)
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Return a block whose errors are annotated."""
+        if not self._is_github:
+            return nullcontext()
+        from distflow.cli.render.github import reporting_errors
+
+        return reporting_errors()
+
+    def warn(self, warnings: Sequence[Problem]) -> None:
+        """Annotate warnings about a spec."""
+        if self._is_github:
+            from distflow.cli.render.github import problem_lines
+
+            for line in problem_lines(warnings):
+                print(line, flush=True)
+
+    @contextmanager
+    def following(self, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
+        """Return a block that follows a workflow. If the block reports the ended workflow, write the reports at its end."""
+        ended: list[WorkflowRecord] = []
+        try:
+            with self._escaping_logs():
+                yield ended.append
+        finally:
+            for record in ended:
+                self._report(record, checked)
+
+    def _escaping_logs(self) -> AbstractContextManager[None]:
+        if not self._is_github:
+            return nullcontext()
+        from distflow.cli.render.github import escaping_logs
+
+        return escaping_logs()
+
+    def _report(self, record: WorkflowRecord, checked: CheckedSpec) -> None:
+        if self._is_github:
+            from distflow.cli.render.github import append_summary, workflow_lines, workflow_summary
+
+            for line in workflow_lines(record, checked):
+                print(line)
+            append_summary(workflow_summary(record))
+        if self._junit is not None:
+            from distflow.cli.render.junit import write_junit
+
+            write_junit(record, self._junit)
