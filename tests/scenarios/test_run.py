@@ -75,7 +75,6 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     assert {path.name: path.read_text() for path in (project / "found").iterdir() if path.name != "pyvenv.cfg"} == {
         "a": "--set\n",
         "b": "b\n",
-        ".gitignore": "*\n",
     }
 
     # The printed spec is the one that runs, and results are not sent again.
@@ -95,7 +94,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command says 2 nodes, and --nodes says 3"),
         (["kept.py", "--gpus", "1"], "kept.yaml (see --print-spec):7: error: group 'training' can never run in pool 'local'"),
         (["kept.py", "--name", "1"], "`workflow.name` must be a name"),
-        ([], "Missing argument"),
+        ([], "`SCRIPT|COMMAND...` is missing"),
     ],
 )
 def test_wrong_input_starts_nothing(cli: Cli, project: Path, arguments: list[str], message: str) -> None:

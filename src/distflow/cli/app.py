@@ -89,6 +89,7 @@ class _Root(LazyGroup):
         {
             "Run and watch": {
                 "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
+                "init": ("distflow.cli.init:init_app", "Write a first spec, also from sbatch and torchrun."),
                 "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
                 "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
             },

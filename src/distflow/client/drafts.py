@@ -50,13 +50,14 @@ class Draft:
     """What could not be translated, one sentence each."""
 
 
-def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None) -> Draft:
+def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None, must_exist: bool = True) -> Draft:
     """Return the draft of a command line, without numbers that it does not say.
 
     Args:
         words: A script (``train.py --lr 0.1``), ``torchrun`` with its options, or any other program.
         folder: The working directory, to which paths are relative.
         project: The directory to send. Default: ``folder``, or for a script elsewhere, the git repository that contains it.
+        must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
         InputError: if the command is empty, the script does not exist, or the project would be a home directory.
@@ -68,6 +69,9 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
     python = python_command(draft.command)
     if not isinstance(python, PythonCommand) or python.is_module:
         return _sending(draft, _project(folder, None, project), folder)
+    if not must_exist and not (folder / python.target).is_file():
+        note = f"the script `{python.target}` does not exist in the project"
+        return replace(_sending(draft, _project(folder, None, project), folder), notes=(*draft.notes, note))
     return _with_script(draft, python.target, folder, project)
 
 
@@ -224,6 +228,9 @@ def _split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 # -- the spec as text -------------------------------------------------------------------------------------------------
 
 _PLAIN = re.compile(r"-{0,2}[A-Za-z_./][A-Za-z0-9_./-]*")
+_COLUMN = 32
+"""Where comments begin."""
+_LONG = 60
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
@@ -231,7 +238,7 @@ def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
     """Return a complete draft as a spec with comments. ``heading`` are lines for its first comment."""
     lines = [f"# {line}".rstrip() for line in heading]
     if draft.notes:
-        lines += ["#", "# Not translated. Check these points:", *(f"# * {_escaped(note)}" for note in draft.notes)]
+        lines += ["#", "# Not translated, or different here:", *(f"# * {_escaped(note)}" for note in draft.notes)]
     lines += ["workflow:", f"  name: {_scalar(draft.name)}"]
     if draft.exec_timeout:
         lines.append(_line(f"  timeout: {{exec_timeout: {draft.exec_timeout}}}", "the maximum time from start to end"))
@@ -270,7 +277,10 @@ def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    return f"{text:<32} # {comment}"
+    """Return a line with a comment, which comes before a long line."""
+    if len(text) > _LONG:
+        return f"{' ' * (len(text) - len(text.lstrip()))}# {comment}\n{text}"
+    return f"{text:<{_COLUMN}} # {comment}"
 
 
 def _scalar(text: str) -> str:

@@ -1,0 +1,137 @@
+"""``distflow init``: write a first spec."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.render.tables import table
+from distflow.client.initial_specs import (
+    copy_sample,
+    draft_from_command,
+    draft_from_sbatch,
+    draft_from_torchrun,
+    list_samples,
+    write_draft,
+)
+from distflow.documents.text import plain_lines
+from distflow.errors import InputError
+
+__all__ = ["init_app"]
+
+init_app = command_app()
+
+
+@init_app.command(
+    "init",
+    epilog="Examples: distflow init --command 'train.py --lr 0.1' --nodes 2 --gpus 8  ·  distflow init --from-sbatch job.sh"
+    "  ·  distflow init --from-torchrun 'torchrun --nnodes 2 --nproc_per_node 8 train.py'"
+    "  ·  distflow init --sample pytorch-dist",
+)
+def init(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The spec is NAME.yaml. Default: the name of the script.", show_default=False),
+    ] = None,
+    command: Annotated[
+        str | None, typer.Option("--command", metavar="TEXT", help="The command, such as 'train.py --lr 0.1'.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="The number of nodes.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each node.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
+        ),
+    ] = None,
+    from_sbatch: Annotated[
+        Path | None, typer.Option("--from-sbatch", metavar="FILE", help="Translate a script for Slurm's sbatch.")
+    ] = None,
+    from_torchrun: Annotated[
+        str | None, typer.Option("--from-torchrun", metavar="TEXT", help="Translate a command line of torchrun.")
+    ] = None,
+    sample: Annotated[str | None, typer.Option("--sample", metavar="NAME", help="Copy a sample spec and its scripts.")] = None,
+    samples: Annotated[bool, typer.Option("--list-samples", help="List the samples.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Write a spec with comments, from options or from what you have.
+
+    On a terminal, `distflow init` without options asks for the command and the nodes. Comments in the spec say what could not
+    be translated. Existing files stay, unless you add --force.
+    """
+    if samples:
+        _print_samples(format_type)
+        return
+    given = [one for one, value in _sources(command, from_sbatch, from_torchrun, sample) if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{given[0]} and {given[1]} cannot be combined", hint="remove one of them")
+    if sample is not None:
+        _print_written(copy_sample(sample, file=_file(name), force=force), (), format_type)
+        return
+    source = f" {given[0]}" if given else ""
+    if from_sbatch is not None:
+        draft, source = draft_from_sbatch(from_sbatch), f"{source} {from_sbatch}"
+    elif from_torchrun is not None:
+        draft = draft_from_torchrun(from_torchrun)
+    elif command is not None:
+        draft = draft_from_command(command)
+    else:
+        draft = draft_from_command(_ask("Command for each node", "train.py"))
+        nodes = nodes or int(_ask("Number of nodes", "1", is_number=True))
+        gpus = int(_ask("GPUs of each node", "0", is_number=True)) if gpus is None else gpus
+    file = _file(name) or Path(f"{draft.name}.yaml")
+    write_draft(draft, file, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
+    _print_written([file], draft.notes, format_type)
+
+
+def _sources(*values: object) -> list[tuple[str, object]]:
+    return list(zip(("--command", "--from-sbatch", "--from-torchrun", "--sample"), values, strict=True))
+
+
+def _file(name: str | None) -> Path | None:
+    """Return the path of the spec for a name, which may already end with ``.yaml``."""
+    if name is None:
+        return None
+    return Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+
+
+def _ask(question: str, default: str, *, is_number: bool = False) -> str:
+    """Ask a question on a terminal. Raise ``InputError`` if there is none."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        hint = "add --command 'train.py', --from-sbatch, --from-torchrun or --sample"
+        raise InputError("there is no command for the spec", hint=hint)
+    while True:
+        print(f"{question} [{default}]: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise InputError("no answer was given, so nothing was written")
+        answer = line.strip() or default
+        if not is_number or (answer.isascii() and answer.isdigit()):
+            return answer
+        print("Write a whole number.", file=sys.stderr)
+
+
+def _print_samples(format_type: Format) -> None:
+    found = list_samples()
+    if format_type is Format.JSON:
+        rows = [{"name": one.name, "description": one.description, "files": list(one.files)} for one in found]
+        print(json.dumps({"samples": rows}, indent=2))
+    else:
+        print(table(("Sample", "Description"), [(one.name, one.description) for one in found]), end="")
+
+
+def _print_written(files: list[Path], notes: tuple[str, ...], format_type: Format) -> None:
+    if format_type is Format.JSON:
+        print(json.dumps({"files": [str(file) for file in files], "notes": list(notes)}, indent=2))
+        return
+    for file in files:
+        print(plain_lines(f"wrote {file}"))
+    for note in notes:
+        print(plain_lines(f"note: {note}"), file=sys.stderr)
+    print(plain_lines(f"Run it: distflow submit {files[0]} --wait"), file=sys.stderr)

@@ -1,0 +1,189 @@
+"""Write first specs: from a command, from scripts for other launchers, or as a copy of a sample."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from distflow.client.drafts import Draft, complete_draft, draft_command, draft_torchrun, spec_text
+from distflow.client.sbatch import draft_sbatch
+from distflow.documents.text import did_you_mean
+from distflow.errors import InputError, NotFound
+from distflow.spec.parse import schema_text
+
+__all__ = [
+    "Sample",
+    "copy_sample",
+    "draft_from_command",
+    "draft_from_sbatch",
+    "draft_from_torchrun",
+    "list_samples",
+    "write_draft",
+]
+
+
+def draft_from_command(command: str) -> Draft:
+    """Return the draft of a shell command such as ``train.py --lr 0.1``. Raises ``InputError``."""
+    return draft_command(_split(command, "--command"), folder=Path.cwd(), must_exist=False)
+
+
+def draft_from_torchrun(command: str) -> Draft:
+    """Return the draft of a command line of torchrun, which may set variables before it. Raises ``InputError``."""
+    words = _split(command, "--from-torchrun")
+    environment = {}
+    while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
+        environment[found[1]] = found[2]
+        words.pop(0)
+    if draft_torchrun(words) is None:
+        hint = 'write the whole command: --from-torchrun "torchrun --nnodes 2 --nproc_per_node 8 train.py"'
+        raise InputError(f"`{command}` does not run torchrun", hint=hint)
+    return replace(draft_command(words, folder=Path.cwd(), must_exist=False), environment=environment)
+
+
+def draft_from_sbatch(file: Path) -> Draft:
+    """Return the draft of a script for Slurm's ``sbatch``. Raises ``InputError``."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        return draft_sbatch(text, folder=Path.cwd())
+    except InputError as error:
+        raise InputError(f"{file}: {error.message}", hint=error.hint) from None
+
+
+def _split(command: str, option: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        raise InputError(f"{option} has a quote that is not closed", hint="quote as in a shell") from None
+
+
+def write_draft(
+    draft: Draft,
+    file: Path,
+    *,
+    count: int | None = None,
+    gpus: int | None = None,
+    ranks: int | None = None,
+    source: str = "",
+    force: bool = False,
+) -> None:
+    """Write a draft as a spec.
+
+    Args:
+        draft: The draft.
+        file: The path of the spec.
+        count: The number of nodes. Default: that of the draft, or 1.
+        gpus: GPUs on each node. Default: that of the draft, or none.
+        ranks: Processes on each node. Default: that of the draft, or one for each GPU.
+        source: The origin of the draft, for the comment at the top.
+        force: Whether to replace an existing file.
+
+    Raises:
+        InputError: if the file exists, or cannot be written.
+
+    """
+    draft = complete_draft(draft, (), count=count, gpus=gpus, ranks=ranks)
+    if draft.project is not None:
+        # Paths of a spec are relative to its own directory.
+        draft = replace(draft, project=os.path.relpath(draft.project, file.parent))
+    heading = [
+        f"Written by `distflow init{source}`.",
+        f"Check it: distflow workflow validate {file.name}    Run it: distflow submit {file.name} --wait",
+    ]
+    _write(file, spec_text(draft, heading=heading), force=force)
+
+
+def _write(file: Path, text: str, *, force: bool) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w" if force else "x", encoding="utf-8") as target:
+            target.write(text)
+    except FileExistsError:
+        raise InputError(f"{file} exists already", hint="choose another name, or add --force to replace it") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from error
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+_SCHEMA = "workflow.schema.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A spec that comes with distflow."""
+
+    name: str
+    description: str
+    files: tuple[str, ...]
+    """The names of the spec and of the scripts that it sends."""
+
+
+def list_samples() -> list[Sample]:
+    """Return the samples, sorted by name."""
+    return [
+        Sample(
+            name=file.removesuffix(".yaml").replace("_", "-"),
+            description=_first_sentence(text),
+            files=(file, *sorted(set(re.findall(r"localpath: (\S+)", text)))),
+        )
+        for file, text in sorted(_texts().items())
+        if file.endswith(".yaml")
+    ]
+
+
+def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> list[Path]:
+    """Copy a sample, its scripts, and the schema for editors.
+
+    Args:
+        name: The name of the sample.
+        file: The path of the spec. Default: the name of the sample's file, in the working directory. Scripts are written next
+            to it.
+        force: Whether to replace existing files.
+
+    Returns:
+        The written files, the spec first.
+
+    Raises:
+        NotFound: if the sample does not exist.
+        InputError: if a file exists, or cannot be written. Nothing is written if a file exists.
+
+    """
+    samples = {sample.name: sample for sample in list_samples()}
+    sample = samples.get(name.removesuffix(".yaml").replace("_", "-"))
+    if sample is None:
+        raise NotFound(f"there is no sample `{name}`", hint=did_you_mean(name, samples, what="samples"))
+    texts = _texts()
+    spec = file or Path(sample.files[0])
+    targets = {spec: texts[sample.files[0]].replace(f"workflow_specs/{sample.files[0]}", spec.name)}
+    targets |= {spec.parent / script: texts[script] for script in sample.files[1:]}
+    schema = spec.parent / _SCHEMA  # the first line of the spec names it
+    if not schema.exists():
+        targets[schema] = schema_text()
+    for path in targets:
+        if path.exists() and not force:
+            raise InputError(f"{path} exists already", hint="choose another directory, or add --force to replace it")
+    for path, text in targets.items():
+        _write(path, text, force=force)
+    return list(targets)
+
+
+def _texts() -> Mapping[str, str]:
+    """Return the texts of all samples and scripts, by the names of their files."""
+    folder = resources.files("distflow").joinpath("samples")
+    return {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.name.endswith((".yaml", ".py"))}
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a spec's comment, which begins after the line for editors."""
+    lines = [line.lstrip("# ") for line in text.splitlines()[1:] if line.startswith("#")]
+    paragraph = " ".join(" ".join(lines).split())
+    return paragraph.partition(". ")[0].rstrip(".")

@@ -1,0 +1,136 @@
+"""``distflow init``: from scripts for Slurm, from torchrun's command lines, from answers, and from samples.
+
+``goldens/sbatch`` has a script for each form that people write, and next to it the spec that it becomes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.app import run
+from distflow.client.initial_specs import draft_from_torchrun, list_samples
+from distflow.client.sbatch import draft_sbatch
+from distflow.documents.problems import errors_of
+from distflow.errors import InputError
+from distflow.spec.parse import load_spec
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "goldens" / "sbatch").glob("*.sbatch"))
+
+
+class Keyboard(io.StringIO):
+    """What a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = tmp_path / "project"
+    made.mkdir()
+    (made / "train.py").touch()
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("DISTFLOW_STATE", str(tmp_path / "state"))
+    return made
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_for_slurm_becomes_a_valid_spec(script: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / script.name).write_text(script.read_text())
+    assert run(["init", "job", "--from-sbatch", script.name]) == 0
+    assert "wrote job.yaml" in capsys.readouterr().out
+    found, golden = (folder / "job.yaml").read_text(), script.with_suffix(".yaml")
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        golden.write_text(found)
+    assert found == golden.read_text()
+    assert not errors_of(load_spec("job.yaml")[1])
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("90", "90m"), ("12:30", "750s"), ("1:00:00", "1h"), ("00:30:00", "30m"), ("2-00", "48h"), ("1-12:30", "2190m"),
+        ("0", ""), ("UNLIMITED", ""),
+    ],
+)  # fmt: skip
+def test_time_limits_of_slurm(folder: Path, written: str, expected: str) -> None:
+    assert draft_sbatch(f"#SBATCH --time={written}\npython train.py\n", folder=folder).exec_timeout == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("#SBATCH -N 2\necho hello\n", "does not start a training"),
+        ("", "does not start a training"),
+        ("#SBATCH --job-name='open\npython train.py\n", "line 1: a quote is not closed"),
+    ],
+)
+def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        draft_sbatch(text, folder=folder)
+
+
+def test_torchruns_command_line_becomes_a_spec(folder: Path) -> None:
+    draft = draft_from_torchrun("OMP_NUM_THREADS=4 torchrun --nnodes 2 --nproc_per_node=gpu absent.py --x")
+    assert (draft.nodes, draft.ranks, draft.environment) == (2, None, {"OMP_NUM_THREADS": "4"})
+    assert draft.notes == ("the script `absent.py` does not exist in the project",)
+    for line, message in (("python train.py", "does not run torchrun"), ("torchrun 'x", "not closed")):
+        with pytest.raises(InputError, match=message):
+            draft_from_torchrun(line)
+
+
+def test_questions_are_asked_on_a_terminal_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["init"]) == 2
+    assert "error: there is no command for the spec" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", Keyboard("\nmany\n2\n8\n"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(["init"]) == 0
+    asked = capsys.readouterr().err
+    assert "Command for each node [train.py]: Number of nodes [1]: Write a whole number.\nNumber of nodes [1]: GPUs" in asked
+    group = load_spec("train.yaml")[0].groups[0]
+    assert [(task.name, task.launcher.kind) for task in group.tasks] == [("node-0", "torchrun"), ("node-1", "torchrun")]
+    monkeypatch.setattr(sys, "stdin", Keyboard(""))
+    assert run(["init", "other"]) == 2
+    assert not (folder / "other.yaml").exists()
+
+
+def test_an_existing_file_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "deep/job.yaml", "--command", "train.py", "--gpus", "2", "-t", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": ["deep/job.yaml"], "notes": []}
+    assert load_spec("deep/job.yaml")[0].groups[0].tasks[0].files[0].local_path == str(folder)
+    before = Path("deep/job.yaml").read_text()
+    again = ["init", "deep/job", "--command", "train.py", "--nodes", "3"]
+    assert run(again) == 2
+    assert "error: deep/job.yaml exists already\nchoose another name, or add --force" in capsys.readouterr().err
+    assert Path("deep/job.yaml").read_text() == before
+    assert run([*again, "--force"]) == 0
+    assert "replicas: 3" in Path("deep/job.yaml").read_text()
+    assert run(["init", "--command", "train.py", "--sample", "resume"]) == 2
+
+
+@pytest.mark.parametrize("name", [sample.name for sample in list_samples()])
+def test_a_sample_is_copied_with_its_scripts(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "--sample", name]) == 0
+    spec, *others = (line.removeprefix("wrote ") for line in capsys.readouterr().out.splitlines())
+    assert others[-1] == "workflow.schema.json"
+    assert not errors_of(load_spec(spec)[1])
+    assert "workflow_specs" not in Path(spec).read_text()
+    assert run(["init", "--sample", name]) == 2
+    assert run(["init", "--sample", f"{name}s", "mine"]) == 2
+    assert f"did you mean `{name}`?" in capsys.readouterr().err
+
+
+def test_samples_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "--list-samples"]) == 0
+    assert "hello-world       The smallest gang" in capsys.readouterr().out
+    assert run(["init", "--list-samples", "-t", "json"]) == 0
+    first = json.loads(capsys.readouterr().out)["samples"][0]
+    assert (first["name"], first["files"]) == ("hello-world", ["hello_world.yaml"])
