@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 
 # Of `make lint`; each prints its output as a whole.
 LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
@@ -23,10 +24,15 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)
+	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) train,data,dev
 	@touch $@
 
-demo: $(STAMP)
+$(DEMO_STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) train
+	@touch $@
+
+# The demo needs torch, but not the tools of the tests, which take more space than torch.
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait
 
 # mypy uses one core, so lint runs while the tests run. Its output comes last.

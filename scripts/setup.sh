@@ -1,8 +1,9 @@
 #!/bin/sh
-# Create a virtual environment with distflow, its tools and torch for the CPU. Missing system packages are installed with apt if
-# root or passwordless sudo allows it. Otherwise the script prints the command to run.
+# Create a virtual environment with distflow and some of its extras: setup.sh VENV EXTRA[,EXTRA…]. Missing system packages are
+# installed with apt if root or passwordless sudo allows it. Otherwise the script prints the command to run.
 set -eu
 VENV=$1
+EXTRAS=$2
 PYTHON=${PYTHON:-python3}
 
 . "$(dirname "$0")/apt.sh"
@@ -18,5 +19,6 @@ fi
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 
-# constraints.txt has the versions that the tests use.
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,dev]'
+# constraints.txt has the versions that the tests use. pip shows its progress.
+echo "Installing distflow with the extras $EXTRAS into $VENV; downloading torch may take some minutes"
+"$VENV/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$EXTRAS]"
