@@ -147,7 +147,8 @@ def run_command(
             with tempfile.TemporaryDirectory() as blobs:
                 print_plan(plan(client, request, blobs=Path(blobs), configuration=configuration), format_type)
             return
-        planned = plan(client, request, configuration=configuration)
+        with ProgressLine(sys.stderr, "read") as line:
+            planned = plan(client, request, configuration=configuration, on_pack=line.update)
         warn(planned.checked.warnings)
         _announce(draft)
         is_quiet = not detach and format_type is Format.JSON

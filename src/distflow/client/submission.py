@@ -15,7 +15,6 @@ from distflow.client.client import Client, now, user_name
 from distflow.client.credentials import gather_secrets
 from distflow.client.pools import PoolCheck, check_pool_nodes
 from distflow.client.previous_outputs import (
-    FetchProgress,
     OnFetch,
     add_previous_outputs,
     fetch_outputs,
@@ -34,7 +33,7 @@ from distflow.plan.model import Plan, runs_torchrun
 from distflow.plan.render import script
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import NO_SETTINGS, Configuration, NodeSettings, Pool
-from distflow.spec.files import bundle_files
+from distflow.spec.files import OnPack, bundle_files
 from distflow.spec.names import MOST_LABELS
 from distflow.state.codec import encode
 from distflow.state.event_details import WorkflowSubmitted
@@ -97,7 +96,12 @@ class PlannedWorkflow:
 
 
 def plan(
-    client: Client, request: SubmitRequest, *, blobs: Path | None = None, configuration: Configuration | None = None
+    client: Client,
+    request: SubmitRequest,
+    *,
+    blobs: Path | None = None,
+    configuration: Configuration | None = None,
+    on_pack: OnPack | None = None,
 ) -> PlannedWorkflow:
     """Check and plan a spec, without storing or starting a workflow.
 
@@ -107,6 +111,7 @@ def plan(
         blobs: The directory for copies of the files that the spec sends. Default: that of the state directory. ``submit`` needs
             the default.
         configuration: The pools. Default: read the configuration of the client.
+        on_pack: Called with the bytes of files that have been read and that are to be read.
 
     Returns:
         The planned workflow, for ``submit``.
@@ -133,13 +138,16 @@ def plan(
             request.overrides,
             client.writable_directory().blobs if blobs is None else blobs,
             client.datasets_url(configuration),
+            on_pack,
         ),
         labels=labels,
         priority=request.priority or (previous.record.priority if previous else Priority.NORMAL),
     )
 
 
-def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: Path, datasets: str) -> PlannedWorkflow:
+def plan_checked(
+    checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: Path, datasets: str, on_pack: OnPack | None = None
+) -> PlannedWorkflow:
     """Read the files that a checked spec sends, compile its plan and propose a placement.
 
     Args:
@@ -148,6 +156,7 @@ def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: 
         overrides: Values that the user gave.
         blobs: The directory for copies of the files.
         datasets: The base URL of datasets.
+        on_pack: Called with the bytes of files that have been read and that are to be read.
 
     Raises:
         InputError: if a driver for data at URLs is not installed.
@@ -157,7 +166,7 @@ def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: 
     checked = _with_environment(checked, pool.given.environment)
     notices = container_notices(checked.spec, pool.nodes)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
-    bundles, problems = bundle_files(checked.spec, blobs)
+    bundles, problems = bundle_files(checked.spec, blobs, on_pack or _ignore)
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])
     compiled = compile_plan(
@@ -223,7 +232,7 @@ def submit(
     return store_workflow(client, replace(planned, plan=completed), on_stored=on_stored)
 
 
-def _ignore(_: FetchProgress) -> None:
+def _ignore(*_: object) -> None:
     """Discard progress."""
 
 
@@ -369,7 +378,9 @@ class PlannedRestart:
     planned: PlannedWorkflow
 
 
-def plan_restart(client: Client, workflow: str, overrides: Overrides, *, pool: str | None = None) -> PlannedRestart:
+def plan_restart(
+    client: Client, workflow: str, overrides: Overrides, *, pool: str | None = None, on_pack: OnPack | None = None
+) -> PlannedRestart:
     """Check that a workflow can be restarted and plan the restart, without storing or starting anything.
 
     Args:
@@ -377,6 +388,7 @@ def plan_restart(client: Client, workflow: str, overrides: Overrides, *, pool: s
         workflow: The id or uuid of the workflow.
         overrides: The secrets of the workflow, which must be given again because their values were not stored.
         pool: The name of the pool to run in. Default: the pool of the workflow.
+        on_pack: Called with the bytes of files that have been read and that are to be read.
 
     Returns:
         The planned restart, for ``restart``.
@@ -399,7 +411,7 @@ def plan_restart(client: Client, workflow: str, overrides: Overrides, *, pool: s
         hint = f"to run the whole workflow again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed, so there is nothing to restart", hint=hint)
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
-    planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets)
+    planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets, on_pack)
     return PlannedRestart(previous=previous, planned=replace(planned, labels=record.labels, priority=record.priority))
 
 

@@ -1,6 +1,7 @@
 """The ``files`` of tasks: parse the entries, and store the files of this machine that a spec sends.
 
-Files are read once, at submission, and stored by digest, so later edits have no effect. A directory becomes one gzipped tar
+Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
+are not read again (``spec.unchanged``). A directory becomes one gzipped tar
 with names in order and without times and owners, so equal content has an equal digest. ``.gitignore`` files in it are honored,
 and ``.git`` is never sent.
 
@@ -22,10 +23,10 @@ import re
 import stat
 import tarfile
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 import distflow
 from distflow.documents.document import Text, View
@@ -34,6 +35,7 @@ from distflow.documents.source import read_bytes
 from distflow.errors import StateError
 from distflow.runtime.files.safe_files import publish
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
+from distflow.spec.unchanged import Stored
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LIBRARY",
     "Bundle",
+    "OnPack",
     "bundle_files",
     "library_archive",
     "needs_library",
@@ -217,12 +220,54 @@ class Bundle:
     """The content, if it is short UTF-8 text."""
 
 
-def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
+OnPack = Callable[[int, int], None]
+"""Called with the bytes that have been read, and those that are known to be read in all."""
+
+
+class _Packing:
+    """The progress of reading files."""
+
+    def __init__(self, report: OnPack) -> None:
+        self._report = report
+        self._done = self._total = 0
+
+    def begin(self, size: int) -> None:
+        """Add the size of files that will be read now."""
+        self._total += size
+
+    def reader(self, file: BinaryIO) -> BinaryIO:
+        """Return the file; what is read from it counts as progress."""
+        return cast("BinaryIO", _Counted(file, self._add))
+
+    def _add(self, size: int) -> None:
+        self._done += size
+        self._report(self._done, self._total)
+
+
+class _Counted:
+    """A file that reports how many bytes are read."""
+
+    def __init__(self, file: BinaryIO, report: Callable[[int], None]) -> None:
+        self._file = file
+        self._report = report
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._report(len(data))
+        return data
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Discard progress."""
+
+
+def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
     """Store all files of the spec in ``blobs``, one for each digest. Return them by their path on this machine.
 
     Inline base64 files have their path in the spec as the key, and ``distflow.train`` its name. A file that cannot be read is a
     problem at its line in the spec. Raises ``StateError`` if ``blobs`` cannot be written.
     """
+    packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = _sizes(blobs)
     bundles: dict[str, Bundle] = {}
@@ -237,9 +282,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
             if file.local_path is None:
                 bundles[key] = _store_bytes(file.data or b"", blobs)
             elif file.is_directory:
-                bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs)
+                bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs, packing)
             else:
-                bundles[key] = _store_file(Path(file.local_path), blobs, kept)
+                bundles[key] = _store_file(Path(file.local_path), blobs, kept, packing)
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
                 raise StateError(
@@ -294,18 +339,27 @@ def _sizes(blobs: Path) -> frozenset[int]:
     return frozenset(sizes)
 
 
-def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
+def _store_file(path: Path, blobs: Path, kept: Container[int], packing: _Packing) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
+        seen = Stored(blobs, str(path), [("", status)]) if status.st_size > _TEXT_LIMIT else None
+        if seen is not None and (known := seen.find()) is not None:
+            return Bundle(digest=known[0], size=known[1], mode=_mode(source.read(2), status.st_mode))
+        packing.begin(status.st_size)
         if status.st_size in kept:
             # A blob of this size exists. If it has the same digest, only reading is needed.
-            digest, size, head = _read(source, None)
+            digest, size, head = _read(packing.reader(source), None)
             if _is_whole(blobs / digest, size):
+                if seen is not None:
+                    seen.remember(digest, size)
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
+            packing.begin(status.st_size)
         with _part(blobs) as sink:
-            digest, size, head = _read(source, sink)
+            digest, size, head = _read(packing.reader(source), sink)
             publish(sink, str(blobs / digest))
+    if seen is not None:
+        seen.remember(digest, size)
     return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
 
 
@@ -322,26 +376,33 @@ def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
     return hasher.hexdigest(), size, head
 
 
-def _store_tree(root: Path, exclude: Sequence[str], blobs: Path) -> Bundle:
+def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packing) -> Bundle:
+    paths = list(_tree(root, root, [(root, _patterns(exclude))] if exclude else []))
+    start = len(str(root)) + 1
+    entries = [(str(path)[start:], path.lstat()) for path in paths]
+    seen = Stored(blobs, "\0".join((str(root), *exclude)), entries)
+    if (known := seen.find()) is not None:
+        return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
+    packing.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))
     hasher = hashlib.sha256()
-    rules = [(root, _patterns(exclude))] if exclude else []
     with _part(blobs) as sink:
         with (
             gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=3, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
-            for path in _tree(root, root, rules):
-                _add(archive, path, path.relative_to(root).as_posix())
+            for path in paths:
+                _add(archive, path, path.relative_to(root).as_posix(), packing)
         sink.flush()
         size = sink.tell()
         with open(sink.name, "rb") as stored:
             while chunk := stored.read(_CHUNK):
                 hasher.update(chunk)
         publish(sink, str(blobs / hasher.hexdigest()))
+    seen.remember(hasher.hexdigest(), size)
     return Bundle(digest=hasher.hexdigest(), size=size, mode=0o700, is_tar=True)
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> None:
     if stat.S_ISSOCK(path.lstat().st_mode):
         return  # tar cannot store sockets; pipes and devices are skipped below
     info = archive.gettarinfo(str(path), arcname=name)
@@ -352,7 +413,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
         with path.open("rb") as source:
-            archive.addfile(info, source)
+            archive.addfile(info, packing.reader(source))
     elif info.isdir() or info.issym():
         archive.addfile(info)
 
@@ -362,8 +423,10 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
     if ignore.is_file():
         lines = ignore.read_text(encoding="utf-8", errors="replace").splitlines()
         rules = [*rules, (folder, _patterns(lines))]
-    for path in sorted(folder.iterdir()):
-        is_tree = path.is_dir() and not path.is_symlink()
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        path, is_tree = folder / entry.name, entry.is_dir(follow_symlinks=False)
         if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
             continue
         yield path

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import resource
 import socket
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distflow import __version__
 from distflow.errors import StateError
+from distflow.spec import unchanged
 from distflow.spec.files import LIBRARY, Bundle, bundle_files, library_archive
 from distflow.spec.parse import load_spec
 
@@ -64,6 +67,111 @@ def test_an_unchanged_file_is_not_stored_again_and_a_changed_one_is(folder: Path
     (folder / "what").write_bytes(b"b" * 100)
     assert bundle(folder).digest != first.digest
     assert len(list((folder / "blobs").iterdir())) == 2
+
+
+def _with_record_of_another_blob(folder: Path) -> str:
+    """Bundle what is sent; let the record of it name another blob, and return its digest, which shows that nothing was read."""
+    bundle(folder)
+    (record,) = (folder / "blobs").glob("*.seen")
+    other = "0" * 64
+    (folder / "blobs" / other).write_bytes(b"other")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"digest": other, "size": 5}))
+    return other
+
+
+def _digest(folder: Path) -> str:
+    (one,) = bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")[0].values()
+    return one.digest
+
+
+@pytest.fixture
+def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with two files, of which changes are old enough at once."""
+    monkeypatch.setattr(unchanged, "_SETTLED_S", -60.0)
+    tree = folder / "what"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "a.py").write_text("one")
+    (tree / "sub" / "b.py").write_text("two")
+    (tree / ".gitignore").write_text("*.log\n")
+    return tree
+
+
+def _rewritten(tree: Path) -> None:
+    before = (tree / "a.py").stat()
+    (tree / "a.py").write_text("uno")  # the same size
+    os.utime(tree / "a.py", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _swapped(tree: Path) -> None:
+    (tree / "a.py").rename(tree / "c.py")
+    (tree / "sub" / "b.py").rename(tree / "a.py")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _rewritten,
+        _swapped,
+        lambda tree: (tree / "a.py").chmod(0o755),
+        lambda tree: (tree / "sub").chmod(0o500),
+        lambda tree: (tree / "a.py").unlink(),
+        lambda tree: (tree / "new").touch(),
+        lambda tree: (tree / "empty").mkdir(),
+        lambda tree: (tree / ".gitignore").write_text("*.py\n"),
+        lambda tree: next((tree.parent / "blobs").glob("*.seen")).write_text("{"),
+        lambda tree: next((tree.parent / "blobs").glob("*.seen")).write_text('{"state": 1, "digest": "../x", "size": "y"}'),
+        lambda tree: (tree.parent / "blobs" / ("0" * 64)).unlink(),
+        lambda tree: (tree.parent / "blobs" / ("0" * 64)).write_text("shortened"),
+    ],
+)
+def test_a_directory_is_read_again_after_any_change_and_only_then(
+    folder: Path, tree: Path, change: Callable[[Path], object]
+) -> None:
+    other = _with_record_of_another_blob(folder)
+    (tree / "ignored.log").touch()
+    assert _digest(folder) == other
+    change(tree)
+    assert _digest(folder) != other
+    assert bundle(folder) == bundle(folder)
+
+
+def test_a_large_file_is_read_again_after_any_change_and_only_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "_SETTLED_S", -60.0)
+    (folder / "what").write_bytes(b"#!" + b"a" * (1 << 20))
+    other = _with_record_of_another_blob(folder)
+    assert _digest(folder) == other
+    assert bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")[0][str(folder / "what")].mode == 0o700
+    (folder / "what").write_bytes(b"#!" + b"b" * (1 << 20))
+    assert _digest(folder) != other
+
+
+def test_reading_is_reported_in_bytes_and_what_is_unchanged_is_not(folder: Path, tree: Path) -> None:
+    (tree / "large").write_bytes(os.urandom(100_000))
+    (tree / "link").symlink_to("large")
+    spec = load_spec(str(folder / "spec.yaml"))[0]
+    seen: list[tuple[int, int]] = []
+    bundle_files(spec, folder / "blobs", lambda done, total: seen.append((done, total)))
+    size = 100_000 + len("one") + len("two") + len("*.log\n")
+    assert seen[-1] == (size, size)
+    assert seen == sorted(seen)
+    assert len({done for done, _ in seen}) > 4, "within a large file, too"
+    again: list[int] = []
+    bundle_files(spec, folder / "blobs", lambda done, _: again.append(done))
+    assert not again
+
+
+def test_a_directory_with_other_exclusions_has_a_record_of_its_own(folder: Path, tree: Path) -> None:
+    bundle(folder)
+    (folder / "spec.yaml").write_text(SPEC.replace("what}", "what, exclude: [sub]}"))
+    bundle(folder)
+    assert len(list((folder / "blobs").glob("*.seen"))) == 2
+
+
+def test_nothing_is_recorded_of_files_that_have_just_changed(folder: Path) -> None:
+    (folder / "what").mkdir()
+    (folder / "what" / "a.py").write_text("one")
+    bundle(folder)
+    assert not list((folder / "blobs").glob("*.seen"))
 
 
 def test_a_blob_that_a_power_cut_shortened_is_stored_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

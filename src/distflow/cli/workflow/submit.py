@@ -19,7 +19,7 @@ from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import CheckFormat, CheckFormatOption, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import Paint
-from distflow.cli.render.terminal import BottomLine
+from distflow.cli.render.terminal import BottomLine, ProgressLine
 from distflow.cli.search_options import priorities
 from distflow.cli.workflow.ci import CiReport
 from distflow.client.client import Client
@@ -171,7 +171,8 @@ def submit_workflow(
             with tempfile.TemporaryDirectory() as blobs:
                 _dry_run(plan(client, request, blobs=Path(blobs), configuration=configuration), scripts, plain)
             return
-        planned = plan(client, request, configuration=configuration)
+        with ProgressLine(sys.stderr, "read") as line:
+            planned = plan(client, request, configuration=configuration, on_pack=line.update)
         warn(planned.checked.warnings)
         report.warn(planned.checked.warnings)
         if preflight:
@@ -383,7 +384,8 @@ def restart_workflow(
     """
     overrides = parse_overrides([], [], set_env or [])
     with _open_client() as client:
-        wanted = plan_restart(client, workflow, overrides, pool=pool)
+        with ProgressLine(sys.stderr, "read") as line:
+            wanted = plan_restart(client, workflow, overrides, pool=pool, on_pack=line.update)
         warn(wanted.planned.checked.warnings)
         record = _start(client, restart, wanted, wait, format_type)
         if wait:
