@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+from distflow.client import Client, fetch_output_files, find_workflow
+from distflow.client.outputs import OutputProgress
 from scenarios.lab import Lab
 
 SPEC = """
@@ -18,7 +20,7 @@ workflow:
     - name: master
       lead: true
       command: [sh, -c, "mkdir {{output}}/logs; echo 1 > {{output}}/logs/a.txt; echo up; while [ ! -e GO ]; do sleep 0.1; done;
-        head -c 3000000 /dev/urandom > {{output}}/model.pt; echo w > loss.csv"]
+        head -c 20000000 /dev/urandom > {{output}}/model.pt; echo w > loss.csv"]
     - {name: worker, command: [sh, -c, "echo 2 > {{output}}/worker.txt; while [ ! -e GO ]; do sleep 0.1; done"]}
 """
 
@@ -51,13 +53,13 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
     done = cli.run("workflow", "outputs", workflow, "-t", "json")
     listed = json.loads(done.out)
     assert {one["name"]: [(file["path"], file["bytes"]) for file in one["files"]] for one in listed["tasks"]} == {
-        "master": [("logs/a.txt", 2), ("model.pt", 3_000_000)], "worker": [("worker.txt", 2)]
+        "master": [("logs/a.txt", 2), ("model.pt", 20_000_000)], "worker": [("worker.txt", 2)]
     }  # fmt: skip
     done = cli.run("workflow", "outputs", workflow)
-    assert f"3 files, 2.9 MiB. To copy them: distflow workflow fetch {workflow}" in done.err
+    assert f"3 files, 19 MiB. To copy them: distflow workflow fetch {workflow}" in done.err
 
     done = cli.run("fetch", "-")
-    assert (done.code, done.out, done.err) == (0, f"fetched 3 files, 2.9 MiB, to {workflow}\n", "")
+    assert (done.code, done.out, done.err) == (0, f"fetched 3 files, 19 MiB, to {workflow}\n", "")
     here = cli.folder / workflow
     assert contents(here) == ["master/logs/a.txt", "master/model.pt", "worker/worker.txt"]
     (model,) = cli.folder.glob("gpu*/**/training/master/0/output/model.pt")
@@ -74,8 +76,26 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
     assert (done.code, done.out) == (2, "")
     assert done.err == "error: no output file matches `nothing`\nfiles: `worker.txt`\n"
 
+    # A transfer continues after its connection broke.
+    nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
+    reached: list[int] = []
+
+    def break_once(progress: OutputProgress) -> None:
+        reached.append(progress.done)
+        if progress.done > 2 and not broken:
+            broken.append(progress.done)
+            lab.servers[nodes["master"]].restart()
+
+    broken: list[int] = []
+    with Client(environ=cli.environment, folder=cli.folder) as client:
+        record = find_workflow(client, workflow)
+        fetched = fetch_output_files(client, record, cli.folder / "again", tasks=["master"], on_progress=break_once)
+    assert (fetched.errors, broken != []) == ((), True)
+    assert min(reached[reached.index(broken[0]) :]) == broken[0], "it did not begin again"
+    assert (cli.folder / "again" / "model.pt").read_bytes() == model.read_bytes()
+
     # A node that does not answer does not prevent the others.
-    node = next(task["node_name"] for name, task in cli.tasks(workflow).items() if name == "worker")
+    node = nodes["worker"]
     lab.servers[node].stop()
     done = cli.run("fetch", workflow, "--to", "rest")
     assert done.code == 3
