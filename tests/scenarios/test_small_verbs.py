@@ -113,7 +113,7 @@ def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
 def test_validate_takes_the_labels_of_submit(cli: Cli) -> None:
     spec = cli.spec(TASK.replace("NAME", "n").replace("CODE", "true").replace("{name: n", "{labels: {a: b}, name: n"))
     assert cli.run("workflow", "validate", spec, "--label", "team=vision").code == 0
-    for labels, said in ((["team"], "not of the form NAME=VALUE"), (["team=a b"], "is not a valid label value")):
+    for labels, said in ((["team"], "not of the form KEY=VALUE"), (["team=a b"], "is not a valid label value")):
         done = cli.run("workflow", "validate", spec, "--label", *labels)
         assert (done.code, said in done.err) == (2, True), done.err
     many = [word for number in range(16) for word in ("--label", f"l{number}=x")]

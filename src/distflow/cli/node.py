@@ -73,7 +73,11 @@ def clean(
         # The JSON document already contains the error.
         raise typer.Exit(NodeUnreachable.exit_code)
     if failed:
-        raise NodeUnreachable(failed[0].node, failed[0].error)
+        raise NodeUnreachable(failed[0].node, failed[0].error, hint=_details(failed[0].node, pool))
+
+
+def _details(node: str, pool: str | None) -> str:
+    return f"details: distflow pool check{f' --pool {pool}' if pool else ''} --node {node}"
 
 
 def _seconds(text: str) -> float:
@@ -120,7 +124,7 @@ def reap(
         print(json.dumps({"dry_run": dry_run, "nodes": [_reaped_json(one) for one in results]}, indent=2))
     else:
         _show_reaped(results, dry_run, ids)
-    error = _worst_error(results, ids)
+    error = _worst_error(results, ids, pool)
     if error is None:
         return
     if format_type is Format.JSON:
@@ -129,10 +133,11 @@ def reap(
     raise error
 
 
-def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str]) -> DistflowError | None:
+def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str], pool: str | None) -> DistflowError | None:
     for one in results:
         if one.error:
-            return NodeError(one.node, replace_uuids(one.error.removeprefix(f"{one.node}: "), ids))
+            message = replace_uuids(one.error.removeprefix(f"{one.node}: "), ids)
+            return NodeError(one.node, message, hint=_details(one.node, pool))
     for one in results:
         for left in one.found:
             if left.error:
@@ -215,7 +220,9 @@ def uninstall(
         # The JSON document already contains the error.
         raise typer.Exit(NodeError.exit_code)
     if failed:
-        raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
+        raise NodeError(
+            failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "), hint=_details(failed[0].node, pool)
+        )
 
 
 def _ask_first(nodes: Sequence[PoolNode]) -> None:

@@ -200,9 +200,10 @@ class LazyGroup(_Group):
         name, known = args[0], self.list_commands(ctx)
         is_command = name in known or name.startswith("-") or self.get_command(ctx, name) is not None
         if not is_command and not ctx.resilient_parsing:
-            from distflow.documents.text import did_you_mean
+            from distflow.documents.text import most_similar
 
-            hint = did_you_mean(name, known, what="commands")
+            near = most_similar(name, known)
+            hint = f"{f'did you mean `{near}`? ' if near else ''}all commands: {ctx.command_path} --help"
             raise InputError(f"`{ctx.command_path} {name}` is not a command", hint=hint)
         return super().resolve_command(ctx, args)
 

@@ -15,6 +15,7 @@ from distflow.client.credentials import credential_problems
 from distflow.client.previous_outputs import previous_output_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.schema import load_schema
+from distflow.documents.text import few
 from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -209,10 +210,21 @@ def propose_placement(
                     where=mark,
                     severity=severity,
                     message=f"group {group.name!r} can never run in pool {pool.name!r}",
-                    hint="\n".join(f"{one.task}: {reason}" for one in unplaced for reason in one.reasons),
+                    hint=_why_unplaced(unplaced),
                 )
             )
     return placement, tuple(problems)
+
+
+def _why_unplaced(unplaced: Sequence[Unplaced]) -> str:
+    """Return the reasons of each node, with the tasks that share them, and what to do."""
+    tasks: dict[str, list[str]] = {}
+    for one in unplaced:
+        for reason in one.reasons:
+            tasks.setdefault(reason, []).append(one.task)
+    lines = [f"{few(names)}: {reason}" for reason, names in tasks.items()]
+    remedy = "request less in `resources`, or use a pool with other nodes: `distflow pool list` shows all"
+    return "\n".join([few(lines, "\n", most=3), remedy])
 
 
 def output_schema_text(command: str) -> str:

@@ -320,7 +320,8 @@ def _request_end(client: Client, key: str, message: str, force: bool) -> Workflo
 
     record = client.store.find(key)
     if record.state.is_final:
-        raise InputError(f"{record.id} has already ended: {record.status}")
+        hint = f"there is nothing to stop. Its result: distflow workflow query {record.id}"
+        raise InputError(f"{record.id} has already ended: {record.status}", hint=hint)
     at, user = time.time(), user_name()  # noqa: TID251  the moment of the request
     details = CancelRequested(user=user, message=message, is_forced=force)
     request = CancelRequest(at=at, by=user, message=message, force=force)

@@ -14,7 +14,7 @@ from typing import Any
 
 from distflow.documents.document import Document, Path, path_text
 from distflow.documents.problems import Mark, Problem
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, most_similar
 
 __all__ = ["Explain", "load_schema", "schema_problems", "schema_text"]
 
@@ -91,6 +91,10 @@ def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explai
     elif keyword == "required":
         # jsonschema reports each missing key separately, and names it only in its message.
         missing = [key for key in rule["required"] if key not in value and f"'{key}'" in error.message]
+        # The problem of a mistyped key already suggests the missing one.
+        known = rule.get("properties", {})
+        mistyped = [key for key in value if key not in known] if rule.get("additionalProperties") is False else []
+        missing = [key for key in missing if not any(most_similar(one, known) == key for one in mistyped)]
         for key in missing:
             expects = _expects(rule.get("properties", {}).get(key, {}), root)
             shown = f"`{path_text(path)}`" if path else "the document"
@@ -165,7 +169,9 @@ def _words(
     if keyword in bounds:
         return f"{name} must be {bounds[keyword]}, not {shown}", ""
     if keyword == "enum":
-        return f"{name} must be one of {', '.join(f'`{choice}`' for choice in rule['enum'])}, not {shown}", ""
+        near = most_similar(str(value), [str(choice) for choice in rule["enum"]])
+        hint = f"did you mean `{near}`?" if near else ""
+        return f"{name} must be one of {', '.join(f'`{choice}`' for choice in rule['enum'])}, not {shown}", hint
     return f"{name} must be {expects or 'something else'}, not {shown}", ""
 
 

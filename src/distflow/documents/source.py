@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound
+from distflow.documents.text import most_similar
 
 __all__ = ["LIMIT", "decode", "read_bytes", "read_text"]
 
 LIMIT = 4 << 20
 """The maximum size of a document in bytes."""
 _YAML = "YAML file"
+_MOST_NAMES = 1000
+"""Names that are compared with that of a missing file."""
 
 _WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
     {
@@ -36,7 +40,7 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
         # O_NONBLOCK, because opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise _found(shown, "the file does not exist", "check the path; it is relative to the current directory") from None
+        raise _found(shown, "the file does not exist", _similar_file(path)) from None
     except (OSError, ValueError) as error:
         raise _found(shown, f"the file cannot be read: {_reason(error)}") from None
     try:
@@ -83,6 +87,20 @@ def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) ->
 
 def _found(shown: str, message: str, hint: str = "", *, line: int = 0) -> ProblemsFound:
     return ProblemsFound([Problem(where=Mark(shown, line), message=message, hint=hint)])
+
+
+def _similar_file(path: str) -> str:
+    """Return a hint with the most similar name in the directory of a missing file."""
+    folder, name = os.path.split(path)
+    try:
+        with os.scandir(folder or ".") as entries:
+            names = [entry.name for entry in itertools.islice(entries, _MOST_NAMES)]
+    except OSError:
+        return f"the directory `{folder}` does not exist, either: check the path"
+    near = most_similar(name, names)
+    if near is not None:
+        return f"did you mean `{os.path.join(folder, near)}`?"
+    return "check the path; it is relative to the current directory"
 
 
 def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:

@@ -222,7 +222,8 @@ def choose_pool(
         where = configuration.file or "the built-in configuration"
         alone = f"; `--pool {_HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
         near = did_you_mean(name, configuration.pools, what="pools")
-        raise NotFound(f"there is no pool `{name}` in {where}", hint=f"{near}{alone}")
+        by = "" if given or not wanted else ", but the spec has it as its `pool`"
+        raise NotFound(f"there is no pool `{name}` in {where}{by}", hint=f"{near}{alone}")
     if hosts is None:
         return pool
     base = configuration.bases.get(name)

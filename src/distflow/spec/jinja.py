@@ -21,7 +21,7 @@ from jinja2.lexer import Token, TokenStream
 from jinja2.sandbox import SandboxedEnvironment
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, most_similar
 from distflow.spec.tokens import TOKEN_NAMES
 
 __all__ = ["BoundedEnvironment", "Names", "read_names", "render_template"]
@@ -200,7 +200,7 @@ class Names:
 
 def read_names(template: str, file: str) -> Names:
     """Return the variables that a template uses and assigns. Raises ``ProblemsFound`` if it is not a template."""
-    tree = _guarded(file, lambda: _parsed(template))
+    tree = _guarded(file, lambda: _parsed(template), template)
     names = list(tree.find_all(nodes.Name))
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
     return Names(
@@ -272,7 +272,7 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
     except UndefinedError as error:
         raise ProblemsFound(_undefined(file, error, template, variables or {})) from None
     except TemplateSyntaxError as error:
-        hint = _COMMENT_HINT if "comment" in (error.message or "") else _SYNTAX_HINT
+        hint = _COMMENT_HINT if "comment" in (error.message or "") else _syntax_hint(template, error.lineno)
         _refuse(file, error.lineno, f"the template is not valid: {_sentence(error.message)}", hint)
     except SecurityError as error:
         message = _sentence(str(error))
@@ -314,6 +314,15 @@ def _undefined(file: str, error: UndefinedError, template: str, variables: Mappi
         yield Problem(
             where=Mark(file, first), message=f"the variable `{undefined}` is not defined", hint=_remedy(undefined, variables)
         )
+
+
+def _syntax_hint(template: str, line: int) -> str:
+    """Return a hint for a line that is not valid. It may have a token with a mistyped name, such as ``{{hots:master}}``."""
+    lines = template.split("\n")
+    for name in re.findall(r"\{\{\s*(\w+)\s*:", lines[line - 1] if 0 < line <= len(lines) else ""):
+        if name not in ("host", "input") and (near := most_similar(name, ("host", "input"))):
+            return f"did you mean `{{{{{near}:…}}}}`? Otherwise, {_SYNTAX_HINT}"
+    return _SYNTAX_HINT
 
 
 def _remedy(name: str, variables: Mapping[str, Any]) -> str:

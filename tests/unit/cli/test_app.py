@@ -52,9 +52,13 @@ def test_commands_of_osmos_server_say_that_there_is_none(command: str, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["stats"], "`distflow stats` is not a command", "did you mean `status`? commands: `credential`"),
-        (["workflow", "qery"], "`distflow workflow qery` is not a command", "did you mean `query`? commands: `adopt`"),
-        (["%"], "`distflow %` is not a command", "commands: `credential`"),
+        (["stats"], "`distflow stats` is not a command", "did you mean `status`? all commands: distflow --help"),
+        (
+            ["workflow", "qery"],
+            "`distflow workflow qery` is not a command",
+            "did you mean `query`? all commands: distflow workflow --help",
+        ),
+        (["%"], "`distflow %` is not a command", "all commands: distflow --help"),
     ],
 )
 def test_unknown_command_suggests_a_similar_one(

@@ -207,7 +207,7 @@ def test_a_hostfile_for_a_pool_that_cannot_have_one_is_refused() -> None:
         choose_pool(lab(), given="here", hosts=hosts)
     with pytest.raises(
         NotFound,
-        match=r"there is no pool `lba` in distflow\.yaml\ndid you mean `lab`\? pools: `here`, `lab`; `--pool hostfile`",
+        match=r"`lba` in distflow\.yaml, but the spec has it as its `pool`\ndid you mean `lab`\? .*; `--pool hostfile`",
     ):
         choose_pool(lab(), wanted="lba", hosts=hosts)
     with pytest.raises(NotFound, match=r"there is no pool `hostfile` in distflow\.yaml\npools: `here`, `lab`$"):

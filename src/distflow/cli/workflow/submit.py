@@ -238,7 +238,10 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
         if not equals and item in os.environ:
             value = os.environ[item]
         elif not equals or not name:
-            hint = "NAME alone takes the value from the environment of this command, which does not have this variable"
+            hint = (
+                "write NAME=VALUE, or set the variable first: NAME alone takes its value from the environment of this command, "
+                "which does not have it"
+            )
             raise InputError(f"value {position} of --set-env is not of the form NAME=VALUE", hint=hint)
         secrets[name] = Secret(value)
     return Overrides(
@@ -248,16 +251,17 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
     )
 
 
-def _pair(flag: str, item: str) -> tuple[str, str]:
+def _pair(flag: str, item: str, name_of: str = "NAME") -> tuple[str, str]:
     name, equals, value = item.partition("=")
     if not equals or not name:
-        raise InputError(f"{flag} `{item}` is not of the form NAME=VALUE")
+        example = f"{name or name_of.lower()}=VALUE"
+        raise InputError(f"{flag} `{item}` is not of the form {name_of}=VALUE", hint=f"write {flag} {example}")
     return name, value
 
 
 def _parse_labels(items: Sequence[str]) -> dict[str, str]:
     """Return the labels of ``--label``. Raises ``InputError`` if one is not valid."""
-    labels = dict(_pair("--label", item) for item in items)
+    labels = dict(_pair("--label", item, "KEY") for item in items)
     for key, value in labels.items():
         try:
             check_label(key, value)

@@ -52,6 +52,8 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     problems: list[Problem] = []
     scattered = False
     for group in spec.groups:
+        if len({task.name for task in group.tasks}) < len(group.tasks):
+            continue  # the parser has reported the name that is used twice
         alone = _alone(spec, group)
         world, found = _check_with_strategy(spec, group, alone=alone)
         found += [] if errors_of(found) else [*unread_strategy(group), *restart_problems(group, world)]
