@@ -20,7 +20,7 @@ help:
 	@echo "make bench   measure speed against a bare Python, ssh loops, torchrun, pdsh, scp and rsync (over half an hour)"
 	@echo "make soak    run gangs with random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
 	@echo "make format  fix style and format the code"
-	@echo "make docs    regenerate the generated parts of docs/"
+	@echo "make docs    regenerate the generated parts of docs/, and build the website in site/"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
@@ -86,6 +86,8 @@ soak: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/generate_docs.py
+	[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
