@@ -167,6 +167,24 @@ def test_a_directory_with_other_exclusions_has_a_record_of_its_own(folder: Path,
     assert len(list((folder / "blobs").glob("*.seen"))) == 2
 
 
+@pytest.mark.parametrize(("dense", "text", "is_compressed"), [(15, 1, False), (1, 3, True), (0, 4, True)])
+def test_bytes_that_do_not_compress_are_sent_as_they_are(folder: Path, dense: int, text: int, is_compressed: bool) -> None:
+    (folder / "what").mkdir()
+    for number in range(dense):
+        (folder / "what" / f"weights-{number}").write_bytes(os.urandom(300_000))
+    for number in range(text):
+        (folder / "what" / f"text-{number}").write_bytes(b"some words " * 27_000)
+    one = bundle(folder)
+    total = sum(path.stat().st_size for path in (folder / "what").iterdir())
+    assert (one.size < total) is is_compressed
+    assert bundle(folder) == one
+    with tarfile.open(folder / "blobs" / one.digest) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            assert file.read() == (folder / "what" / member.name).read_bytes()
+
+
 def test_nothing_is_recorded_of_files_that_have_just_changed(folder: Path) -> None:
     (folder / "what").mkdir()
     (folder / "what" / "a.py").write_text("one")
