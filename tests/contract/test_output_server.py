@@ -23,8 +23,10 @@ def reader(node: NodeUnderTest, attempt: str, **options: Any) -> OutputReader:
 
 
 def fetch(one: OutputReader, folder: Path) -> output_reader.FetchCounts:
+    counts = output_reader.FetchCounts()
     with one:
-        return one.fetch(one.files, folder, lambda *_: None)
+        one.fetch(one.files, folder, lambda *_: None, counts)
+    return counts
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,7 +57,8 @@ def test_files_of_an_attempt_are_listed_and_fetched(node: NodeUnderTest, tmp_pat
         assert len(one.files) == len(wanted) + 2
         assert one.others == 2
         done: dict[str, int] = {}
-        counts = one.fetch(one.files, here, done.__setitem__)
+        counts = output_reader.FetchCounts()
+        one.fetch(one.files, here, done.__setitem__, counts)
     assert (counts.files, counts.unchanged, counts.left_out, counts.problems) == (len(wanted) + 2, 0, 0, [])
     steps = {"latest/state": wanted["steps/100/state"], "log.txt": b"of the task"}
     assert contents(here) == {name: content for name, content in (wanted | steps).items() if not name.startswith("latest")}
@@ -87,7 +90,7 @@ def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp
                 raise KeyboardInterrupt
 
         with reader(node, attempt) as one, pytest.raises(KeyboardInterrupt):
-            one.fetch(one.files, tmp_path, stop)
+            one.fetch(one.files, tmp_path, stop, output_reader.FetchCounts())
         assert not (tmp_path / "model.pt").exists()
         (part,) = tmp_path.glob(".distflow-*.part")
         return part.stat().st_size
@@ -95,7 +98,7 @@ def test_an_interrupted_file_continues_where_it_stopped(node: NodeUnderTest, tmp
     at = interrupted()
     reached: list[int] = []
     with reader(node, attempt) as one:
-        one.fetch(one.files, tmp_path, lambda _, done: reached.append(done))
+        one.fetch(one.files, tmp_path, lambda _, done: reached.append(done), output_reader.FetchCounts())
     assert reached[0] == at
     assert (tmp_path / "model.pt").read_bytes() == content
 
@@ -184,7 +187,7 @@ def test_links_do_not_lead_outside_together(tmp_path: Path) -> None:
 
     # A file is not written through a link of an earlier fetch that leads outside.
     (here / "out").symlink_to(tmp_path)
-    with pytest.raises(AgentError, match="through a link"):
+    with pytest.raises(StorageError, match="leads through a link out of"):
         fetch(hostile([["out/x", 1, 0, False, ""]], answer(b"1")), here)
     assert not (tmp_path / "x").exists()
 

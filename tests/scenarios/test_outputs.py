@@ -66,6 +66,7 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
     assert (here / "master" / "model.pt").read_bytes() == model.read_bytes()
     assert cli.run("fetch", workflow).out == f"fetched 0 files, 0 B, to {workflow}; 3 were already there\n"
 
+    assert cli.run("fetch", workflow, "{{output}}/", "--to", workflow).out.endswith("; 3 were already there\n")
     done = cli.run("fetch", workflow, "*.pt", "--to", "results", "-t", "json")
     assert json.loads(done.out)["tasks"] == [{"name": "master", "folder": "results"}]
     assert contents(cli.folder / "results") == ["model.pt"]
@@ -90,7 +91,7 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
     with Client(environ=cli.environment, folder=cli.folder) as client:
         record = find_workflow(client, workflow)
         fetched = fetch_output_files(client, record, cli.folder / "again", tasks=["master"], on_progress=break_once)
-    assert (fetched.errors, broken != []) == ((), True)
+    assert (fetched.errors, fetched.files, fetched.unchanged, broken != []) == ((), 2, 0, True)
     assert min(reached[reached.index(broken[0]) :]) == broken[0], "it did not begin again"
     assert (cli.folder / "again" / "model.pt").read_bytes() == model.read_bytes()
 

@@ -228,7 +228,7 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
 
 def _choose(tasks: Sequence[_Task], paths: Sequence[str], command: str) -> list[_Task]:
     """Return the tasks with files that match ``paths``, with these files. Raises ``NotFound``. ``command`` lists all files."""
-    patterns = [(path, path.removeprefix("./").rstrip("/")) for path in paths]
+    patterns = [(path, path.removeprefix("{{output}}").lstrip("/").removeprefix("./").rstrip("/")) for path in paths]
     matched = set()
     for task in tasks:
         files = []
@@ -251,7 +251,7 @@ def _choose(tasks: Sequence[_Task], paths: Sequence[str], command: str) -> list[
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern)
+    return pattern in ("", ".", name) or name.startswith(f"{pattern}/") or fnmatchcase(name, pattern)
 
 
 def _make_folders(folders: Mapping[str, Path]) -> None:
@@ -335,7 +335,7 @@ class _Nodes:
                     with self._reader(task) as reader:
                         wanted = {one.name for one in task.files}
                         files = [one for one in reader.files if one.name in wanted]
-                        counts[id(task)] = reader.fetch(files, folders[name], on_progress)
+                        reader.fetch(files, folders[name], on_progress, counts[id(task)])
                     return
                 except NodeUnreachable:
                     tries_left -= 1

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,8 @@ class FetchCounts:
     """Links that would lead out of the local directory."""
     problems: list[str] = field(default_factory=list)
     """Files that the node could not send, each with the reason."""
+    finished: set[str] = field(default_factory=set)
+    """The names of all these files and links. The next call does not count them again."""
 
 
 class OutputReader:
@@ -115,7 +117,9 @@ class OutputReader:
         """Close the connection. May be called twice."""
         self._stream.close()
 
-    def fetch(self, files: Sequence[RemoteFile], folder: Path, on_progress: Callable[[str, int], None]) -> FetchCounts:
+    def fetch(
+        self, files: Iterable[RemoteFile], folder: Path, on_progress: Callable[[str, int], None], counts: FetchCounts
+    ) -> None:
         """Copy files below ``folder``, which exists, with their modification times.
 
         A file gets its name when it is complete. Until then, its data is in a hidden file next to it, and the next call
@@ -125,6 +129,7 @@ class OutputReader:
             files: Some of ``self.files``.
             folder: The local directory.
             on_progress: Called with the name of a file and the number of its bytes that are here.
+            counts: The counts, which are updated. Pass the same ones after a connection broke.
 
         Raises:
             AgentError: if the node's messages are malformed.
@@ -132,7 +137,7 @@ class OutputReader:
             StorageError: if a file cannot be written here.
 
         """
-        counts, known = FetchCounts(), set[str]()
+        files, known = [one for one in files if one.name not in counts.finished], set[str]()
         requested: deque[_LocalFile] = deque()
         left: deque[_LocalFile] = deque()
         try:
@@ -141,6 +146,7 @@ class OutputReader:
                     local = _LocalFile(folder, file, self._source, known)
                     if local.is_unchanged():
                         counts.unchanged += 1
+                        counts.finished.add(file.name)
                         on_progress(file.name, file.size)
                     else:
                         left.append(local)
@@ -153,10 +159,12 @@ class OutputReader:
                     self._stream.write(encode({"file": local.file.name, "at": at, "prefix": prefix}))
                 if requested:
                     self._receive(requested[0], counts, on_progress)
+                    counts.finished.add(requested[0].file.name)
                     requested.popleft().close()
             for file in files:
                 if file.link:
                     _make_link(folder, file, counts, known)
+                    counts.finished.add(file.name)
         except OSError as error:
             raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from error
         except OpError as error:
@@ -164,7 +172,6 @@ class OutputReader:
         finally:
             for local in requested:
                 local.close()
-        return counts
 
     def _receive(self, local: _LocalFile, counts: FetchCounts, on_progress: Callable[[str, int], None]) -> None:
         """Receive the answer to the oldest request."""
@@ -218,6 +225,15 @@ class OutputReader:
         return tuple(found), int(answer.get("others", 0))
 
 
+def _place_of(folder: Path, name: str, known: set[str]) -> str:
+    """Return the path of a file below ``folder``. Raises ``StorageError`` if a link of this machine leads out of it."""
+    try:
+        return path_inside(os.fspath(folder), name, known)
+    except OpError:
+        text = f"{folder / name} leads through a link out of {folder}, so nothing is written there"
+        raise StorageError(text, hint="choose another directory with --to, or remove the link") from None
+
+
 def _is_room_for(file: RemoteFile, requested: deque[_LocalFile]) -> bool:
     """Whether a file may be requested before the previous ones have arrived."""
     if not requested:
@@ -237,7 +253,7 @@ class _LocalFile:
 
     def __init__(self, folder: Path, file: RemoteFile, source: str, known: set[str]) -> None:
         self.file = file
-        self._path = path_inside(os.fspath(folder), file.name, known)
+        self._path = _place_of(folder, file.name, known)
         # The name is the same in the next try, and not longer than a file name may be.
         name = hashlib.sha256(f"{source}/{file.name}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._part = os.path.join(os.path.dirname(self._path), f".distflow-{name}.part")
@@ -324,7 +340,7 @@ def _bounded(modified_ns: int) -> int:
 
 def _make_link(folder: Path, file: RemoteFile, counts: FetchCounts, known: set[str]) -> None:
     """Create a link if it stays inside ``folder``. Its target may lead through other links, which all stay inside."""
-    path = path_inside(os.fspath(folder), file.name, known)
+    path = _place_of(folder, file.name, known)
     known.clear()  # paths through this link lead elsewhere
     *up, last = file.link.split("/")
     below = os.path.relpath(os.path.realpath(os.path.dirname(path)), os.path.realpath(folder))
