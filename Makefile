@@ -10,12 +10,13 @@ DEMO_STAMP := $(VENV)/.installed-for-demo
 LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
 LINT_FLAGS := --no-print-directory --jobs --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 
-.PHONY: demo check test lint $(LINTS) format bench soak docs clean help
+.PHONY: demo check test coverage lint $(LINTS) format bench soak docs clean help
 
 help:
 	@echo "make demo    install distflow and train a small model on this machine"
 	@echo "make check   the fast checks after each edit: lint, unit and contract tests (tests/README.md)"
 	@echo "make test    the whole test suite"
+	@echo "make coverage  the branches that the unit tests reach; fails below the floor in pyproject.toml"
 	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the code for nodes, prose and spelling"
 	@echo "make bench   measure speed against a bare Python, ssh loops, torchrun, pdsh, scp and rsync (over half an hour)"
 	@echo "make soak    run gangs with random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
@@ -49,6 +50,11 @@ test: $(STAMP)
 	@sh scripts/install_shells.sh
 	@. scripts/apt.sh; command -v rsync >/dev/null 2>&1 || apt_install rsync || echo "rsync is missing: run sudo apt-get install rsync" >&2
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# Separate from `make test`, because measuring costs time. Processes on nodes are not measured.
+coverage: $(STAMP)
+	$(BIN)/coverage run -m pytest -n 0 -m "not ssh and not torch" tests/unit $(ARGS)
+	$(BIN)/coverage report
 
 lint: $(STAMP)
 	@$(MAKE) $(LINT_FLAGS) $(LINTS)

@@ -24,7 +24,18 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKED = ("README.md", "CHANGELOG.md", "SECURITY.md", "docs", "workflow_specs", "src", "scripts", "benchmarks", "tests")
+CHECKED = (
+    "README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "docs",
+    "workflow_specs",
+    "src",
+    "scripts",
+    "benchmarks",
+    "tests",
+)
 SUFFIXES = {".md": "markdown", ".py": "python", ".json": "text", ".yaml": "text", ".sh": "text"}
 
 _TO_BE = "(?:is|are|was|were|be|been|being)"

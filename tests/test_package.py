@@ -134,3 +134,21 @@ def test_the_action_validates_and_submits(tmp_path: Path) -> None:
         ],
     }  # fmt: skip
     assert (tmp_path / "out").read_text() == "junit=report.xml\n"
+
+
+def test_the_files_for_contributors_are_valid() -> None:
+    workflows = {path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/workflows").iterdir()}
+    assert set(workflows) == {"ci.yml", "release.yml"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for job in (job for workflow in workflows.values() for job in workflow["jobs"].values()):
+        assert job["timeout-minutes"]
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            for target in re.findall(r"^make ([a-z]+)$", step.get("run", ""), re.MULTILINE):
+                assert f"\n{target}: $(STAMP)\n" in makefile
+    for name in (".pre-commit-config.yaml", ".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/feature.yml"):
+        assert yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    for hook in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]:
+        program, *arguments = hook["entry"].split()
+        assert program in (".venv/bin/ruff", ".venv/bin/python", ".venv/bin/distflow")
+        assert all((ROOT / one).exists() for one in arguments if one.startswith("scripts/"))

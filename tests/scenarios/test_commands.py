@@ -147,3 +147,13 @@ def test_a_task_in_pool_local_runs_with_the_submitters_umask(cli: Cli) -> None:
     workflow = cli.submit(_spec(cli, 'umask; echo made > "{{output}}/made"'))
     cli.await_status(workflow, "COMPLETED")
     assert cli.logs(workflow).strip().endswith(f"{usual:04o}")
+
+
+def test_the_first_example_of_the_help_works_in_an_empty_directory(cli: Cli) -> None:
+    (cli.folder / "empty").mkdir()
+    example = cli.run("--help", cwd=cli.folder).out.rpartition("Example: ")[2]
+    assert example.startswith("distflow ")
+    for command in " ".join(example.split()).split(" && "):
+        done = cli.run(*command.split()[1:], cwd=cli.folder / "empty")
+        assert done.code == 0, done.err
+    assert "[worker] rank 1 of 2" in done.out
