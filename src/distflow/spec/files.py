@@ -290,6 +290,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
                 bundles[key] = _store_tree(Path(file.local_path), file.exclude, blobs, packing)
             else:
                 bundles[key] = _store_file(Path(file.local_path), blobs, kept, packing)
+        except _LinkOutside as error:
+            hint = "name it in `.gitignore` or in `exclude`, or replace the link with a copy of its target"
+            problems.append(Problem(where=file.path.mark, message=str(error), hint=hint))
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
                 raise StateError(
@@ -299,6 +302,10 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
             hint = "make the file readable, or remove it from `files`"
             problems.append(Problem(where=file.path.mark, message=message, hint=hint))
     return bundles, tuple(problems)
+
+
+class _LinkOutside(Exception):
+    """A directory contains a link that would lead outside of it on the node, which refuses such an archive."""
 
 
 def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
@@ -385,6 +392,9 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
     paths = list(_tree(root, root, [(root, _patterns(exclude))] if exclude else []))
     start = len(str(root)) + 1
     entries = [(str(path)[start:], path.lstat()) for path in paths]
+    for name, info in entries:
+        if stat.S_ISLNK(info.st_mode):
+            _check_link(root, name)
     seen = Stored(blobs, "\0".join((str(root), *exclude)), entries)
     if (known := seen.find()) is not None:
         return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
@@ -426,6 +436,12 @@ def _gzip_level(sizes: Sequence[tuple[Path, int]]) -> int:
             position += step
         position -= size
     return 0 if dense > _SAMPLES * 3 // 4 else 3
+
+
+def _check_link(root: Path, name: str) -> None:
+    target = os.readlink(root / name)
+    if target.startswith("/") or posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).split("/")[0] == "..":
+        raise _LinkOutside(f"cannot send the link `{root / name}`: it leads to `{target}`, outside of the sent directory")
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> None:

@@ -344,3 +344,15 @@ def test_a_distflow_that_is_installed_is_found_behind_it(tmp_path: Path) -> None
     errors, train = python(BARE, folder, text, path=str(installed)).splitlines()
     assert Path(errors) == installed / "distflow" / "errors.py"
     assert Path(train) == folder / "distflow" / "train" / "distributed.py"
+
+
+@pytest.mark.parametrize(("name", "target"), [("data", "/etc"), ("sub/data", "../../elsewhere"), ("sub/data", "..")])
+def test_a_link_out_of_a_directory_is_refused_before_the_start(folder: Path, tree: Path, name: str, target: str) -> None:
+    (tree / name).symlink_to(target)
+    if target == "..":  # the directory itself
+        bundle(folder)
+        return
+    _, (problem,) = bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")
+    assert f"cannot send the link `{tree / name}`: it leads to `{target}`, outside of the sent directory" in problem.as_text()
+    (tree / ".gitignore").write_text("data\n")
+    bundle(folder)
