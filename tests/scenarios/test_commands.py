@@ -41,6 +41,7 @@ def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
 def test_wait_with_json_prints_one_document(cli: Cli) -> None:
     done = cli.run("workflow", "submit", _spec(cli, "echo one"), "--wait", "-t", "json")
     assert json.loads(done.out)["status"] == "COMPLETED"
+    assert json.loads(done.out)["outputs_until"] == cli.query("work-1")["outputs_until"] is not None
     assert_documented(json.loads(done.out), "query")
     assert_documented(cli.query("work-1", "--verbose"), "query")
     assert_documented(json.loads(cli.run("workflow", "list", "-t", "json").out), "list")

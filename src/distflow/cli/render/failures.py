@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
@@ -173,6 +173,8 @@ def _small(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
+_ONLY_EXCEPTION = "exception"
+"""The key of the diagnosis that knows only the exception."""
 _SHOWN_LINES = 5
 """The number of last lines to show of a failed task if no rule applies."""
 
@@ -242,15 +244,15 @@ def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
     return diagnosis.remedy.replace("<id>", record.id)
 
 
-def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], *, without: Container[str] = ()) -> dict[str, str]:
+def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup]) -> dict[str, str]:
     """Return the remedy of each failed group's most specific diagnosis, by the name of the group.
 
-    ``without``: keys of diagnoses that are left out.
+    A diagnosis that knows only the exception is left out, because the cause itself shows the exception.
     """
     return {
         one.group.name: remedy_of(record, one.diagnoses[0])
         for one in examined
-        if one.diagnoses and one.group.state is State.FAILED and one.diagnoses[0].key not in without
+        if one.diagnoses and one.group.state is State.FAILED and one.diagnoses[0].key != _ONLY_EXCEPTION
     }
 
 
@@ -268,14 +270,16 @@ def end_text(
 
     """
     lines: list[str] = []
-    failed = sorted(((one.group.cause.at, one.group) for one in examined if one.group.cause), key=lambda pair: pair[0])
+    failed = sorted(((one.group.cause.at, one) for one in examined if one.group.cause), key=lambda pair: pair[0])
     details = ""
     if failed:
-        group = failed[0][1]
+        first = failed[0][1]
+        group = first.group
         assert group.cause is not None  # noqa: S101  it was chosen for its cause
         lines += cause_lines(group.cause, paint)
-        lines += [f"Remedy:  {words}" for name, words in remedies_of(record, examined).items() if name == group.name]
-        lines += [f"Also failed: {other.name}: {cause_words(other.cause)}" for _, other in failed[1:] if other.cause]
+        lines += [f"Remedy:  {remedy_of(record, diagnosis)}" for diagnosis in first.diagnoses[:1]]
+        others = [one.group for _, one in failed[1:]]
+        lines += [f"Also failed: {other.name}: {cause_words(other.cause)}" for other in others if other.cause]
         lines.append(f"Logs:    distflow workflow logs {record.id} --task {group.cause.task}")
         details = f"Details: distflow workflow why {record.id}"
     elif record.state is not WorkflowState.COMPLETED:

@@ -92,4 +92,4 @@ def _remedies(client: Client, record: WorkflowRecord) -> Mapping[str, str]:
     from distflow.cli.render.failures import remedies_of
     from distflow.client.failures import diagnose_groups
 
-    return remedies_of(record, diagnose_groups(client, record), without=("exception",))
+    return remedies_of(record, diagnose_groups(client, record))

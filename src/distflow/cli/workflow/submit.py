@@ -473,12 +473,7 @@ def wait_for_end(
         raise _OutputClosed(f"{record.id} continues to run, but the reader of its logs has exited") from None
     if on_end is not None:
         on_end(final)
-    if quiet:
-        from distflow.cli.render.workflow_json import workflow_json
-        from distflow.client.workflows import plan_of
-
-        print(json.dumps(workflow_json(final, plan_of(client, final)), indent=2))
-    _print_end(client, final, fetches=fetches)
+    _print_end(client, final, format_type, fetches=fetches)
     if final.state is not WorkflowState.COMPLETED:
         raise WorkflowEnded("")
 
@@ -488,9 +483,9 @@ class _OutputClosed(DistflowError):
     """The same exit code as that of ``query --exit-status`` for a workflow that has not ended."""
 
 
-def _print_end(client: Client, record: WorkflowRecord, *, fetches: bool) -> None:
-    """Print why a workflow failed, and where its logs and outputs are, after the status has been reported."""
-    from distflow.cli.render.failures import end_text
+def _print_end(client: Client, record: WorkflowRecord, format_type: Format, *, fetches: bool) -> None:
+    """Print why a workflow failed, and where its logs and outputs are. With JSON, first print its document."""
+    from distflow.cli.render.failures import end_text, remedies_of
     from distflow.client.workflows import outputs_until
 
     examined = []
@@ -499,6 +494,13 @@ def _print_end(client: Client, record: WorkflowRecord, *, fetches: bool) -> None
 
         examined = diagnose_groups(client, record)
     until = outputs_until(client, record)
+    if format_type is Format.JSON:
+        from distflow.cli.render.workflow_json import workflow_json
+        from distflow.client.workflows import plan_of
+
+        remedies = remedies_of(record, examined)
+        document = workflow_json(record, plan_of(client, record), outputs_until=until, remedies=remedies)
+        print(json.dumps(document, indent=2))
     text = end_text(record, examined, paint=Paint.of(sys.stderr), outputs_until=until, fetches=fetches)
     with suppress(OSError):  # without a reader of standard error, the exit code still reports the end
         print(text, end="", file=sys.stderr, flush=True)
