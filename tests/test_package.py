@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distflow import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_PROJECT = re.compile(
     r"\bdistflow\[|\b(?:pipx?|uvx?)\b[^\n|#`]*?\b(?:install|add|run|inject)\b[^\n|#`]*?[ '\"]distflow(?=[\s'\"`=<>~,;)]|$)"
@@ -152,3 +154,9 @@ def test_the_files_for_contributors_are_valid() -> None:
         program, *arguments = hook["entry"].split()
         assert program in (".venv/bin/ruff", ".venv/bin/python", ".venv/bin/distflow")
         assert all((ROOT / one).exists() for one in arguments if one.startswith("scripts/"))
+
+
+def test_the_version_has_a_section_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert text.count("\n## [Unreleased]\n") == 1
+    assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
