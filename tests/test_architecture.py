@@ -79,8 +79,12 @@ def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
         assert "distflow.state.event_details" not in modules, "classes of all kinds of events, a sixth of the time of `list`"
 
 
-@pytest.mark.parametrize("line", ["distflow workflow ", "distflow logs x-1 --task ", "distflow list --status F"])
-def test_completion_imports_nothing_heavy(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "line", ["distflow workflow ", "distflow logs x-1 --task ", "distflow list --status F", "distflow pool check --node "]
+)
+def test_completion_imports_nothing_heavy(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "distflow.yaml").write_text("pools: {lab: {backend: ssh, nodes: [gpu1]}}")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("_DISTFLOW_COMPLETE", "complete_zsh")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
     modules = _imported([])

@@ -132,11 +132,12 @@ class Client:
 
         return Mirror(self.directory.logs)
 
-    def configuration(self, *, profile: bool = True) -> Configuration:
+    def configuration(self, *, profile: bool = True, names_only: bool = False) -> Configuration:
         """Read the configuration that applies in the client's folder.
 
         Args:
             profile: Whether the preferred pool of the user's profile replaces the configured default pool.
+            names_only: Whether to read only the names of pools and nodes, which is faster. Other values are not checked.
 
         Raises:
             InputError: if the working directory does not exist.
@@ -150,7 +151,7 @@ class Client:
             folder = self._folder or Path.cwd()
         except FileNotFoundError:
             raise InputError("the working directory no longer exists", hint="change to an existing directory") from None
-        found = load_configuration(folder, self.environ)
+        found = load_configuration(folder, self.environ, names_only=names_only)
         preferred = self.preferred_pool() if profile else None
         if preferred is None or preferred == found.default_pool:
             return found

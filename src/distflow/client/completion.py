@@ -62,7 +62,7 @@ def tag_names(client: Client) -> list[str]:
 
 def pool_names(client: Client) -> list[str]:
     """Return the names of the configured pools. Raises ``ProblemsFound`` if the configuration is wrong."""
-    return list(client.configuration(profile=False).pools)
+    return list(client.configuration(profile=False, names_only=True).pools)
 
 
 def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | None = None) -> list[str]:
@@ -72,7 +72,7 @@ def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | N
     """
     from distflow.pools.hostfile import with_hosts
 
-    configuration = with_hosts(client.configuration(profile=False), client.hosts(hostfile))
+    configuration = with_hosts(client.configuration(profile=False, names_only=True), client.hosts(hostfile))
     chosen = [pool for pool in configuration.pools.values() if not pools or pool.name in pools]
     return list(dict.fromkeys(node.name for pool in chosen for node in pool.nodes))
 

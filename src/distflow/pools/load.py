@@ -66,14 +66,19 @@ _NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "self_stop_after", 
 Found = TypeVar("Found")
 
 
-def load_configuration(cwd: Path, environ: Mapping[str, str], machine: Machine | None = None) -> Configuration:
-    """Return the configuration for ``cwd``. Raises ``ProblemsFound`` with all findings."""
+def load_configuration(
+    cwd: Path, environ: Mapping[str, str], machine: Machine | None = None, *, names_only: bool = False
+) -> Configuration:
+    """Return the configuration for ``cwd``. Raises ``ProblemsFound`` with all findings.
+
+    With ``names_only``, which is faster, only the names of pools and nodes can be used: other values are not checked.
+    """
     machine = machine or this_machine()
     root = _default_root(environ)
     path = find_configuration(cwd, environ)
     if path is None:
         return Configuration(pools=MappingProxyType({"local": _built_in(root, machine)}), default_pool="local")
-    return parse_configuration(read_text(path), path, root=root, machine=machine)
+    return parse_configuration(read_text(path), path, root=root, machine=machine, names_only=names_only)
 
 
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
@@ -109,13 +114,15 @@ def load_hostfile(path: str) -> tuple[Host, ...]:
     return hosts
 
 
-def parse_configuration(text: str, file: str, *, root: str, machine: Machine) -> Configuration:
+def parse_configuration(text: str, file: str, *, root: str, machine: Machine, names_only: bool = False) -> Configuration:
     """Return the configuration in ``text``. ``root`` is the default directory of distflow on this machine.
 
-    Its hostfiles are read. Their paths are relative to the directory of ``file``.
+    Its hostfiles are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check of the schema.
     """
     document = parse_yaml(text, file)
-    problems = [*document.warnings, *schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain)]
+    problems = [*document.warnings]
+    if not names_only:
+        problems += schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain)
     top = View(document, (), problems)
     names = top.view("pools").keys
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}

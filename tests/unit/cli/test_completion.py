@@ -112,6 +112,7 @@ def test_completion_touches_and_says_nothing_when_there_is_nothing(
     (broken / "distflow.sqlite3").write_bytes(b"no database" * 100)
     monkeypatch.setenv("DISTFLOW_STATE", str(broken))
     assert completions.of("logs d") == []
-    (tmp_path / "distflow.yaml").write_text("pools: [")
     monkeypatch.chdir(tmp_path)
-    assert completions.of("list -p ") == []
+    for configuration in ("pools: [", "pools: 7", "pools: {lab: 7}", "pools: {lab: {nodes: 7}}"):
+        (tmp_path / "distflow.yaml").write_text(configuration)
+        assert completions.of("list -p ") in ([], ["lab"])

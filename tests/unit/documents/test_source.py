@@ -94,3 +94,15 @@ def test_other_encodings_name_the_line_and_the_byte(tmp_path: Path) -> None:
 def test_standard_input_is_bounded_like_a_file() -> None:
     with pytest.raises(ProblemsFound, match="too large"):
         decode(b"x" * (LIMIT + 1), shown="-")
+
+
+def test_a_missing_file_is_reported_with_a_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").touch()
+    for name, hint in (
+        ("trian.yaml", f"did you mean `{tmp_path}/train.yaml`?"),
+        ("hosts", "check the path; it is relative to the current directory"),
+        ("no/train.yaml", f"check the path: the directory `{tmp_path}/no` does not exist or cannot be read"),
+    ):
+        with pytest.raises(ProblemsFound) as error:
+            read_text(str(tmp_path / name))
+        assert [(one.message, one.hint) for one in error.value.problems] == [("the file does not exist", hint)]
