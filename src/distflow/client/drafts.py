@@ -39,8 +39,6 @@ class Draft:
     """The directory to send, relative to the directory of the spec; ``None``: no files."""
     exclude: tuple[str, ...] = ()
     """Patterns, as in a ``.gitignore``, for files of the project that are not sent."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of further files, by their path in the task's working directory."""
     output_dir: str | None = "outputs"
     environment: Mapping[str, str] = field(default_factory=dict)
     exec_timeout: str = ""
@@ -236,9 +234,9 @@ _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "nul
 
 def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
     """Return a complete draft as a spec with comments. ``heading`` are lines for its first comment."""
-    lines = [f"# {line}".rstrip() for line in heading]
+    lines = [_comment("", line) for line in heading]
     if draft.notes:
-        lines += ["#", "# Not translated, or different here:", *(f"# * {_escaped(note)}" for note in draft.notes)]
+        lines += ["#", "# Not translated, or different here:", *(_comment("* ", note) for note in draft.notes)]
     lines += ["workflow:", f"  name: {_scalar(draft.name)}"]
     if draft.exec_timeout:
         lines.append(_line(f"  timeout: {{exec_timeout: {draft.exec_timeout}}}", "the maximum time from start to end"))
@@ -259,21 +257,18 @@ def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
     ]
     if draft.environment:
         lines += ["      environment:", *(f"        {name}: {_scalar(value)}" for name, value in draft.environment.items())]
-    if draft.project is not None or draft.files:
-        lines.append("      files:")
     if draft.project is not None:
         exclude = f", exclude: [{', '.join(_scalar(one) for one in draft.exclude)}]" if draft.exclude else ""
         entry = f"      - {{path: ., localpath: {_scalar(draft.project)}{exclude}}}"
-        lines.append(_line(entry, ".git, and what .gitignore names, is not sent either"))
-    for path, text in draft.files.items():
-        lines += [
-            f"      - path: {_scalar(path)}",
-            "        contents: |",
-            *(f"          {_escaped(line)}".rstrip() for line in text.splitlines()),
-        ]
+        lines += ["      files:", _line(entry, ".git, and what .gitignore names, is not sent either")]
     if draft.output_dir is not None:
         lines.append(_line(f"      output_dir: {_scalar(draft.output_dir)}", "files that are written there are the output"))
     return "\n".join(lines) + "\n"
+
+
+def _comment(mark: str, text: str) -> str:
+    """Return a text as one line of the comment at the top."""
+    return f"# {mark}{_escaped(' '.join(text.split()))}"
 
 
 def _line(text: str, comment: str) -> str:

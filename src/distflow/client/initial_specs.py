@@ -95,7 +95,8 @@ def write_draft(
         draft = replace(draft, project=os.path.relpath(draft.project, file.parent))
     heading = [
         f"Written by `distflow init{source}`.",
-        f"Check it: distflow workflow validate {file.name}    Run it: distflow submit {file.name} --wait",
+        f"Check it: distflow workflow validate {file.name}",
+        f"Run it: distflow submit {file.name} --wait",
     ]
     _write(file, spec_text(draft, heading=heading), force=force)
 
