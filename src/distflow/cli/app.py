@@ -281,6 +281,8 @@ def _print_error(text: str) -> None:
 
 def wants_json(arguments: Sequence[str]) -> bool:
     """Return whether the arguments request JSON output, so errors are printed as JSON, too."""
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]  # the rest is a command of the user
     flags, joined = {"--format-type", "-t"}, {"--format-type=json", "-tjson"}
     if "logs" in arguments[:2] or "events" in arguments[:2]:
         # In these commands, -t means --task, as in OSMO.

@@ -107,6 +107,7 @@ def test_version_is_also_an_option(flag: str, capsys: pytest.CaptureFixture[str]
 def test_t_means_a_task_where_osmo_has_it_so() -> None:
     assert not wants_json(["workflow", "logs", "w-1", "-tjson"])
     assert not wants_json(["workflow", "events", "w-1", "-t", "json"])
+    assert not wants_json(["run", "--", "train", "-t", "json"])
 
 
 INTERRUPTED = """
