@@ -41,7 +41,8 @@ def explain_usage_error(error: Any, root: Any, arguments: Sequence[str]) -> Inpu
         suggestion = f"did you mean `{near}`? " if near else ""
         return InputError(f"`{option}` is not an option of `{path}`", hint=f"{suggestion}{details}")
     if option is not None:
-        return InputError(f"{path}: `{option}` needs a value", hint=details)
+        verb = "takes no" if "not take" in error.message else "needs a"
+        return InputError(f"{path}: `{option}` {verb} value", hint=details)
     if type(error).__name__ == "MissingParameter":
         name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
         return InputError(f"{path}: `{name}` is missing", hint=f"{name}: {_first_sentence(parameter.help)}\n{details}")

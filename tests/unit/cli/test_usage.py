@@ -81,6 +81,9 @@ ERRORS = {
     "list --count": """
         distflow workflow list: `--count` needs a value
         details: distflow workflow list --help""",
+    "status digits-1 --watch=yes": """
+        distflow workflow query: `--watch` takes no value
+        details: distflow workflow query --help""",
     "list -c x": """
         distflow workflow list: `--count`: `x` is not a whole number of at least 1
         details: distflow workflow list --help""",
