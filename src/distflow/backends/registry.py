@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from distflow.errors import InputError
 from distflow.pools.model import Pool
 from distflow.transports.ssh import load_ssh
 
-__all__ = ["BACKENDS", "open_backend", "preload"]
+__all__ = ["BACKENDS", "open_backend", "preload", "require_supported"]
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "distflow.backends.machines.backend", "ssh": "distflow.backends.machines.backend"}
@@ -29,13 +30,23 @@ def preload(names: Iterable[str]) -> None:
             load_ssh()
 
 
+def require_supported(pool: Pool) -> None:
+    """Raise ``InputError`` if this version of distflow, or this operating system, does not have the pool's backend."""
+    if pool.backend not in BACKENDS:
+        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"available: {', '.join(BACKENDS)}")
+    if pool.backend == "local" and sys.platform != "linux":
+        raise InputError(
+            f"pool {pool.name} runs tasks on this machine, and distflow can run tasks only on Linux",
+            hint="run them on Linux machines over SSH: --hostfile FILE, or a pool with `backend: ssh`",
+        )
+
+
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:
     """Return the backend of a pool. ``blobs`` holds the files that specs send, by digest.
 
-    Raises ``InputError`` for a backend that this version does not have.
+    Raises ``InputError`` as ``require_supported`` does.
     """
-    if pool.backend not in BACKENDS:
-        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"available: {', '.join(BACKENDS)}")
+    require_supported(pool)
     module = importlib.import_module(BACKENDS[pool.backend])
     backend: Backend = module.open_backend(pool, blobs=blobs, sink=sink, logs=logs)
     return backend

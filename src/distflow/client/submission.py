@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from distflow.backends.registry import require_supported
 from distflow.client.client import Client, now, user_name
 from distflow.client.credentials import gather_secrets
 from distflow.client.pools import PoolCheck, check_pool_nodes
@@ -117,7 +118,8 @@ def plan(
         The planned workflow, for ``submit``.
 
     Raises:
-        InputError: if the request does not fit the spec, or if a driver for data at URLs is not installed.
+        InputError: if the request does not fit the spec, if a driver for data at URLs is not installed, or if this operating
+            system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group even when idle. It contains all findings.
 
@@ -129,6 +131,7 @@ def plan(
     else:
         checked = check_spec(client, request.spec, request.overrides, text=request.text)
         chosen = choose_pool(configuration, given=request.pool, wanted=checked.spec.pool, hosts=request.hosts)
+    require_supported(chosen)
     chosen = chosen.with_settings(request.settings)
     labels = join_labels(previous.record.labels if previous else checked.spec.labels, request.labels)
     return replace(

@@ -110,9 +110,14 @@ class Syncs:
                     self._path(sync, kind).unlink(missing_ok=True)
 
     def _signal(self, sync: Sync, signum: int) -> None:
+        pid = (_read(self._path(sync, "json")) or sync).pid
         with suppress(ProcessLookupError, OSError):
+            if not hasattr(os, "pidfd_open"):  # macOS
+                if self.is_running(sync):
+                    os.kill(pid, signum)
+                return
             # The descriptor refers to this very process, even if it ends now and its process id is reused.
-            process = os.pidfd_open((_read(self._path(sync, "json")) or sync).pid)
+            process = os.pidfd_open(pid)
             try:
                 if self.is_running(sync):
                     signal.pidfd_send_signal(process, signum)

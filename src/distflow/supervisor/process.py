@@ -22,6 +22,8 @@ from distflow.state.directory import StateDirectory, is_locked, lock_at_once
 __all__ = ["Lock", "PreloadedSupervisor", "ensure_supervisor", "is_running", "open_wake_socket", "preload_supervisor", "wake"]
 
 _READY_TIMEOUT_S = 30.0
+_MAX_ADDRESS = 103
+"""The longest address of a socket in bytes (macOS; Linux: 107)."""
 _LOG_LIMIT = 4 << 20
 
 
@@ -175,7 +177,10 @@ def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _address(directory: StateDirectory) -> Iterator[str]:
-    """Yield an address of the socket through a descriptor, because socket addresses have a small maximum length."""
+    """Yield an address of the socket. One that is too long is replaced by one through a descriptor, which only Linux has."""
+    if len(os.fsencode(directory.socket)) <= _MAX_ADDRESS:
+        yield str(directory.socket)
+        return
     handle = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{handle}/{directory.socket.name}"
