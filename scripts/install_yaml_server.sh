@@ -8,6 +8,6 @@ VERSION=1.19.2
 
 [ -f "$VENV/yaml-language-server/$VERSION" ] && exit 0
 command -v npm >/dev/null 2>&1 || apt_install nodejs npm || true
-npm install --silent --no-audit --no-fund --prefix "$VENV/yaml-language-server" "yaml-language-server@$VERSION" >/dev/null 2>&1 \
+timeout 240 npm install --silent --fetch-retries=1 --fetch-timeout=60000 --no-audit --no-fund --prefix "$VENV/yaml-language-server" "yaml-language-server@$VERSION" >/dev/null 2>&1 \
     && touch "$VENV/yaml-language-server/$VERSION" \
     || echo "yaml-language-server cannot be installed, so its tests will be skipped. They need npm and its package registry." >&2

@@ -11,7 +11,7 @@ import typer
 
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
-from distflow.client.initial_specs import (
+from distflow.client.spec_drafts.initial_specs import (
     copy_sample,
     draft_from_command,
     draft_from_sbatch,

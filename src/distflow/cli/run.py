@@ -18,8 +18,8 @@ from distflow.cli.options import Command, Format, FormatOption, HostfileOption, 
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.outputs import end_fetch, fetched_text
 from distflow.cli.workflow.submit import parse_overrides, print_plan, print_submitted, wait_for_end, warn
-from distflow.client.drafts import Draft, spec_text
-from distflow.client.quick_run import draft_run, fetch_results
+from distflow.client.spec_drafts.drafts import Draft, spec_text
+from distflow.client.spec_drafts.quick_run import draft_run, fetch_results
 from distflow.client.submission import SubmitRequest, plan, submit
 from distflow.documents.text import plain_lines
 from distflow.errors import InputError, WorkflowEnded

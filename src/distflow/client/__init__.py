@@ -40,16 +40,16 @@ if TYPE_CHECKING:
         read_versions,
         upload_data,
     )
-    from distflow.client.drafts import spec_text
     from distflow.client.failures import diagnose_groups, explain_failures
     from distflow.client.logs import stream_logs
     from distflow.client.metrics import find_metrics
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
     from distflow.client.outputs import fetch_output_files, list_output_files
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
-    from distflow.client.quick_run import draft_run, fetch_results
     from distflow.client.rsync import rsync_with_task, start_sync, stop_syncs
     from distflow.client.running_tasks import find_running_task, forward_ports, read_stacks, run_on_tasks
+    from distflow.client.spec_drafts.drafts import spec_text
+    from distflow.client.spec_drafts.quick_run import draft_run, fetch_results
     from distflow.client.specs import Overrides, check_spec, validate
     from distflow.client.submission import SubmitRequest, plan, plan_restart, restart, submit
     from distflow.client.workflows import (

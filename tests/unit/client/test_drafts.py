@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.client.drafts import Draft, complete_draft, draft_command, spec_text
+from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command, spec_text
 from distflow.errors import InputError
 from distflow.pools.model import Node, ssh_node
 from distflow.spec.model import WorkflowSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
-from distflow.client.initial_specs import draft_from_torchrun, list_samples
-from distflow.client.sbatch import draft_sbatch
+from distflow.client.spec_drafts.initial_specs import draft_from_torchrun, list_samples
+from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.problems import errors_of
 from distflow.errors import InputError
 from distflow.spec.parse import load_spec

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from distflow.client.drafts import Draft, draft_command
+from distflow.client.spec_drafts.drafts import Draft, draft_command
 from distflow.errors import InputError
 from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
 

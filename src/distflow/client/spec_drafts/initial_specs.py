@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from distflow.client.drafts import Draft, complete_draft, draft_command, draft_torchrun, spec_text
-from distflow.client.sbatch import draft_sbatch
+from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command, draft_torchrun, spec_text
+from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
 from distflow.spec.parse import schema_text

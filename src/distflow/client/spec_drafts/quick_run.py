@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
-from distflow.client.drafts import Draft, complete_draft, draft_command
+from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command
 from distflow.client.workflows import find_workflow
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, choose_pool
