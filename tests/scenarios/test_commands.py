@@ -50,7 +50,7 @@ def test_wait_with_json_prints_one_document(cli: Cli) -> None:
 
 def test_ci_gets_annotations_a_summary_and_a_report(cli: Cli) -> None:
     cli.environment |= {"GITHUB_STEP_SUMMARY": str(cli.folder / "summary.md"), "GITHUB_WORKSPACE": str(cli.folder)}
-    spec = _spec(cli, "echo ::error::not a command; exit 3")
+    spec = _spec(cli, "echo ::error::not a command; no-such-program")
     arguments = ("--wait", "--format-type", "github", "--junit", "junit.xml")
     done = cli.run("workflow", "submit", "spec.yaml", *arguments)
     assert done.code == 1
@@ -60,7 +60,11 @@ def test_ci_gets_annotations_a_summary_and_a_report(cli: Cli) -> None:
     (stop,) = (line for line in lines if line.startswith("::stop-commands::"))
     (shown,) = (number for number, line in enumerate(lines) if "not a command" in line and line.startswith("[only]"))
     assert lines.index(stop) < shown < lines.index(f"::{stop.removeprefix('::stop-commands::')}::")
-    assert "exit code 3" in (cli.folder / "summary.md").read_text()
+    assert "exit code 127%0A" in done.out
+    assert "exit code 127%0ADetails" not in done.out, "the remedy is missing"
+    summary = (cli.folder / "summary.md").read_text()
+    assert "exit code 127" in summary
+    assert "no-such-program: not found" in summary
     assert ET.parse(cli.folder / "junit.xml").getroot().get("failures") == "1"
     cli.spec("workflow:\n  name: work\n  tsks: []\n", "wrong.yaml")
     done = cli.run("workflow", "validate", "wrong.yaml", "--format-type", "github")

@@ -37,10 +37,11 @@ def test_summaries_show_hostile_text_as_text() -> None:
     assert group.cause is not None
     cause = replace(group.cause, lines=("</pre><script>", "RuntimeError"))
     record = workflow((replace(group, cause=cause),), state=WorkflowState.FAILED, reason=Reason.EXIT_CODE)
-    text = workflow_summary(record)
+    text = workflow_summary(record, {"training": "use `--nproc_per_node` <n>"})
     assert "| training | worker | FAILED | worker-node | 1 |" in text
     assert "<pre>\n&lt;/pre&gt;&lt;script&gt;\nRuntimeError\n</pre>" in text
     assert "worker on worker-node, rank 11: exit code 1" in text
+    assert "use \\`--nproc\\_per\\_node\\` &lt;n&gt;" in text
 
 
 def test_a_report_has_the_cause_as_its_only_failure() -> None:

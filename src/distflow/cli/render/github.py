@@ -44,15 +44,22 @@ def problem_lines(problems: Iterable[Problem]) -> Iterator[str]:
         yield _annotation(problem.severity.value, text, problem.where)
 
 
-def workflow_lines(record: WorkflowRecord, checked: CheckedSpec) -> Iterator[str]:
+def workflow_lines(record: WorkflowRecord, checked: CheckedSpec, remedies: Mapping[str, str]) -> Iterator[str]:
     """Yield an annotation for each failed group of an ended workflow, at the line of the task that failed first."""
     for group in _failed(record):
-        text = f"{_why(group)}\nDetails: distflow workflow why {record.id}"
+        lines = (_why(group), remedies.get(group.name, ""), f"Details: distflow workflow why {record.id}")
+        text = "\n".join(line for line in lines if line)
         yield _annotation("error", text, _mark(checked, group), title=f"{record.id} {group.name}: {group.status}")
 
 
-def workflow_summary(record: WorkflowRecord) -> str:
-    """Return an ended workflow as Markdown: its status, its tasks, and the output and remedy of its failures."""
+def workflow_summary(record: WorkflowRecord, remedies: Mapping[str, str]) -> str:
+    """Return an ended workflow as Markdown: its status, its tasks, and the last output and the remedy of its failures.
+
+    Args:
+        record: The workflow.
+        remedies: The remedies of failed groups, by the name of the group.
+
+    """
     elapsed = _seconds(elapsed_s(record.started_at, record.ended_at, None))
     rows = [
         (group.name, task.name, task.status, task.node or "", "" if task.exit_code is None else str(task.exit_code),
@@ -65,6 +72,8 @@ def workflow_summary(record: WorkflowRecord) -> str:
         lines += ["", f"**{_cell(group.name)}**: {_cell(_why(group))}", ""]
         if group.cause is not None and group.cause.lines:
             lines += ["<pre>", *(html.escape(plain(line)) or "&nbsp;" for line in group.cause.lines), "</pre>", ""]
+        if group.name in remedies:
+            lines += [_cell(remedies[group.name]), ""]
         lines.append(f"Details: `distflow workflow why {record.id}`")
     return "\n".join(lines)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,14 +61,9 @@ def check_junit_path(path: Path) -> None:
 
 
 def write_junit(record: WorkflowRecord, path: Path) -> None:
-    """Write the report of an ended workflow. A reader never sees an incomplete file."""
+    """Write the report of an ended workflow."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.absolute().parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(junit_text(record))
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(path)
+        path.write_text(junit_text(record), encoding="utf-8")
     except OSError as error:
         raise InputError(f"--junit: `{path}` cannot be written: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from distflow.errors import InputError
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from distflow.client.client import Client
     from distflow.client.specs import CheckedSpec
     from distflow.documents.problems import Problem
     from distflow.state.record import WorkflowRecord
@@ -56,7 +57,7 @@ class CiReport:
                 print(line, flush=True)
 
     @contextmanager
-    def following(self, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
+    def following(self, client: Client, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
         """Return a block that follows a workflow. If the block reports the ended workflow, write the reports at its end."""
         ended: list[WorkflowRecord] = []
         try:
@@ -64,7 +65,7 @@ class CiReport:
                 yield ended.append
         finally:
             for record in ended:
-                self._report(record, checked)
+                self._report(client, record, checked)
 
     def _escaping_logs(self) -> AbstractContextManager[None]:
         if not self._is_github:
@@ -73,13 +74,16 @@ class CiReport:
 
         return escaping_logs()
 
-    def _report(self, record: WorkflowRecord, checked: CheckedSpec) -> None:
+    def _report(self, client: Client, record: WorkflowRecord, checked: CheckedSpec) -> None:
         if self._is_github:
+            from distflow.cli.render.failures import remedies_of
             from distflow.cli.render.github import append_summary, workflow_lines, workflow_summary
+            from distflow.client.failures import diagnose_groups
 
-            for line in workflow_lines(record, checked):
+            remedies = remedies_of(record, diagnose_groups(client, record))
+            for line in workflow_lines(record, checked, remedies):
                 print(line)
-            append_summary(workflow_summary(record))
+            append_summary(workflow_summary(record, remedies))
         if self._junit is not None:
             from distflow.cli.render.junit import write_junit
 

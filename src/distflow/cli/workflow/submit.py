@@ -183,7 +183,7 @@ def submit_workflow(
 
             copy_to_first_lead(client, record, *copied)
         if wait:
-            with report.following(planned.checked) as on_end:
+            with report.following(client, planned.checked) as on_end:
                 wait_for_end(client, record, plain, on_end=on_end)
 
 
