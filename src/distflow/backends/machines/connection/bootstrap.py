@@ -401,7 +401,7 @@ class _Greeting:
         return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))
 
 
-_OTHER_PYTHON = "set `python:` of the node or its pool to the interpreter"
+_OTHER_PYTHON = "name the interpreter with `--python`, or with `python:` of the node or its pool"
 _OTHER_ROOT = "set `root:` of the node or its pool to another directory"
 _OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
