@@ -89,7 +89,7 @@ WaitOption = Annotated[
 
 @submit_app.command(
     "submit",
-    epilog="Examples: distflow workflow submit workflow_specs/pytorch_dist.yaml --set epochs=3 --wait"
+    epilog="Examples: distflow workflow submit train.yaml --set epochs=3 --wait"
     "  ·  distflow workflow submit train.yaml --dry-run",
 )
 def submit_workflow(
@@ -187,7 +187,7 @@ def submit_workflow(
                 wait_for_end(client, record, plain, on_end=on_end)
 
 
-@validate_app.command("validate", epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
+@validate_app.command("validate", epilog="Example: distflow workflow validate train.yaml --set gpus=8")
 def validate_specs(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Specs. Each one is checked separately.")],
     sets: SetOption = None,
