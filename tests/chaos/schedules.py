@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
+from distflow.structs import replace
 from distflow.supervisor.snapshot import Workflow
 from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import group_plan, workflow

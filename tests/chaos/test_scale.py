@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 
 import pytest
 
 from chaos.nights import doubles, lies, unfinished
 from chaos.schedules import behavior
 from distflow.plan.model import Plan
+from distflow.structs import replace
 from distflow.supervisor.snapshot import Workflow
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -54,6 +54,7 @@ from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files.root_directory import PRIVATE
+from distflow.structs import replace
 from distflow.testing.backend import Behavior, FakeBackend
 from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until

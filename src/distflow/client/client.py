@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.errors import InputError
 from distflow.state.directory import StateDirectory, find_state_directory
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.pools.hostfile import Host

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar
 
 from distflow.backends.machines.cleanup import Cleaned, Leftover, Reaped, Uninstalled, clean_node, reap_node, uninstall_node
@@ -18,6 +17,7 @@ from distflow.documents.text import did_you_mean
 from distflow.errors import NotFound
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
+from distflow.structs import replace
 
 __all__ = [
     "Cleaned",

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from distflow.client.workflows import choose_tasks
 from distflow.documents.text import did_you_mean
 from distflow.errors import AgentError, DistflowError, InputError, NodeError, NodeUnreachable, NotFound, StorageError
 from distflow.state.record import WorkflowRecord
+from distflow.structs import replace
 from distflow.transports.base import fan_out
 
 if TYPE_CHECKING:

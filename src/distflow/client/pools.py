@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
@@ -15,6 +15,7 @@ from distflow.plan.compile import demands
 from distflow.pools.hostfile import Host, choose_pool, with_hosts
 from distflow.pools.model import NO_SETTINGS, Configuration, Node, NodeSettings, Pool
 from distflow.state.directory import write_pool
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.backends.machines.checks.checking import Checked

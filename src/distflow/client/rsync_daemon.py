@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +26,7 @@ from distflow.state.directory import StateDirectory
 from distflow.state.record import GroupRecord, TaskRecord
 from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
+from distflow.structs import replace
 
 __all__ = ["CopySchedule", "Daemon", "Snapshot", "main", "take_snapshot"]
 

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.inspection import Asked, TaskStacks, collect_stacks
@@ -23,6 +23,7 @@ from distflow.protocol.names import attempt_name
 from distflow.shell import Secret
 from distflow.state.record import TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets
+from distflow.structs import replace
 from distflow.transports.base import Stream, Transport
 
 __all__ = [

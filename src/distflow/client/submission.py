@@ -7,7 +7,7 @@ import importlib.util
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,6 +41,7 @@ from distflow.state.event_details import WorkflowSubmitted
 from distflow.state.record import Event, GroupRecord, Kept, Priority, Saved, TaskRecord, WorkflowRecord, fresh_tasks
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.storage.credentials import NO_DRIVER, package_of
+from distflow.structs import replace
 
 __all__ = [
     "PlannedRestart",

@@ -6,7 +6,7 @@ A URL may contain ``{{workflow_id}}``, which is replaced before the URL is used.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, replace  # noqa: TID251  nodes have no msgspec
 
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError

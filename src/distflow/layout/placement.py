@@ -12,12 +12,13 @@ one by one, the last written first. Required ones are never dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, product
 from types import MappingProxyType
 
 from distflow.pools.model import Node
 from distflow.spec.model import TopologyRequest
+from distflow.structs import replace
 
 __all__ = ["Demand", "Free", "Placement", "Unplaced", "place", "place_near"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import PurePosixPath
 
@@ -12,6 +11,7 @@ from distflow.plan.compatibility import distributed_files
 from distflow.plan.containers import container_of
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
 from distflow.pools.model import Node
+from distflow.structs import replace
 
 __all__ = ["bind", "bind_task"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from posixpath import normpath
 
 from distflow.layout.checks.elastic import remaining_tasks
@@ -19,6 +19,7 @@ from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedChe
 from distflow.plan.tokens import Rewrite, input_place, place_of, relative_paths, rewriter, uses_tmp
 from distflow.spec.files import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
+from distflow.structs import replace
 
 __all__ = ["FetchedOutput", "compile_plan", "demands", "with_previous_outputs"]
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import Codes, ExitActions
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec, ResourceSpec, Retry, Timeouts
+from distflow.structs import replace
 
 __all__ = [
     "ATTEMPT_DIR",

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distflow.documents.problems import Mark, Problem
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
 from distflow.pools.model import Configuration, Node, Pool, is_program, ssh_node
+from distflow.structs import replace
 
 __all__ = ["Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
+
+from distflow.structs import replace
 
 __all__ = [
     "DEFAULT_MAX_LOG",

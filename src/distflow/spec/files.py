@@ -25,7 +25,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
@@ -37,6 +37,7 @@ from distflow.errors import StateError
 from distflow.runtime.files.safe_files import publish
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.unchanged import Stored
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec

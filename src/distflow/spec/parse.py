@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from posixpath import normpath
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from distflow.spec.tasks import (
     with_launchers,
 )
 from distflow.spec.template import Rendered, render
+from distflow.structs import replace
 
 __all__ = [
     "load_spec",

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from distflow.documents.document import Text
 from distflow.documents.problems import Problem
 from distflow.spec.model import GroupSpec, TaskSpec
+from distflow.structs import replace
 
 __all__ = ["expand", "with_references"]
 

@@ -6,7 +6,6 @@ import difflib
 import re
 import shlex
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from posixpath import normpath
@@ -23,6 +22,7 @@ from distflow.spec.data import checkpoints, earlier_inputs, url_inputs, url_outp
 from distflow.spec.files import parse_files
 from distflow.spec.model import Elastic, InputSpec, Launcher, Ranks, Retry, StrategyBlock, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
+from distflow.structs import replace
 
 __all__ = [
     "check_tokens",

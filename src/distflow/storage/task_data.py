@@ -11,7 +11,7 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, replace  # noqa: TID251  nodes have no msgspec
 from pathlib import Path
 from typing import BinaryIO
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
@@ -20,6 +20,7 @@ from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, WorkflowRecord
+from distflow.structs import replace
 from distflow.supervisor.commands import Lease
 from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot, Workflow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from distflow.backends.machines.inspection import Asked, TaskStacks
 from distflow.cli.render.stacks import collective_lines, stacks_json, stacks_text
 from distflow.cli.render.tables import Paint
 from distflow.pools.model import Node
+from distflow.structs import replace
 
 
 def process(pid: int, *calls: str, rank: int | None = None, error: str | None = None, name: str = "python3") -> dict[str, Any]:

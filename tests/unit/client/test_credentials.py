@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
 
 import pytest
 
@@ -13,6 +12,7 @@ from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.state.credentials import Credentials, CredentialType
 from distflow.state.directory import StateDirectory
+from distflow.structs import replace
 
 
 @pytest.mark.parametrize(

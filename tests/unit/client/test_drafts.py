@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from distflow.errors import InputError
 from distflow.pools.model import Node, ssh_node
 from distflow.spec.model import WorkflowSpec
 from distflow.spec.parse import load_spec_text
+from distflow.structs import replace
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ What a CPU can suffer is provoked for real in ``tests/train/test_diagnose.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from distflow.diagnosis.ends import END_RULES
 from distflow.diagnosis.model import Case, First, Level, Witness
 from distflow.diagnosis.rules import RULES
 from distflow.lifecycle.states import Reason
+from distflow.structs import replace
 
 MASTER = Witness(task="master", node="gpu1", ranks=range(8))
 WORKER = Witness(task="worker", node="gpu2", ranks=range(8, 16))

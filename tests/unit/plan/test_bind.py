@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from distflow.plan.bind import bind, bind_task
 from distflow.plan.model import Binding, PlannedFile, TaskBinding
+from distflow.structs import replace
 from unit.supervisor.gangs import group_plan, node
 
 NODES = {

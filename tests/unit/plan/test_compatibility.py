@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from distflow.plan.compatibility import name_tools
 from distflow.plan.compile import compile_plan
 from distflow.plan.model import Binding, BoundLaunch, GroupPlan, TaskBinding
 from distflow.spec.parse import load_spec_text
+from distflow.structs import replace
 from distflow.train.distributed import Distributed
 from unit.supervisor.gangs import node
 

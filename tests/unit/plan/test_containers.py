@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from distflow.plan.containers import container_notices, container_of
 from distflow.plan.model import Container
 from distflow.spec.parse import load_spec_text
+from distflow.structs import replace
 from unit.supervisor.gangs import group_plan, node
 
 LAUNCH = replace(

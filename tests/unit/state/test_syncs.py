@@ -7,13 +7,13 @@ import os
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distflow.errors import StateError
 from distflow.state.syncs import Sync, Syncs
+from distflow.structs import replace
 from distflow.testing.waiting import wait_until
 
 SYNC = Sync(

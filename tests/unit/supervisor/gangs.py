@@ -7,7 +7,6 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,6 +26,7 @@ from distflow.state.event_details import CancelRequested
 from distflow.state.mirror import Mirror
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Workflow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Staging
@@ -11,6 +9,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import OrphanState
+from distflow.structs import replace
 from distflow.supervisor.commands import Lease, Stop
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow

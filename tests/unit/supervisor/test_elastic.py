@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
+from distflow.structs import replace
 from distflow.supervisor.snapshot import Workflow
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, CollectUnanswered
@@ -11,6 +9,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
 from distflow.state.record import GroupRecord
+from distflow.structs import replace
 from distflow.supervisor.commands import CollectOutput, CommandId
 from distflow.supervisor.snapshot import Workflow
 from distflow.supervisor.transfers import archives

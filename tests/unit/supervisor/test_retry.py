@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import AttemptKey
@@ -12,6 +10,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.pools.model import Node
 from distflow.spec.model import Retry
 from distflow.state.record import OrphanState
+from distflow.structs import replace
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow

@@ -7,13 +7,13 @@ import io
 import queue
 import tarfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distflow.backends.base import AttemptKey
 from distflow.state.record import DataKind, DataRef
+from distflow.structs import replace
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.transfer_threads import ThreadedTransfers
 from distflow.supervisor.transfers import Transfer

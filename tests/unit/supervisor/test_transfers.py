@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import AttemptKey
@@ -12,6 +10,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Bring
 from distflow.spec.model import DataSpec, Retry
 from distflow.state.record import TransferResult
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import transfer_of
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.transfers import archives, is_needed

@@ -10,13 +10,14 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError
 from distflow.layout.checks.launchers import PythonCommand, python_command
 from distflow.pools.model import Node
+from distflow.structs import replace
 
 __all__ = ["Draft", "complete_draft", "draft_command", "draft_torchrun", "spec_text"]
 

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
 from distflow.spec.parse import schema_text
+from distflow.structs import replace
 
 __all__ = [
     "Sample",

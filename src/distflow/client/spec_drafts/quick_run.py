@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from distflow.client.workflows import find_workflow
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Configuration
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.client.outputs import FetchedFiles, OnOutputProgress

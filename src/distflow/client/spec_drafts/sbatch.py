@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from distflow.client.spec_drafts.drafts import Draft, draft_command
 from distflow.errors import InputError
 from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
+from distflow.structs import replace
 
 __all__ = ["draft_sbatch"]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+
+from distflow.structs import replace
 
 __all__ = ["Edit", "Row", "Segment", "filled", "fits", "gaps_of", "overlaps_of", "segments", "single_edits", "tiles"]
 

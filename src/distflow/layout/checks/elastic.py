@@ -9,13 +9,13 @@ Modeled on torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
 
 from distflow.documents.document import Text
 from distflow.documents.problems import Problem, errors_of
 from distflow.layout.ranks import TaskRanks, World
 from distflow.spec.model import Elastic, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import find_tokens
+from distflow.structs import replace
 
 __all__ = ["remaining_tasks", "smaller_worlds"]
 

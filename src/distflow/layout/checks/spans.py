@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from distflow.documents.problems import Problem
 from distflow.layout.checks.arithmetic import (
@@ -32,6 +31,7 @@ from distflow.layout.checks.members import (
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Known
 from distflow.layout.drawing import draw, rank_text
 from distflow.layout.ranks import TaskRanks, World
+from distflow.structs import replace
 
 __all__ = ["contradictions", "spans_world"]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from distflow.structs import replace
 
 __all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
 

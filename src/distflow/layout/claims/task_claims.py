@@ -36,6 +36,7 @@ from distflow.layout.claims.scripts import COMPUTED, Line, base_name, lines_of, 
 from distflow.layout.claims.shell_commands import TOKEN, Command, Word
 from distflow.spec.model import ResourceSpec, TaskSpec
 from distflow.spec.tokens import RANK_TOKENS, find_tokens
+from distflow.structs import replace
 
 __all__ = ["RANK_KEYS", "Claim", "Invocation", "Known", "TaskClaims", "read_claims"]
 
@@ -302,7 +303,7 @@ def _said_number(
             if url is not None and url.value.startswith("tcp://"):
                 form = url.form.replace("{}", "tcp://{}")
                 value = url.value.removeprefix("tcp://")
-                claims["rdzv_endpoint"] = dataclasses.replace(url, key="rdzv_endpoint", value=value, form=form)
+                claims["rdzv_endpoint"] = replace(url, key="rdzv_endpoint", value=value, form=form)
             if gpus and any(word.literal == _ONE_RANK_PER_GPU for word in words):
                 where = line.place(words[0])
                 claims["nproc_per_node"] = Claim(key="nproc_per_node", value="gpu", where=where, form=_ONE_RANK_PER_GPU)
@@ -313,7 +314,7 @@ def _said_number(
 
 
 def _numbering(program: str, claims: Mapping[str, Claim]) -> Invocation:
-    own = {key: dataclasses.replace(claim, key=key) for key, claim in claims.items()}
+    own = {key: replace(claim, key=key) for key, claim in claims.items()}
     return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
 
 

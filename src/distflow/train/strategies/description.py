@@ -11,7 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, replace  # noqa: TID251  the library does not import `distflow.structs`
 from math import prod
 from types import MappingProxyType
 from typing import Any

@@ -7,7 +7,6 @@ applies from the next connection on. Where no ``ssh`` is installed, paramiko's s
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import pwd
@@ -20,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from distflow.structs import replace
 
 __all__ = [
     "Hop",
@@ -151,7 +152,7 @@ def resolve_destination(destination: SshDestination) -> SshHost:
         return host
     named = os.path.expanduser(destination.identity_file)
     others = tuple(file for file in host.identity_files if file != named) if host.has_own_identities else ()
-    return dataclasses.replace(host, identity_files=(named, *others), has_own_identities=True)
+    return replace(host, identity_files=(named, *others), has_own_identities=True)
 
 
 def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:

@@ -16,7 +16,7 @@ import re
 import secrets
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_identity,
 )
 
+from distflow.structs import replace
 from distflow.transports.ssh.config import SshConfigError
 
 __all__ = [

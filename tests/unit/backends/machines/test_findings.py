@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -26,6 +25,7 @@ from distflow.backends.machines.checks.torch_search import why_no_torch
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
+from distflow.structs import replace
 
 GIB = 1 << 30
 

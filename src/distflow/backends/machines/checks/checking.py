@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distflow.backends.machines.backend import transport_of
@@ -29,6 +29,7 @@ from distflow.backends.machines.connection.link import AgentLink, ClockWatch
 from distflow.backends.machines.connection.training_address import interpreter, path_prepend, training_address
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
+from distflow.structs import replace
 from distflow.transports.base import Transport, fan_out
 
 __all__ = ["Checked", "check_pool"]

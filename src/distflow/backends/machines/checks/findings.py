@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from distflow.backends.machines.checks.measured import Measured
 from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.errors import BootstrapFailed, NodeError
+from distflow.structs import replace
 
 __all__ = [
     "Finding",

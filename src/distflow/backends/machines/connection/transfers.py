@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from distflow.shell import mask
 from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
+from distflow.structs import replace
 from distflow.transports.base import Transport
 
 __all__ = ["Blob", "Fetched", "Pace", "bring_there", "deliver_there", "fetch_output", "send_blobs"]
