@@ -1,7 +1,8 @@
 """Hooks of mkdocs, which builds the website of docs/ (``make docs``).
 
 The navigation is the table of docs/README.md. Files outside docs/ that pages link to become part of the site: README.md,
-CHANGELOG.md and tests/README.md as pages, others as plain files below ``source/``. The API pages come from docstrings.
+CHANGELOG.md, CONTRIBUTING.md and tests/README.md as pages, others as plain files below ``source/``. The API pages come from
+docstrings.
 See https://www.mkdocs.org/dev-guide/plugins/#events for the hooks.
 """
 
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "introduction.md", "CHANGELOG.md": "changelog.md", "tests/README.md": "tests.md"}
+PAGES = {
+    "README.md": "introduction.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "tests/README.md": "tests.md",
+}
 """Pages of the repository outside docs/, and their names on the site."""
 API = {
     "distflow.train": "The library for training scripts. Import each name from `distflow.train`.",
@@ -43,7 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             section = []
             nav.append({title[1].capitalize(): section})
         section += [path for path in re.findall(r"\]\(([a-z0-9-]+\.md)\)", cells[1]) if path not in section]
-    nav.append({"Reference": [*({package: f"{package}.md"} for package in API), "changelog.md", "tests.md"]})
+    nav.append({"Reference": [*({package: f"{package}.md"} for package in API), "changelog.md", "contributing.md", "tests.md"]})
     config.nav = nav
     return config
 
