@@ -13,7 +13,7 @@ from distflow.errors import InputError
 from distflow.pools.model import Pool
 from distflow.transports.ssh import load_ssh
 
-__all__ = ["BACKENDS", "open_backend", "preload", "require_supported"]
+__all__ = ["BACKENDS", "open_backend", "preload", "require_supported", "unknown_hosts"]
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "distflow.backends.machines.backend", "ssh": "distflow.backends.machines.backend"}
@@ -39,6 +39,15 @@ def require_supported(pool: Pool) -> None:
             f"pool {pool.name} runs tasks on this machine, and distflow can run tasks only on Linux",
             hint="run them on Linux machines over SSH: --hostfile FILE, or a pool with `backend: ssh`",
         )
+
+
+def unknown_hosts(pool: Pool) -> Mapping[str, str]:
+    """Return the nodes whose host name does not exist, each with that name. The lookup takes at most about 2 s."""
+    if pool.backend != "ssh":
+        return {}
+    from distflow.backends.machines.connection import destination  # noqa: PLC0415  only a hostfile needs it
+
+    return destination.unknown_hosts(pool)
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from distflow.backends.registry import require_supported
+from distflow.backends.registry import require_supported, unknown_hosts
 from distflow.client.client import Client, now, user_name
 from distflow.client.credentials import gather_secrets
 from distflow.client.pools import PoolCheck, check_pool_nodes
@@ -23,7 +23,7 @@ from distflow.client.previous_outputs import (
 )
 from distflow.client.specs import CheckedSpec, Overrides, PreviousWorkflow, check_spec, find_previous, propose_placement
 from distflow.documents.document import Text
-from distflow.documents.problems import Mark, ProblemsFound, in_document_order, raise_errors
+from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
@@ -122,7 +122,8 @@ def plan(
         InputError: if the request does not fit the spec, if a driver for data at URLs is not installed, or if this operating
             system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
-        ProblemsFound: if the spec has errors, or if the pool cannot hold a group even when idle. It contains all findings.
+        ProblemsFound: if the spec has errors, if a host name of ``hosts`` does not exist, or if the pool cannot hold a group
+            even when idle. It contains all findings.
 
     """
     configuration = configuration or client.configuration()
@@ -133,6 +134,7 @@ def plan(
         checked = check_spec(client, request.spec, request.overrides, text=request.text)
         chosen = choose_pool(configuration, given=request.pool, wanted=checked.spec.pool, hosts=request.hosts)
     require_supported(chosen)
+    _check_hosts(chosen, request.hosts or ())
     chosen = chosen.with_settings(request.settings)
     labels = join_labels(previous.record.labels if previous else checked.spec.labels, request.labels)
     return replace(
@@ -146,6 +148,19 @@ def plan(
         ),
         labels=labels,
         priority=request.priority or (previous.record.priority if previous else Priority.NORMAL),
+    )
+
+
+def _check_hosts(pool: Pool, hosts: Sequence[Host]) -> None:
+    """Raise ``ProblemsFound`` for host names of a hostfile that do not exist."""
+    unknown = unknown_hosts(pool) if hosts else {}
+    hint = "correct the name, or give its address as `HostName` in ~/.ssh/config; is a VPN down that knows this name?"
+    raise_errors(
+        [
+            Problem(where=host.where, message=f"the host name `{unknown[host.host]}` has no address", hint=hint)
+            for host in hosts
+            if host.host in unknown
+        ]
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distflow.documents.problems import Mark, Problem
 from distflow.documents.text import did_you_mean
@@ -24,6 +24,7 @@ __all__ = ["Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
 _KEYS = ("slots", "max_slots", "python")
 _MOST_SLOTS = 999_999
 _MOST_PROBLEMS = 50
+_MOST_OF_OTHER_FILES = 2
 _PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
@@ -40,20 +41,14 @@ class Host:
     """The number of GPUs; ``None``: as many as the machine has."""
     python: str | None = None
     """The Python interpreter on the machine; ``None``: that of the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line that names a host."""
-
-    number: int
-    host: Host
+    where: Mark = field(default=Mark("hostfile"), compare=False)
+    """Its line in the hostfile."""
 
 
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
     """Return the hosts in order, and all findings. If there are findings, only valid hosts are returned."""
     problems: list[Problem] = []
-    lines: list[_Line] = []
+    given: list[Host] = []
     named = 0
     for number, line in enumerate(text.split("\n"), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
@@ -63,13 +58,13 @@ def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Proble
         host, found = _parse_line(words, Mark(file, number))
         problems += found
         if host is not None:
-            lines.append(_Line(number, host))
+            given.append(host)
     if not named:
         hint = "write one host on each line, for example `gpu1 slots=8`"
         problems.append(Problem(where=Mark(file), message="the hostfile has no hosts", hint=hint))
-    hosts, doubles = _joined(lines, file)
+    hosts, doubles = _joined(given)
     problems = sorted([*problems, *doubles], key=lambda problem: problem.where)
-    return hosts, tuple(_bounded(problems, file))
+    return hosts, tuple(_bounded(problems, file, named))
 
 
 def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> tuple[Node, ...]:
@@ -127,7 +122,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
     if host is None or problems:
         return None, problems
     user = place.group("user") if place else None
-    return Host(host=host, user=user, slots=given.get("slots"), python=next(iter(python), None)), problems
+    return Host(host=host, user=user, slots=given.get("slots"), python=next(iter(python), None), where=where), problems
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -166,39 +161,42 @@ def _host_name(text: str, word: str) -> tuple[str | None, str]:
     return text, ""
 
 
-def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[Problem]]:
+def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
     """Return each host once, and a finding for each that is given again with other values."""
-    seen: dict[str, list[_Line]] = {}
-    for line in lines:
-        seen.setdefault(line.host.host, []).append(line)
+    seen: dict[str, list[Host]] = {}
+    for host in given:
+        seen.setdefault(host.host, []).append(host)
     hosts: list[Host] = []
     problems: list[Problem] = []
-    for same in seen.values():
-        first = same[0].host
-        if len(same) > 1 and all(line.host == first for line in same) and first.slots is None:
-            hosts.append(replace(first, slots=len(same)))
+    for first, *others in seen.values():
+        if others and all(host == first for host in others) and first.slots is None:
+            hosts.append(replace(first, slots=1 + len(others)))
             continue
         hosts.append(first)
         problems += [
             Problem(
-                where=Mark(file, line.number),
-                message=f"the host `{first.host}` is already in line {same[0].number}",
+                where=host.where,
+                message=f"the host `{first.host}` is already in line {first.where.line}",
                 hint="write one line for the host, with all its slots, one user and one Python",
             )
-            for line in same[1:]
+            for host in others
         ]
     return tuple(hosts), problems
 
 
-def _bounded(problems: Sequence[Problem], file: str) -> Sequence[Problem]:
-    more = len(problems) - _MOST_PROBLEMS
+def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
+    """Return the first findings only; very few of a file of another kind, in which the ``lines`` have several findings each."""
+    is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
+    most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS
+    more = len(problems) - most
     if more <= 0:
         return problems
-    last = problems[_MOST_PROBLEMS].where.line
-    rest = Problem(
-        where=Mark(file, last), message=f"{more} more findings from here on", hint="check that this file is a hostfile"
-    )
-    return [*problems[:_MOST_PROBLEMS], rest]
+    hint = "" if is_other else "check that this file is a hostfile"
+    message = f"{more} more finding{'s' * (more > 1)} from here on"
+    rest = Problem(where=Mark(file, problems[most].where.line), message=message, hint=hint)
+    what = "this file does not look like a hostfile, which has one host on each line, such as `gpu1 slots=8`"
+    first = [Problem(where=Mark(file), message=what)] if is_other else []
+    return [*first, *problems[:most], rest]
 
 
 # -- the pool of a command --------------------------------------------------------------------------------------------

@@ -170,6 +170,19 @@ MISTAKES: Mapping[str, Mistake] = {
         where="host.txt",
         remedy="did you mean `hosts.txt`?",
     ),
+    "spec instead of a hostfile": Mistake(
+        command="pool list --hostfile train.yaml",
+        files={"train.yaml": GANG},
+        where="train.yaml",
+        remedy="does not look like a hostfile",
+    ),
+    "host names of a hostfile": Mistake(
+        # Two dots: a name that does not exist for any name service.
+        command="submit train.yaml --hostfile hosts --dry-run",
+        files={"train.yaml": ONE, "hosts": "127.0.0.1\ngpu..1\nada@gpu..2 slots=8\n"},
+        where="hosts:3",
+        remedy="correct the name",
+    ),
     "unknown backend": Mistake(
         command="pool list",
         files={"distflow.yaml": LAB.replace("backend: ssh", "backend: shh")},

@@ -144,8 +144,12 @@ def test_a_hostfile_without_hosts_is_a_finding(text: str) -> None:
 
 def test_a_file_of_something_else_is_not_told_line_by_line() -> None:
     said = refusal("this is no hostfile\n" * 1000)
+    assert said.startswith("hosts: error: this file does not look like a hostfile")
+    assert said.count("error:") == 4
+    assert said.endswith("hosts:1: error: 2998 more findings from here on")
+    said = refusal("".join(f"gpu{number} slot=8\n" for number in range(60)))
     assert said.count("error:") == 51
-    assert said.endswith("more findings from here on\n    check that this file is a hostfile")
+    assert said.endswith("hosts:51: error: 10 more findings from here on\n    check that this file is a hostfile")
 
 
 @given(st.text(max_size=60))

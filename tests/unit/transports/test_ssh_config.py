@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from distflow.transports.ssh.config import Hop, SshConfigError, SshDestination, pick_algorithms, resolve_hop
+from distflow.transports.ssh.sockets import unknown_names
 
 NOWHERE = SshDestination(host="x", config_file="none")
 
@@ -29,3 +33,24 @@ def test_algorithms() -> None:
     assert pick_algorithms("", known) == known
     assert pick_algorithms("b,x,a1", known) == ("b", "a1")
     assert pick_algorithms("z", known) == known
+
+
+def test_only_names_that_certainly_do_not_exist_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "Host alias\n  HostName 127.0.0.1\nHost wrong\n  HostName gone.example\nHost inner*\n  HostName gone.example\n"
+        "Host inner1\n  ProxyJump gone.example\nHost inner2\n  ProxyCommand nc %h %p\n"
+    )
+    asked = set()
+
+    def look_up(name: str, *_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        asked.add(name)
+        if name == "127.0.0.1":
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 22))]
+        raise socket.gaierror(socket.EAI_AGAIN if name == "later" else socket.EAI_NONAME, "no")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    hosts = ["alias", "wrong", "inner1", "inner2", "later", "gpu9", "bad;name"]
+    found = unknown_names([SshDestination(host=host, config_file=str(config)) for host in hosts])
+    assert found == [None, "gone.example", None, None, None, "gpu9", None]
+    assert asked == {"127.0.0.1", "gone.example", "later", "gpu9"}

@@ -31,6 +31,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.checks.torch_search import TORCH_PROBE, why_no_torch
 from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.destination import destination_of
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.backends.machines.connection.transfers import Blob, Pace
@@ -48,7 +49,6 @@ from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayR
 from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
 from distflow.transports.ssh import load_ssh
-from distflow.transports.ssh.config import SshDestination
 
 __all__ = ["MachinesBackend", "link_to", "open_backend", "transport_of"]
 
@@ -395,15 +395,4 @@ def transport_of(pool: Pool, node: Node) -> Transport:
     """Return the transport to a node, without connecting."""
     if pool.backend == "local":
         return LocalTransport(node.name)
-    return load_ssh()(
-        node.name,
-        SshDestination(
-            host=node.host,
-            port=node.port,
-            user=node.user,
-            identity_file=node.identity_file,
-            host_key_policy=pool.host_key_policy,
-            connect_timeout_s=pool.connect_timeout_s,
-            config_file=pool.ssh_config,
-        ),
-    )
+    return load_ssh()(node.name, destination_of(pool, node))

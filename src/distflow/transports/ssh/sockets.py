@@ -10,16 +10,19 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from distflow.transports.base import Deadline
-from distflow.transports.ssh.config import SshHost
+from distflow.transports.ssh.config import SshConfigError, SshDestination, SshHost, resolve_destination
 
-__all__ = ["ProxyProcess", "addresses_of", "connect_tcp"]
+__all__ = ["ProxyProcess", "addresses_of", "connect_tcp", "unknown_names"]
 
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _TAIL = 2000
 _LOOK_UP_S = 2.0
+_LOOK_UPS = 16
+"""The number of names that are looked up at the same time."""
 
 
 def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
@@ -50,6 +53,48 @@ def addresses_of(host: SshHost) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
+    """Return the host name of each destination that no name service knows, and ``None`` for all others.
+
+    A destination behind a jump host or a ``ProxyCommand`` is ``None``, because its name is resolved there. So is a name whose
+    lookup failed for another reason, or did not end within 2 s.
+    """
+    deadline = Deadline(_LOOK_UP_S)
+    found: list[str | None] = [None] * len(destinations)
+    numbers = iter(range(len(destinations)))
+    lock = threading.Lock()
+
+    def look_up() -> None:
+        while not deadline.has_passed:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            found[number] = _unknown_name(destinations[number], deadline)
+
+    threads = [
+        threading.Thread(target=look_up, name="host names", daemon=True) for _ in range(min(_LOOK_UPS, len(destinations)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline.left())
+    return list(found)
+
+
+def _unknown_name(destination: SshDestination, deadline: Deadline) -> str | None:
+    """Return the host name if it certainly does not exist."""
+    try:
+        host = resolve_destination(destination)
+        if not host.proxy_jump and host.proxy_command is None:
+            _resolve(host, deadline)
+    except socket.gaierror as error:
+        return host.hostname if error.errno == socket.EAI_NONAME else None
+    except (SshConfigError, OSError):
+        return None
+    return None
 
 
 def _tune(connection: socket.socket, host: SshHost) -> None:
