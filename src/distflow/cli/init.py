@@ -86,7 +86,7 @@ def init(
         nodes = nodes or int(_ask("Number of nodes", "1", is_number=True))
         gpus = int(_ask("GPUs of each node", "0", is_number=True)) if gpus is None else gpus
     file = _file(name) or Path(f"{draft.name}.yaml")
-    write_draft(draft, file, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
+    draft = write_draft(draft, file, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
     _print_written([file], draft.notes, format_type)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,10 +129,35 @@ def test_torchruns_options_become_numbers_of_the_spec(project: Path) -> None:
     ],
 )
 def test_gpus_and_processes_follow_from_the_nodes(
-    project: Path, gpus: list[int | None], given: dict[str, int], expected: tuple[int | None, int]
+    project: Path, gpus: list[int | None], given: dict[str, Any], expected: tuple[int | None, int]
 ) -> None:
     draft = complete_draft(draft_command(["train.py"], folder=project), nodes(*gpus), count=2, **given)
     assert (draft.gpus, draft.ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "gpus", "given", "expected"),
+    [
+        ("gpu", [8, 8], {}, 8),
+        ("auto", [None, None], {"gpus": 4}, 4),
+        ("gpu", [None, None], {"ranks": 2}, 2),
+        ("gpu", [None, None], {}, "--gpus N"),
+        ("auto", [0, 0], {"gpus": 0}, "--gpus N"),
+        ("cpu", [8, 8], {}, "--nproc-per-node N"),
+        ("$N", [8, 8], {}, "--nproc-per-node N"),
+    ],
+)
+def test_torchruns_words_for_the_number_of_processes(
+    project: Path, written: str, gpus: list[int | None], given: dict[str, Any], expected: int | str
+) -> None:
+    draft = draft_command(["torchrun", "--nproc_per_node", written, "train.py"], folder=project)
+    if isinstance(expected, int):
+        complete = complete_draft(draft, nodes(*gpus), count=2, must_know=True, **given)
+        assert (complete.ranks, complete.notes) == (expected, ())
+        return
+    with pytest.raises(InputError, match=f"`--nproc_per_node {re.escape(written)}` is not known\\n.*{expected}"):
+        complete_draft(draft, nodes(*gpus), count=2, must_know=True, **given)
+    assert expected in complete_draft(draft, nodes(*gpus), count=2, **given).notes[0]
 
 
 def test_the_project_is_here_or_the_repository_of_the_script(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

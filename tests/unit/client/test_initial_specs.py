@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
-from distflow.client.spec_drafts.initial_specs import draft_from_torchrun, list_samples
+from distflow.client.spec_drafts.initial_specs import draft_from_sbatch, draft_from_torchrun, list_samples, write_draft
 from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.problems import errors_of
 from distflow.errors import InputError
@@ -74,6 +74,36 @@ def test_time_limits_of_slurm(folder: Path, written: str, expected: str) -> None
 def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         draft_sbatch(text, folder=folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun python -m torch.distributed.run --nproc_per_node=2 train.py",
+        "srun -u python3 -u -m torch.distributed.launch --nproc_per_node 2 train.py",
+        "srun --export ALL bash -lc 'OMP_NUM_THREADS=4 python -m torch.distributed.run --nproc-per-node 2 train.py'",
+        "srun env OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 train.py",
+    ],
+)
+def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) -> None:
+    draft = draft_sbatch(f"#SBATCH -N 2\n{line}\n", folder=folder)
+    assert (draft.nodes, draft.ranks, draft.command, draft.launcher) == (2, 2, ("python3", "train.py"), "torchrun")
+    assert draft.environment == ({"OMP_NUM_THREADS": "4"} if "OMP" in line else {})
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("srun python -O -m torch.distributed.run --nproc_per_node 2 train.py", "options of torchrun in the command are not"),
+        ("srun apptainer exec my.sif torchrun --nproc_per_node 2 train.py", "options of torchrun in the command are not"),
+        ("srun bash -c 'cd sub; torchrun train.py'", "line 2: `cd sub`: only one command is translated"),
+        ("srun bash -c '. env/bin/activate; torchrun train.py'", "--setup '. env/bin/activate'"),
+        ("torchrun --nproc_per_node $SLURM_GPUS_ON_NODE train.py", "`--nproc_per_node $SLURM_GPUS_ON_NODE` is not known"),
+    ],
+)
+def test_what_cannot_be_translated_is_a_note(folder: Path, line: str, note: str) -> None:
+    (folder / "job.sh").write_text(f"#SBATCH -N 2\n{line}\n")
+    assert note in "\n".join(write_draft(draft_from_sbatch(Path("job.sh")), Path("job.yaml")).notes)
 
 
 def test_torchruns_command_line_becomes_a_spec(folder: Path) -> None:

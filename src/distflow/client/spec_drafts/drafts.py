@@ -33,6 +33,8 @@ class Draft:
     nodes: int | None = None
     ranks: int | None = None
     """Processes on each node."""
+    ranks_written: str = ""
+    """The value of torchrun's ``--nproc_per_node`` if it is not a number, such as ``gpu``."""
     gpus: int | None = None
     """GPUs on each node; 0 hides them. ``None``: none are reserved, and the job sees all of them."""
     max_restarts: int = 0
@@ -130,7 +132,13 @@ def _name_of(program: str) -> str:
 
 
 def complete_draft(
-    draft: Draft, nodes: Sequence[Node], *, count: int | None = None, gpus: int | None = None, ranks: int | None = None
+    draft: Draft,
+    nodes: Sequence[Node],
+    *,
+    count: int | None = None,
+    gpus: int | None = None,
+    ranks: int | None = None,
+    must_know: bool = False,
 ) -> Draft:
     """Return a draft with all its numbers.
 
@@ -140,6 +148,10 @@ def complete_draft(
         count: The number of nodes. Default: that of the draft, or 1.
         gpus: GPUs on each node. Default: that of the draft, or as many as are configured for enough nodes.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
+        must_know: Whether ``--nproc_per_node gpu`` with an unknown number of GPUs is an error. Otherwise it becomes a note.
+
+    Raises:
+        InputError: if the number of processes must be known and is not.
 
     """
     count = count or draft.nodes or 1
@@ -149,6 +161,14 @@ def complete_draft(
         known = sorted((one.gpus for one in nodes if one.gpus is not None), reverse=True)
         there = known[count - 1] if len(known) == len(nodes) and len(known) >= count else 0
         gpus = (ranks if ranks is not None and ranks <= there else there if ranks is None else 0) or None
+    is_known = ranks is not None or not draft.ranks_written or (draft.ranks_written in ("gpu", "auto") and bool(gpus))
+    if not is_known:
+        option = "--nproc-per-node" if gpus or draft.ranks_written not in ("gpu", "auto") else "--gpus"
+        message = f"the number of processes of `--nproc_per_node {draft.ranks_written}` is not known"
+        if must_know:
+            raise InputError(message, hint=f"give the number for each node: `{option} N`")
+        note = f"{message}, so check the size of `ranks`, or give `{option} N` to `distflow init`"
+        draft = replace(draft, notes=(*draft.notes, note))
     ranks = ranks or gpus or 1
     is_one = draft.launcher == "torchrun" and count * ranks == 1 and not draft.max_restarts
     # One process needs no launcher, so the script may also be one without torch.
@@ -188,14 +208,16 @@ def draft_torchrun(words: Sequence[str]) -> Draft | None:
         number = most or least
         if number.isascii() and number.isdigit():
             numbers[name] = int(number)
-        elif value and value not in ("gpu", "auto"):
+        elif value and name != "nproc_per_node":
             notes.append(f"`--{name} {value}` of torchrun is not a number: check the number in this file")
         if most and most != least:
             notes.append(f"`--nnodes {value}`: to run with fewer nodes, write `elastic: {{min: {least}}}` in the group")
     name = script[0].rpartition(".")[2] if is_module else script[0]
+    ranks = numbers.get("nproc_per_node")
     return Draft(
-        name=_name_of(name), command=command, launcher="torchrun", nodes=numbers.get("nnodes"),
-        ranks=numbers.get("nproc_per_node"), max_restarts=numbers.get("max_restarts", 0), notes=tuple(notes),
+        name=_name_of(name), command=command, launcher="torchrun", nodes=numbers.get("nnodes"), ranks=ranks,
+        ranks_written=options.get("nproc_per_node", "") if ranks is None else "",
+        max_restarts=numbers.get("max_restarts", 0), notes=tuple(notes),
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def write_draft(
     ranks: int | None = None,
     source: str = "",
     force: bool = False,
-) -> None:
-    """Write a draft as a spec.
+) -> Draft:
+    """Write a draft as a spec, and return the complete draft.
 
     Args:
         draft: The draft.
@@ -100,6 +100,7 @@ def write_draft(
         f"Run it: distflow submit {file.name} --wait",
     ]
     _write(file, spec_text(draft, heading=heading), force=force)
+    return draft
 
 
 def _write(file: Path, text: str, *, force: bool) -> None:

@@ -50,7 +50,8 @@ def draft_run(
         results: The local directory for the output files. It is not sent.
 
     Raises:
-        InputError: if the command is not valid, the script does not exist, or the project would be a home directory.
+        InputError: if the command is not valid, the script does not exist, the project would be a home directory, or the
+            number of processes is not known.
         NotFound: if the pool does not exist.
 
     """
@@ -60,7 +61,7 @@ def draft_run(
     if draft.nodes is not None and count != draft.nodes:
         raise InputError(f"the command says {draft.nodes} nodes, and --nodes says {count}", hint="remove one of them")
     draft = replace(draft, name=name or draft.name, exclude=_without(draft, results))
-    return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks)
+    return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks, must_know=True)
 
 
 def _without(draft: Draft, results: Path) -> tuple[str, ...]:

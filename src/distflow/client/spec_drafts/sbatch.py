@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from distflow.client.spec_drafts.drafts import Draft, draft_command
+from distflow.client.spec_drafts.drafts import Draft, draft_command, draft_torchrun
 from distflow.errors import InputError
 from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
 from distflow.structs import replace
@@ -76,10 +76,13 @@ _SILENT = frozenset(
         "grep",
     }
 )
+_WRAPPERS = frozenset({"env", "exec", "nohup", "command", "time"})
+"""Programs that start the command after them, without options of their own."""
 _KEYWORDS = frozenset({"done", "fi", "esac", "}", "[", "[[", "test", "true", ":"})
 _FRAMEWORKS = MappingProxyType(
     {"accelerate": "accelerate", "deepspeed": "deepspeed", "horovodrun": "horovod", "mpirun": "mpi", "mpiexec": "mpi"}
 )
+_TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
 _LAUNCHERS = re.compile(r"srun|torchrun|accelerate|deepspeed|mpirun|mpiexec|horovodrun|python[0-9.]*|.*\.(py|sh)")
 
 
@@ -93,6 +96,8 @@ class _Script:
     setup: list[str] = field(default_factory=list)
     launch: list[str] | None = None
     is_under_srun: bool = False
+    shell_line: str = ""
+    """The line of the ``bash -c`` whose commands are read; empty outside."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -139,11 +144,14 @@ def _with_numbers(draft: Draft, script: _Script) -> Draft:
     per_node = _per_node(options, nodes)
     gpus = _gpus(options, nodes)
     ranks = draft.ranks
-    if draft.launcher == "torchrun" and script.is_under_srun and "torchrun" not in " ".join(script.launch or ()):
+    starts_ranks = draft_torchrun(script.launch or ()) is not None
+    if draft.launcher == "torchrun" and script.is_under_srun and not starts_ranks:
         ranks = per_node
         notes.append("a script that reads SLURM_PROCID or SLURM_LOCALID must read RANK and LOCAL_RANK instead")
     elif script.is_under_srun and draft.launcher == "command" and per_node > 1:
         notes.append(f"srun started {per_node} processes on each node; here the command runs once on each node")
+    if draft.launcher == "command" and any(_TORCHRUN.search(word) for word in draft.command):
+        notes.append("the options of torchrun in the command are not translated: check `replicas` and `ranks`")
     resources = {}
     cpus = _number(options.get("cpus-per-task", ""))
     if cpus:
@@ -153,7 +161,8 @@ def _with_numbers(draft: Draft, script: _Script) -> Draft:
         resources["memory"] = memory if memory[-1].isalpha() else f"{memory}M"
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", options.get("job-name", "")).strip("-_")
     return replace(
-        draft, name=name if name[:1].isalpha() else draft.name, nodes=nodes, gpus=gpus, ranks=ranks or gpus or per_node,
+        draft, name=name if name[:1].isalpha() else draft.name, nodes=nodes, gpus=gpus,
+        ranks=ranks or (None if gpus or draft.ranks_written else per_node),
         environment=script.environment, exec_timeout=_duration(options.get("time", ""), notes), resources=resources,
         notes=tuple(notes),
     )  # fmt: skip
@@ -230,9 +239,12 @@ def _split_options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[st
 
 
 def _read_body(script: _Script) -> None:
+    _read_commands(script, read_commands(script.text), _slurm_variables(script.options))
+
+
+def _read_commands(script: _Script, commands: Sequence[Command], variables: dict[str, str | None]) -> None:
     exported = {name for line in re.findall(r"\bexport\s+(.*)", script.text) for name in re.findall(r"([A-Za-z_]\w*)=", line)}
-    variables = _slurm_variables(script.options)
-    for command in read_commands(script.text):
+    for command in commands:
         for written, word in command.assignments:
             name, value = word.value_of(written, variables)
             variables[name] = value
@@ -250,7 +262,7 @@ def _export(script: _Script, name: str, value: str | None, word: Word) -> None:
 
 
 def _line_of(script: _Script, word: Word) -> str:
-    return f"line {script.text.count(chr(10), 0, word.offset) + 1}"
+    return script.shell_line or f"line {script.text.count(chr(10), 0, word.offset) + 1}"
 
 
 def _slurm_variables(options: Mapping[str, str]) -> dict[str, str | None]:
@@ -258,19 +270,19 @@ def _slurm_variables(options: Mapping[str, str]) -> dict[str, str | None]:
     per_node, gpus = _per_node(options, _number(nodes) or 1), _gpus(options, _number(nodes) or 1)
     return {
         "SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS_PER_NODE": str(per_node),
-        "SLURM_GPUS_ON_NODE": str(gpus or 1), "SLURM_GPUS_PER_NODE": str(gpus or 1),
+        "SLURM_GPUS_ON_NODE": str(gpus) if gpus else None, "SLURM_GPUS_PER_NODE": str(gpus) if gpus else None,
         "SLURM_CPUS_PER_TASK": options.get("cpus-per-task"), "SLURM_JOB_NAME": options.get("job-name"),
         "SLURM_JOB_ID": "{{workflow_id}}", "SLURM_JOBID": "{{workflow_id}}", "SLURM_NODEID": "{{node_rank}}",
         "SLURM_SUBMIT_DIR": ".",
     }  # fmt: skip
 
 
-def _read_command(script: _Script, command: Command, variables: Mapping[str, str | None]) -> None:
+def _read_command(script: _Script, command: Command, variables: dict[str, str | None]) -> None:
     program, raw = command.program, " ".join(word.raw for word in command.words)
     if program in _SETUP:
         script.setup.append(raw)
     elif _LAUNCHERS.fullmatch(program) and script.launch is None:
-        _read_launch(script, _expanded(command, variables), variables)
+        _read_launch(script, _expanded(command, variables), _line_of(script, command.words[0]), variables)
     elif program == "cd" and raw.strip("\"'").endswith("SLURM_SUBMIT_DIR"):
         pass
     elif program not in _SILENT | _KEYWORDS:
@@ -283,7 +295,7 @@ def _expanded(command: Command, variables: Mapping[str, str | None]) -> list[str
     return [raw.strip('"') if value is None else value for value, raw in values]
 
 
-def _read_launch(script: _Script, words: list[str], variables: Mapping[str, str | None]) -> None:
+def _read_launch(script: _Script, words: list[str], line: str, variables: dict[str, str | None]) -> None:
     if words[0].rpartition("/")[2] == "srun":
         script.is_under_srun = True
         options, words = _split_options(words[1:])
@@ -292,12 +304,16 @@ def _read_launch(script: _Script, words: list[str], variables: Mapping[str, str 
                 script.options[name] = value
             elif name not in _SWITCHES:
                 script.notes.append(f"`srun --{name}={value}`: {_ADVICE.get(name, 'distflow has no such option')}")
-    inner = words[-1] if words and words[0].rpartition("/")[2] in SHELLS and "c" in "".join(words[1:-1]) else None
-    if inner is None:
+    while words and (words[0] in _WRAPPERS or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL)):
+        name, equals, value = words.pop(0).partition("=")
+        if equals and name not in _IS_SET:
+            script.environment[name] = value
+    is_shell = bool(words) and words[0].rpartition("/")[2] in SHELLS
+    at = next((number for number, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c", word)), 0) if is_shell else 0
+    commands = read_commands(words[at + 1]) if at else ()
+    if any(_LAUNCHERS.fullmatch(command.program) for command in commands):
+        script.shell_line = line
+        _read_commands(script, commands, dict(variables))
+        script.shell_line = ""
+    else:
         script.launch = words or None
-        return
-    for command in read_commands(inner):
-        if _LAUNCHERS.fullmatch(command.program):
-            script.launch = _expanded(command, variables)
-            return
-    script.launch = words
