@@ -92,7 +92,11 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         (["kept.py", "--lr", "1"], "error: `distflow run` has no option `--lr`\nwrite options of your script after `--`"),
         (["kept.py", "--node", "2"], "did you mean `--nodes`? Or write options"),
         (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command says 2 nodes, and --nodes says 3"),
-        (["kept.py", "--gpus", "1"], "kept.yaml (see --print-spec):7: error: group 'training' can never run in pool 'local'"),
+        (
+            ["kept.py", "--gpus", "1"],
+            "<spec of distflow run, see --print-spec>:7: error: group 'training' can never run in pool 'local'",
+        ),
+        (["hosts.yaml"], "error: `hosts.yaml` is a spec, not a command\ndistflow submit hosts.yaml"),
         (["kept.py", "--name", "1"], "`workflow.name` must be a name"),
         ([], "`SCRIPT|COMMAND...` is missing"),
     ],

@@ -11,6 +11,7 @@ import typer
 
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
+from distflow.client.spec_drafts.drafts import name_of
 from distflow.client.spec_drafts.initial_specs import (
     copy_sample,
     draft_from_command,
@@ -21,6 +22,7 @@ from distflow.client.spec_drafts.initial_specs import (
 )
 from distflow.documents.text import plain_lines
 from distflow.errors import InputError
+from distflow.structs import replace
 
 __all__ = ["init_app"]
 
@@ -36,7 +38,11 @@ init_app = command_app()
 def init(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The spec is NAME.yaml. Default: the name of the script.", show_default=False),
+        typer.Argument(
+            metavar="[NAME]",
+            help="The workflow's name; its spec is NAME.yaml. Default: that of the script.",
+            show_default=False,
+        ),
     ] = None,
     command: Annotated[
         str | None, typer.Option("--command", metavar="TEXT", help="The command, such as 'train.py --lr 0.1'.")
@@ -85,6 +91,8 @@ def init(
         draft = draft_from_command(_ask("Command for each node", "train.py"))
         nodes = nodes or int(_ask("Number of nodes", "1", is_number=True))
         gpus = int(_ask("GPUs of each node", "0", is_number=True)) if gpus is None else gpus
+    if name is not None:
+        draft = replace(draft, name=name_of(name))
     file = _file(name) or Path(f"{draft.name}.yaml")
     draft = write_draft(draft, file, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
     _print_written([file], draft.notes, format_type)

@@ -6,6 +6,7 @@ import difflib
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,17 +38,29 @@ run_app = command_app()
 class _Run(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise ``InputError`` for an unknown option, which often belongs to the user's script."""
+        written = tuple(args)  # the parser removes words from ``args``
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             name = getattr(error, "option_name", None)
             if not name or not hasattr(error, "possibilities"):
                 raise
-            hint = f"write options of your script after `--`: distflow run train.py -- {name}"
+            hint = f"write options of your script after `--`: {_with_script_option(written, name)}"
             near = difflib.get_close_matches(name, error.possibilities or (), n=1, cutoff=0.8)
             if near:
                 hint = f"did you mean `{near[0]}`? Or {hint}"
             raise InputError(f"`distflow run` has no option `{name}`", hint=hint) from None
+
+
+def _with_script_option(words: Sequence[str], name: str) -> str:
+    """Return a command line with the option ``name`` and its value after ``--``. Other words are not shown."""
+    at = next((number for number, word in enumerate(words) if word.partition("=")[0] == name), len(words))
+    script = next((word for word in words if word.endswith(".py")), "train.py")
+    moved = [word for word in words[at : at + 2] if word != script] or [name]
+    if len(moved) == 2 and ("=" in moved[0] or moved[1].startswith("-")):
+        moved.pop()
+    others = " …" if set(words) - {script, "--", *moved} else ""
+    return f"distflow run {shlex.quote(script)}{others} -- {shlex.join(moved)}"
 
 
 @run_app.command(
@@ -129,6 +142,7 @@ def run_command(
             name=name,
             pool=pool,
             hosts=hosts,
+            hostfile=hostfile or "",
             nodes=nodes,
             gpus=gpus,
             ranks=ranks,
@@ -140,7 +154,7 @@ def run_command(
             print(text, end="")
             return
         request = SubmitRequest(
-            spec=f"{draft.name}.yaml (see --print-spec)", text=text, overrides=overrides, pool=pool, hosts=hosts,
+            spec="<spec of distflow run, see --print-spec>", text=text, overrides=overrides, pool=pool, hosts=hosts,
             settings=settings,
         )  # fmt: skip
         if dry_run:
@@ -150,14 +164,14 @@ def run_command(
         with ProgressLine(sys.stderr, "read") as line:
             planned = plan(client, request, configuration=configuration, on_pack=line.update)
         warn(planned.checked.warnings)
-        _announce(draft)
+        _announce(draft, python)
         is_quiet = not detach and format_type is Format.JSON
         record = submit(client, planned, on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type))
         if not detach:
             _finish(client, record, to, format_type)
 
 
-def _announce(draft: Draft) -> None:
+def _announce(draft: Draft, python: str | None) -> None:
     """Print to standard error what is going to run, because much of it was chosen by distflow."""
 
     def count(number: int | None, what: str) -> str:
@@ -165,7 +179,10 @@ def _announce(draft: Draft) -> None:
 
     for note in draft.notes:
         print(f"note: {plain_lines(note)}", file=sys.stderr)
-    parts = [f"Running `{shlex.join(draft.command)}` on {count(draft.nodes, 'node')}"]
+    program, *arguments = draft.command
+    if python is not None and program in ("python", "python3"):
+        program = python
+    parts = [f"Running `{shlex.join([program, *arguments])}` on {count(draft.nodes, 'node')}"]
     if draft.gpus:
         parts.append(f"{count(draft.gpus, 'GPU')} on each")
     if draft.launcher == "torchrun":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,9 +97,12 @@ def check_spec(
         The spec with its warnings.
 
     Raises:
+        InputError: if the file is a Python script.
         ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
 
     """
+    if text is None and file.endswith(".py") and Path(file).is_file():
+        raise InputError(f"{file} is a Python script, not a spec", hint=f"distflow run {shlex.quote(file)}")
     checks = _SpecChecks(client, is_tolerant=is_tolerant)
     spec, warnings = load_spec(
         file,

@@ -87,6 +87,24 @@ MISTAKES: Mapping[str, Mistake] = {
     "invalid name": _spec("name: train\n", "name: my training\n", "train.yaml:2", "letters"),
     "task name twice": _spec("name: worker", "name: master", "train.yaml:11", "rename", base=GANG),
     "key twice": _spec("name: train\n", "name: train\n  name: test\n", "train.yaml:3", "keep one"),
+    "script instead of a spec": Mistake(
+        command="submit train.py --dry-run", files={"train.py": ""}, where="train.py", remedy="distflow run train.py"
+    ),
+    "spec instead of a script": Mistake(
+        command="run train.yaml --dry-run", files={"train.yaml": ONE}, where="train.yaml", remedy="distflow submit train.yaml"
+    ),
+    "option of the script": Mistake(
+        command="run my.py --nodes 2 --epochs 2", where="--epochs", remedy="distflow run my.py … -- --epochs 2"
+    ),
+    "more nodes than machines": Mistake(
+        command="run my.py --hostfile hosts.txt --nodes 3 --dry-run",
+        files={"my.py": "", "hosts.txt": "gpu1\ngpu2\n"},
+        where="hosts.txt has 2 machines",
+        remedy="--nodes asks for 3",
+    ),
+    "spec of run": Mistake(
+        command="run my.py --gpus 99 --dry-run", files={"my.py": ""}, where="<spec of distflow run", remedy="pool list"
+    ),
     # ranks
     "gap between ranks": _spec("--offset, 8", "--offset, 9", "train.yaml:12", "8", base=GANG),
     "ranks held twice": _spec("--offset, 8", "--offset, 4", "train.yaml:12", "8", base=GANG),

@@ -86,8 +86,9 @@ def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str
     ],
 )
 def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) -> None:
-    draft = draft_sbatch(f"#SBATCH -N 2\n{line}\n", folder=folder)
+    draft = draft_sbatch(f"#SBATCH -N 2 -J fine:tune\n{line}\n", folder=folder)
     assert (draft.nodes, draft.ranks, draft.command, draft.launcher) == (2, 2, ("python3", "train.py"), "torchrun")
+    assert draft.name == "fine-tune"
     assert draft.environment == ({"OMP_NUM_THREADS": "4"} if "OMP" in line else {})
 
 
@@ -135,6 +136,7 @@ def test_questions_are_asked_on_a_terminal_only(
 def test_an_existing_file_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "deep/job.yaml", "--command", "train.py", "--gpus", "2", "-t", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": ["deep/job.yaml"], "notes": []}
+    assert load_spec("deep/job.yaml")[0].name == "job"
     assert load_spec("deep/job.yaml")[0].groups[0].tasks[0].files[0].local_path == str(folder)
     before = Path("deep/job.yaml").read_text()
     again = ["init", "deep/job", "--command", "train.py", "--nodes", "3"]

@@ -19,7 +19,7 @@ from distflow.layout.checks.launchers import PythonCommand, python_command
 from distflow.pools.model import Node
 from distflow.structs import replace
 
-__all__ = ["Draft", "complete_draft", "draft_command", "draft_torchrun", "spec_text"]
+__all__ = ["Draft", "complete_draft", "draft_command", "draft_torchrun", "name_of", "spec_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,14 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
         must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the command is empty, the script does not exist, or the project would be a home directory.
+        InputError: if the command is empty or a spec, the script does not exist, or the project would be a home directory.
 
     """
     if not words:
         raise InputError("there is no command to run", hint="name a script (`train.py`), or any command after `--`")
-    draft = draft_torchrun(words) or _draft_python(words) or Draft(name=_name_of(words[0]), command=tuple(words))
+    if words[0].endswith((".yaml", ".yml")):
+        raise InputError(f"`{words[0]}` is a spec, not a command", hint=f"distflow submit {shlex.quote(words[0])}")
+    draft = draft_torchrun(words) or _draft_python(words) or Draft(name=name_of(words[0]), command=tuple(words))
     python = python_command(draft.command)
     if not isinstance(python, PythonCommand) or python.is_module:
         return _sending(draft, _project(folder, None, project), folder)
@@ -83,7 +85,7 @@ def _draft_python(words: Sequence[str]) -> Draft | None:
         return None
     name = python.target.rpartition(".")[2] if python.is_module else python.target
     command = ("python3", *words) if words[0].endswith(".py") else tuple(words)
-    return Draft(name=_name_of(name), command=command, launcher="torchrun")
+    return Draft(name=name_of(name), command=command, launcher="torchrun")
 
 
 def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) -> Draft:
@@ -124,9 +126,9 @@ def _sending(draft: Draft, root: Path, folder: Path) -> Draft:
     return replace(draft, project=os.path.relpath(root, folder), exclude=exclude)
 
 
-def _name_of(program: str) -> str:
-    """Return a valid name of a workflow for a program or script."""
-    stem = re.sub(r"\.(py|sh)$", "", os.path.basename(program.rstrip("/")))
+def name_of(program: str) -> str:
+    """Return a valid name of a workflow for the path of a program, script or spec."""
+    stem = re.sub(r"\.(py|sh|ya?ml)$", "", os.path.basename(program.rstrip("/")))
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:50].rstrip("-_")
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
 
@@ -193,7 +195,7 @@ def draft_torchrun(words: Sequence[str]) -> Draft | None:
     if not script:
         raise InputError(f"`{shlex.join(words)}` has no script", hint="write the script after the options of torchrun")
     if "no_python" in options or "run_path" in options:
-        return Draft(name=_name_of(words[0]), command=tuple(words))
+        return Draft(name=name_of(words[0]), command=tuple(words))
     is_module = "module" in options
     command = ("python3", "-m", *script) if is_module else ("python3", *script)
     notes = [
@@ -215,7 +217,7 @@ def draft_torchrun(words: Sequence[str]) -> Draft | None:
     name = script[0].rpartition(".")[2] if is_module else script[0]
     ranks = numbers.get("nproc_per_node")
     return Draft(
-        name=_name_of(name), command=command, launcher="torchrun", nodes=numbers.get("nnodes"), ranks=ranks,
+        name=name_of(name), command=command, launcher="torchrun", nodes=numbers.get("nnodes"), ranks=ranks,
         ranks_written=options.get("nproc_per_node", "") if ranks is None else "",
         max_restarts=numbers.get("max_restarts", 0), notes=tuple(notes),
     )  # fmt: skip

@@ -29,6 +29,7 @@ def draft_run(
     name: str | None = None,
     pool: str | None = None,
     hosts: Sequence[Host] | None = None,
+    hostfile: str = "",
     nodes: int | None = None,
     gpus: int | None = None,
     ranks: int | None = None,
@@ -43,6 +44,7 @@ def draft_run(
         name: The name of the workflow. Default: the name of the script or program.
         pool: The name of the pool. Default: the default pool.
         hosts: Machines to use instead of a configured pool.
+        hostfile: The path of the hostfile, for errors.
         nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
         gpus: GPUs on each node. Default: as many as the pool or the hostfile says.
         ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
@@ -51,7 +53,7 @@ def draft_run(
 
     Raises:
         InputError: if the command is not valid, the script does not exist, the project would be a home directory, or the
-            number of processes is not known.
+            number of processes is not known. Also if there are fewer hosts than nodes.
         NotFound: if the pool does not exist.
 
     """
@@ -60,6 +62,10 @@ def draft_run(
     count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
     if draft.nodes is not None and count != draft.nodes:
         raise InputError(f"the command says {draft.nodes} nodes, and --nodes says {count}", hint="remove one of them")
+    if hosts is not None and count > len(hosts):
+        asking = "--nodes" if nodes else "the command"
+        machines = f"{len(hosts)} machine{'' if len(hosts) == 1 else 's'}"
+        raise InputError(f"{hostfile} has {machines}, {asking} asks for {count}", hint="add machines, or ask for fewer nodes")
     draft = replace(draft, name=name or draft.name, exclude=_without(draft, results))
     return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks, must_know=True)
 
