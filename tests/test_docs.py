@@ -66,6 +66,7 @@ REASONS = {
     "needs a crash",
     "needs a second machine",
     "needs a gang that hangs",
+    "needs answers from a terminal",
 }
 COLUMNS, LINES = 110, 40
 LIMIT_S = 120.0
