@@ -85,7 +85,7 @@ def words(**given: Any) -> tuple[str, str]:
 def test_an_old_python_is_named_with_its_version() -> None:
     assert words(version="3.6.9", errno=None) == (
         "Python 3.8 or newer is needed; /usr/bin/python3 is 3.6.9",
-        "name the interpreter with `--python`, or with `python:` of the node or its pool",
+        "name the interpreter with `--python`, `python=` of the hostfile, or `python:` of the node or its pool",
     )
     assert after_exit(2, "python", "It printed:\nUnknown option: -I")[0] == (
         "Python 3.8 or newer is needed; `python` is older than 3.4"

@@ -402,6 +402,12 @@ def test_the_sentence_says_what_prevents_a_gang() -> None:
     good = [node("gpu1"), node("gpu2"), node("gpu3")]
     assert verdict(good[:1], []).text == "1 node can run a gang"
     assert (verdict(good, tries(3)).text, verdict(good, tries(3)).can_run) == ("3 nodes can run a gang", True)
+    without = [node(name, torch=Torch(python="3.12.4", executable="/v/python")) for name in ("gpu1", "gpu2")]
+    assert verdict(without, []).can_run
+    assert verdict(without, []).text.startswith(
+        "2 nodes can run a gang, but without torch, which torchrun and distflow.train need"
+    )
+    assert verdict([*without, good[2]], []).text == "3 nodes can run a gang"
     lost = node("gpu3", error=NodeUnreachable("gpu3", "gone"))
     assert verdict([*good[:2], lost], []).text == "a gang cannot run on all 3 nodes: gpu3 cannot take part"
     both = verdict([*good[:2], lost], tries(2, g1_g2="timeout"))

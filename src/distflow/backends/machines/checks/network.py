@@ -41,6 +41,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "stranger": "another machine or program answers",
     }
 )
+_WITHOUT_TORCH = ", but without torch, which torchrun and distflow.train need: install it there, or name a Python that has it (`--python PATH`)"
 _PORTS = "training uses ports that the system chooses: all TCP ports above 1023 must be open between the nodes"
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -79,7 +80,8 @@ def verdict(
     errors = [finding for finding in findings if finding.grade is Grade.ERROR]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if not errors:
-        return Verdict(can_run=True, text=f"{count} can run a gang", findings=findings)
+        without = "" if any(map(_may_have_torch, nodes)) else _WITHOUT_TORCH
+        return Verdict(can_run=True, text=f"{count} can run a gang{without}", findings=findings)
     bad = list(dict.fromkeys(name for finding in alone if finding.grade is Grade.ERROR for name in finding.nodes))
     why = [f"{few(bad)} cannot take part"] if bad else []
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
@@ -91,6 +93,12 @@ def verdict(
     all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"
     what = f"a gang cannot run on {all_of_them}" if len(nodes) > 1 else "nothing can run on this node"
     return Verdict(can_run=False, text=f"{what}: {', and '.join(why)}", findings=findings)
+
+
+def _may_have_torch(measured: Measured) -> bool:
+    """Return whether the Python of a node has torch, even a broken one, or was not asked."""
+    torch = measured.torch
+    return torch is None or bool(torch.version or torch.error) or not torch.python
 
 
 def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Finding]:

@@ -398,10 +398,12 @@ class _Greeting:
         if code is None and "[ssh] " in printed:
             return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
         what, remedy = after_exit(code, self._python, printed)
-        return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))
+        # A message in one line joins these lines with spaces.
+        end = "" if remedy.endswith("?") or not printed else "."
+        return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [f"{remedy}{end}", printed])))
 
 
-_OTHER_PYTHON = "name the interpreter with `--python`, or with `python:` of the node or its pool"
+_OTHER_PYTHON = "name the interpreter with `--python`, `python=` of the hostfile, or `python:` of the node or its pool"
 _OTHER_ROOT = "set `root:` of the node or its pool to another directory"
 _OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
