@@ -108,11 +108,12 @@ def _diagnosis(case: Case, shown: _Shown) -> Diagnosis:
 def _exception(case: Case, first: First, shown: list[_Shown]) -> Diagnosis:
     """Return a diagnosis with the rank, its exception, and the place."""
     raised = _raised_text(first.traceback)
+    logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
         key=EXCEPTION.key,
         cause=EXCEPTION.cause,
         found=f"{_who_failed(case, first)} raised {raised}{_lost(shown)}",
-        remedy=EXCEPTION.remedy,
+        remedy=EXCEPTION.remedy.replace("logs <id>", logs),
         task=first.task,
         traceback=first.traceback,
     )

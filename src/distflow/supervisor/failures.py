@@ -22,6 +22,7 @@ from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.protocol.ends import EndReason
+from distflow.state.ends import RankText
 from distflow.state.record import Cause, End, GroupRecord, HiddenFailure, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.error_reports import (
@@ -195,10 +196,17 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
         rank_signal=report.signal,
         clock=end.clock,
         rivals=tuple(task.name for task in rivals),
-        lines=tuple(map(str, without_launcher(lines.get(first.name, ()))[-_LINES:])),
+        lines=_last_lines(lines.get(first.name, ()), report.rank),
         traceback=report.traceback,
         kernel=end.kernel,
     )
+
+
+def _last_lines(printed: Sequence[str], rank: str) -> tuple[str, ...]:
+    """Return the last lines for a cause: those of the failed rank if each rank has its own output."""
+    lines = without_launcher(printed)
+    own = [line for line in lines if isinstance(line, RankText) and str(line.rank) == rank]
+    return tuple(map(str, (own or lines)[-_LINES:]))
 
 
 def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
@@ -277,7 +285,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
         pid=(report.pid if report else None) or task.pid,
         exit_code=0,
         clock=task.end.clock if task.end else None,
-        lines=tuple(map(str, without_launcher(printed)[-_LINES:])),
+        lines=_last_lines(printed, report.rank if report else ""),
         traceback=report.traceback if report else "",
     )
 

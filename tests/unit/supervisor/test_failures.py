@@ -9,6 +9,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
 from distflow.state.codec import decode
+from distflow.state.ends import RankText
 from distflow.state.record import End, GroupRecord, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.failures import conclude, end_from, first_cause
@@ -126,6 +127,18 @@ def test_the_earliest_failure_is_the_cause() -> None:
     cause = first_cause([_failed("b", 2.0), _failed("a", 1.0)], {})
     assert cause is not None
     assert cause.task == "a"
+
+
+def test_the_last_lines_are_those_of_the_failed_rank() -> None:
+    raised = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "ValueError: bad batch"]
+    lost = [*raised[:2], "RuntimeError: Connection closed by peer"]
+    own, other = [RankText.of(text, 3) for text in ["epoch 1", *raised]], [RankText.of(text, 2) for text in lost]
+    cause = first_cause([replace(_failed("t", 1.0), ranks="2-3")], {"t": (*own, *other)})
+    assert cause is not None
+    assert (cause.ranks, cause.lines) == ("3", ("epoch 1", *raised))
+    cause = first_cause([_failed("t", 1.0)], {"t": ("epoch 1", *raised)})
+    assert cause is not None
+    assert cause.lines == ("epoch 1", *raised)
 
 
 def _at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> TaskRecord:

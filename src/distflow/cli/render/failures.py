@@ -9,6 +9,7 @@ from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json
 from distflow.cli.render.workflow_text import cause_lines, cause_words, output_words, written_words
 from distflow.client.failures import GroupFailure, missing_ranks
+from distflow.client.workflows import held_ranks
 from distflow.documents.quantities import duration, iso, local_milli
 from distflow.documents.text import plain, plain_lines
 from distflow.lifecycle.clocks import Clock
@@ -280,7 +281,7 @@ def end_text(
         lines += [f"Remedy:  {remedy_of(record, diagnosis)}" for diagnosis in first.diagnoses[:1]]
         others = [one.group for _, one in failed[1:]]
         lines += [f"Also failed: {other.name}: {cause_words(other.cause)}" for other in others if other.cause]
-        lines.append(f"Logs:    distflow workflow logs {record.id} --task {group.cause.task}")
+        lines.append(f"Logs:    distflow workflow logs {record.id} {_output_of(record, group.cause)}")
         details = f"Details: distflow workflow why {record.id}"
     elif record.state is not WorkflowState.COMPLETED:
         for group in record.groups:
@@ -291,6 +292,16 @@ def end_text(
     if not fetches and (words := output_words(record, outputs_until)):
         lines.append(f"Outputs: {words}")
     return "".join(f"{line}\n" for line in (*lines, details) if line)
+
+
+def _output_of(record: WorkflowRecord, cause: Cause) -> str:
+    """Return the option of `logs` for the rank that failed, or for its task if the rank is not known or not unique."""
+    if cause.ranks.isdigit():
+        held = [held_ranks(task.ranks) for group in record.groups for task in group.tasks]
+        holders = [ranks for ranks in held if int(cause.ranks) in ranks]
+        if len(holders) == 1 and len(holders[0]) > 1:
+            return f"--rank {cause.ranks}"
+    return f"--task {cause.task}"
 
 
 def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:

@@ -41,7 +41,9 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "stranger": "another machine or program answers",
     }
 )
-_WITHOUT_TORCH = ", but without torch, which torchrun and distflow.train need: install it there, or name a Python that has it (`--python PATH`)"
+_WITHOUT_TORCH = (
+    ", but without torch, which torchrun and distflow.train need: install it, or name a Python that has it with `--python`"
+)
 _PORTS = "training uses ports that the system chooses: all TCP ports above 1023 must be open between the nodes"
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
