@@ -23,6 +23,7 @@ __all__ = [
     "complete_node",
     "complete_pool",
     "complete_priority",
+    "complete_sample",
     "complete_tag",
     "complete_task",
     "complete_task_status",
@@ -155,6 +156,14 @@ def complete_task_status(client: Client, params: Mapping[str, Any]) -> Iterable[
     from distflow.lifecycle.states import Reason, State, status_of
 
     return dict.fromkeys(status_of(state, reason) for state in State for reason in (None, *Reason))
+
+
+@_completer
+def complete_sample(client: Client, params: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
+    """Complete the name of a sample."""
+    from distflow.client.spec_drafts.initial_specs import list_samples
+
+    return [sample.name for sample in list_samples()]
 
 
 @_completer

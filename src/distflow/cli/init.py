@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distflow.cli.completion import complete_sample
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.spec_drafts.drafts import name_of
@@ -61,7 +64,10 @@ def init(
     from_torchrun: Annotated[
         str | None, typer.Option("--from-torchrun", metavar="TEXT", help="Translate a command line of torchrun.")
     ] = None,
-    sample: Annotated[str | None, typer.Option("--sample", metavar="NAME", help="Copy a sample spec and its scripts.")] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="NAME", help="Copy a sample spec and its scripts.", autocompletion=complete_sample),
+    ] = None,
     samples: Annotated[bool, typer.Option("--list-samples", help="List the samples.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     format_type: FormatOption = Format.TEXT,
@@ -78,7 +84,8 @@ def init(
     if len(given) > 1:
         raise InputError(f"{given[0]} and {given[1]} cannot be combined", hint="remove one of them")
     if sample is not None:
-        _print_written(copy_sample(sample, file=_file(name), force=force), (), format_type)
+        files = copy_sample(sample, file=_file(name), force=force)
+        _print_written(files, (), shlex.join(["distflow", "submit", str(files[0]), "--wait"]), format_type)
         return
     source = f" {given[0]}" if given else ""
     if from_sbatch is not None:
@@ -94,8 +101,10 @@ def init(
     if name is not None:
         draft = replace(draft, name=name_of(name))
     file = _file(name) or Path(f"{draft.name}.yaml")
-    draft = write_draft(draft, file, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
-    _print_written([file], draft.notes, format_type)
+    with open_client() as client:
+        configuration = client.configuration()
+    draft, to_submit = write_draft(draft, file, configuration, count=nodes, gpus=gpus, ranks=ranks, source=source, force=force)
+    _print_written([file], draft.notes, to_submit, format_type)
 
 
 def _sources(*values: object) -> list[tuple[str, object]]:
@@ -134,7 +143,7 @@ def _print_samples(format_type: Format) -> None:
         print(table(("Sample", "Description"), [(one.name, one.description) for one in found]), end="")
 
 
-def _print_written(files: list[Path], notes: tuple[str, ...], format_type: Format) -> None:
+def _print_written(files: list[Path], notes: tuple[str, ...], to_submit: str, format_type: Format) -> None:
     if format_type is Format.JSON:
         print(json.dumps({"files": [str(file) for file in files], "notes": list(notes)}, indent=2))
         return
@@ -142,4 +151,4 @@ def _print_written(files: list[Path], notes: tuple[str, ...], format_type: Forma
         print(plain_lines(f"wrote {file}"))
     for note in notes:
         print(plain_lines(f"note: {note}"), file=sys.stderr)
-    print(plain_lines(f"Run it: distflow submit {files[0]} --wait"), file=sys.stderr)
+    print(plain_lines(f"Run it: {to_submit}"), file=sys.stderr)

@@ -91,6 +91,7 @@ def completions(
         ("credential delete ", ["wandb"]),
         ("submit x.yaml --priority ", ["HIGH", "NORMAL", "LOW"]),
         ("workflow list --format-type j", ["json"]),
+        ("init --sample hel", ["hello-world"]),
         ("logs nope --task ", []),
         ("pool check --hostfile none --node ", []),
     ],

@@ -14,12 +14,22 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
-from distflow.client.spec_drafts.initial_specs import draft_from_sbatch, draft_from_torchrun, list_samples, write_draft
+from distflow.client.spec_drafts.initial_specs import draft_from_torchrun, list_samples
 from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.problems import errors_of
 from distflow.errors import InputError
 from distflow.spec.parse import load_spec
 
+CONFIGURATION = """\
+default_pool: small
+pools:
+  small:
+    backend: ssh
+    nodes: [{name: gpu1, host: gpu1, gpus: 8}]
+  large:
+    backend: ssh
+    nodes: [{name: big1, host: big1, gpus: 4}, {name: big2, host: big2, gpus: 4}, {name: big3, host: big3}]
+"""
 SCRIPTS = sorted((Path(__file__).parents[2] / "goldens" / "sbatch").glob("*.sbatch"))
 
 
@@ -37,6 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (made / "train.py").touch()
     monkeypatch.chdir(made)
     monkeypatch.setenv("DISTFLOW_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(tmp_path / "distflow.yaml"))
+    (tmp_path / "distflow.yaml").write_text(CONFIGURATION)
     return made
 
 
@@ -102,9 +114,10 @@ def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) 
         ("torchrun --nproc_per_node $SLURM_GPUS_ON_NODE train.py", "`--nproc_per_node $SLURM_GPUS_ON_NODE` is not known"),
     ],
 )
-def test_what_cannot_be_translated_is_a_note(folder: Path, line: str, note: str) -> None:
+def test_what_cannot_be_translated_is_a_note(folder: Path, line: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.sh").write_text(f"#SBATCH -N 2\n{line}\n")
-    assert note in "\n".join(write_draft(draft_from_sbatch(Path("job.sh")), Path("job.yaml")).notes)
+    assert run(["init", "job", "--from-sbatch", "job.sh"]) == 0
+    assert note in capsys.readouterr().err
 
 
 def test_torchruns_command_line_becomes_a_spec(folder: Path) -> None:
@@ -131,6 +144,23 @@ def test_questions_are_asked_on_a_terminal_only(
     monkeypatch.setattr(sys, "stdin", Keyboard(""))
     assert run(["init", "other"]) == 2
     assert not (folder / "other.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        (["--gpus", "8"], ""),
+        (["--nodes", "3", "--gpus", "4"], " --pool large"),
+        (["--nodes", "2", "--gpus", "8"], " --hostfile hosts.txt"),
+    ],
+)
+def test_the_shown_command_has_the_options_that_the_job_needs(
+    folder: Path, options: list[str], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["init", "deep/my job", "--command", "train.py", *options]) == 0
+    assert capsys.readouterr().err == f"Run it: distflow submit 'deep/my job.yaml'{place} --wait\n"
+    assert f"# Run it: distflow submit 'my job.yaml'{place} --wait\n" in Path("deep/my job.yaml").read_text()
+    assert load_spec("deep/my job.yaml")[0].name == "my-job"
 
 
 def test_an_existing_file_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,8 @@ class Draft:
     exec_timeout: str = ""
     resources: Mapping[str, str] = field(default_factory=dict)
     """Further resources of each node, such as ``memory``."""
+    setup: str = ""
+    """Shell commands that prepare a node. They are an option of `submit` and not a part of the spec."""
     notes: tuple[str, ...] = ()
     """What could not be translated, one sentence each."""
 

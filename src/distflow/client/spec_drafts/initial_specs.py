@@ -14,6 +14,7 @@ from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_comm
 from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
+from distflow.pools.model import Configuration
 from distflow.spec.parse import schema_text
 from distflow.structs import replace
 
@@ -68,23 +69,28 @@ def _split(command: str, option: str) -> list[str]:
 def write_draft(
     draft: Draft,
     file: Path,
+    configuration: Configuration,
     *,
     count: int | None = None,
     gpus: int | None = None,
     ranks: int | None = None,
     source: str = "",
     force: bool = False,
-) -> Draft:
-    """Write a draft as a spec, and return the complete draft.
+) -> tuple[Draft, str]:
+    """Write a draft as a spec.
 
     Args:
         draft: The draft.
         file: The path of the spec.
+        configuration: The pools.
         count: The number of nodes. Default: that of the draft, or 1.
         gpus: GPUs on each node. Default: that of the draft, or none.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
         source: The origin of the draft, for the comment at the top.
         force: Whether to replace an existing file.
+
+    Returns:
+        The complete draft, and the command line that submits the spec.
 
     Raises:
         InputError: if the file exists, or cannot be written.
@@ -97,10 +103,23 @@ def write_draft(
     heading = [
         f"Written by `distflow init{source}`.",
         f"Check it: distflow workflow validate {file.name}",
-        f"Run it: distflow submit {file.name} --wait",
+        f"Run it: {_submit_command(draft, file.name, configuration)}",
     ]
     _write(file, spec_text(draft, heading=heading), force=force)
-    return draft
+    return draft, _submit_command(draft, str(file), configuration)
+
+
+def _submit_command(draft: Draft, file: str, configuration: Configuration) -> str:
+    """Return the command line that submits a spec, with a pool or a hostfile if the default pool is too small."""
+    gpus, default = draft.gpus or 0, configuration.default_pool
+    fitting = [
+        name
+        for name, pool in configuration.pools.items()
+        if sum(node.gpus is None or node.gpus >= gpus for node in pool.nodes) >= (draft.nodes or 1)
+    ]
+    place = [] if default in fitting else ["--pool", fitting[0]] if fitting else ["--hostfile", "hosts.txt"]
+    setup = ["--setup", draft.setup] if draft.setup else []
+    return shlex.join(["distflow", "submit", file, *place, *setup, "--wait"])
 
 
 def _write(file: Path, text: str, *, force: bool) -> None:

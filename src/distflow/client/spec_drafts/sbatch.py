@@ -132,9 +132,10 @@ def draft_sbatch(text: str, *, folder: Path) -> Draft:
     if framework is not None:
         text = f"write `framework: {framework}` into the group, and only the script with its arguments into `command`"
         script.notes.append(f"{text}: distflow then starts it with the right ranks")
-    if script.setup:
-        script.notes.append(f"commands that prepare a node are options: --setup {shlex.quote('; '.join(script.setup))}")
-    return _with_numbers(draft, script)
+    setup = "; ".join(script.setup)
+    if setup:
+        script.notes.append(f"commands that prepare a node are options: --setup {shlex.quote(setup)}")
+    return _with_numbers(replace(draft, setup=setup), script)
 
 
 def _with_numbers(draft: Draft, script: _Script) -> Draft:
