@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     again = cli.run("workflow", "submit", "../look.yaml", "--wait", cwd=project)
     assert (again.code, again.out.splitlines()[1:]) == (1, done.out.splitlines()[1:])
     assert cli.run("run", "--dry-run", "--", *look, cwd=project).out.startswith("workflow sh")
+
+    options = ["--detach", "--name", "later", "--to", "my results", "--python", sys.executable]
+    detached = cli.run("run", *options, "--", "python3", "-c", "pass", cwd=project)
+    assert f"Running `{sys.executable} -c pass` on 1 node\n" in detached.err
+    assert detached.err.endswith("Its results, later: distflow workflow fetch later-1 --to 'my results'\n")
+    cli.await_status("later-1", "COMPLETED")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ def run_command(
         _announce(draft, python)
         is_quiet = not detach and format_type is Format.JSON
         record = submit(client, planned, on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type))
-        if not detach:
+        if detach:
+            _print_fetch(record, to)
+        else:
             _finish(client, record, to, format_type)
 
 
@@ -190,6 +192,11 @@ def _announce(draft: Draft, python: str | None) -> None:
     print(plain_lines(", ".join(parts)), file=sys.stderr)
 
 
+def _print_fetch(record: WorkflowRecord, to: Path) -> None:
+    """Print the command for the results. Without ``--to``, they would be in a directory that the next run sends."""
+    print(plain_lines(f"Its results, later: distflow workflow fetch {record.id} --to {shlex.quote(str(to))}"), file=sys.stderr)
+
+
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
     """Follow a workflow to its end, and fetch its results, also those of a failed one."""
     failure: WorkflowEnded | None = None
@@ -198,7 +205,7 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
     except WorkflowEnded as error:
         failure = error
     except KeyboardInterrupt:
-        print(f"Its results, later: distflow workflow fetch {record.id} --to {shlex.quote(str(to))}", file=sys.stderr)
+        _print_fetch(record, to)
         raise
     with ProgressLine(sys.stderr, "fetched") as line:
         fetched = fetch_results(client, record, to, on_progress=lambda one: line.update(one.done, one.total))
