@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.workflows import held_ranks, pause
+from distflow.documents.text import plain_lines
 from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, mirrored_bytes, read_lines, tells_ranks
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ def stream_logs(
     def remarks() -> Iterator[str]:
         yield from missing_output(client, watch.record, {one.name for _, one in tasks}, attempt)
         yield from _not_told_apart(sources, chosen)
+        if not any(map(mirrored_bytes, sources)):
+            yield from _not_started(watch.record, {one.name for _, one in tasks})
 
     return LogStream(lines, remarks)
 
@@ -261,6 +264,16 @@ def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankCh
         return rank in choice.ranks if rank is not None else is_unlabeled(line)
 
     return keep
+
+
+def _not_started(record: WorkflowRecord, tasks: Collection[str]) -> Iterator[str]:
+    """Yield the status of the workflow, and its reason, if none of these tasks has started."""
+    groups = [group for group in record.groups if any(task.name in tasks for task in group.tasks)]
+    chosen = [task for group in groups for task in group.tasks if task.name in tasks]
+    if any(group.kept for group in groups) or any(task.started_at is not None or task.attempt for task in chosen):
+        return
+    why = next((f": {group.name}: {plain_lines(group.message)}" for group in groups if group.message), "")
+    yield f"{record.id} has no output, because nothing has started: {record.status}{why}"
 
 
 def _not_told_apart(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoice]) -> Iterator[str]:

@@ -172,7 +172,9 @@ def _words(
         near = most_similar(str(value), [str(choice) for choice in rule["enum"]])
         hint = f"did you mean `{near}`?" if near else ""
         return f"{name} must be one of {', '.join(f'`{choice}`' for choice in rule['enum'])}, not {shown}", hint
-    return f"{name} must be {expects or 'something else'}, not {shown}", ""
+    words = re.fullmatch(r"\^\(([\w|]+)\)\$", str(limit)) if keyword == "pattern" else None
+    near = most_similar(str(value), words[1].split("|")) if words else None
+    return f"{name} must be {expects or 'something else'}, not {shown}", f"did you mean `{near}`?" if near else ""
 
 
 def _expects(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:

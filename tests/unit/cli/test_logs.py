@@ -14,7 +14,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, TaskRecord, WorkflowRecord
 from distflow.structs import replace
 from unit.cli.screen import Screen, hold_against
-from unit.state.stored import T0, completed_group, submit, task, task_log, workflow, write_log
+from unit.state.stored import T0, completed_group, submit, supervised, task, task_log, workflow, write_log
 
 
 @pytest.fixture
@@ -54,6 +54,20 @@ def test_nothing_printed_is_nothing_shown(screen: Screen) -> None:
     assert (screen.out, screen.err) == ("", "")
     assert screen.run("logs", record.id, "--format-type", "json") == 0
     assert json.loads(screen.out) == []
+
+
+def test_a_workflow_that_has_not_started_says_why_there_is_no_output(screen: Screen) -> None:
+    waiting = [task(name, State.WAITING, started_at=None, ended_at=None, end=None) for name in ("master", "worker")]
+    group = replace(
+        completed_group(), state=State.WAITING, tasks=tuple(waiting), message="Waiting for nodes: \x1b[1munreachable: gpu9"
+    )
+    record = submit(screen.store, workflow([group], state=WorkflowState.PENDING))
+    with supervised(screen.directory):
+        assert screen.run("logs", record.id) == 0
+    assert screen.out == ""
+    assert screen.err == (
+        f"{record.id} has no output, because nothing has started: PENDING: {group.name}: Waiting for nodes: unreachable: gpu9\n"
+    )
 
 
 @pytest.mark.parametrize(

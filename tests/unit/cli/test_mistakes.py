@@ -84,6 +84,9 @@ MISTAKES: Mapping[str, Mistake] = {
     "unknown key": _spec("command:", "comand:", "train.yaml:5", "did you mean `command`?"),
     "missing key": _spec("    command: [python, train.py]\n", "", "train.yaml:4", "command"),
     "wrong type": _spec("command: [python, train.py]", "command: 5", "train.yaml:5", "a list of strings"),
+    "mistyped launcher": _spec(
+        "    command", "    launcher: torchrum\n    command", "train.yaml:5", "did you mean `torchrun`?"
+    ),
     "invalid name": _spec("name: train\n", "name: my training\n", "train.yaml:2", "letters"),
     "task name twice": _spec("name: worker", "name: master", "train.yaml:11", "rename", base=GANG),
     "key twice": _spec("name: train\n", "name: train\n  name: test\n", "train.yaml:3", "keep one"),
