@@ -55,7 +55,8 @@ class _Run(Command):
 def _with_script_option(words: Sequence[str], name: str) -> str:
     """Return a command line with the option ``name`` and its value after ``--``. Other words are not shown."""
     at = next((number for number, word in enumerate(words) if word.partition("=")[0] == name), len(words))
-    script = next((word for word in words if word.endswith(".py")), "train.py")
+    first = words[0] if not words[0].startswith("-") else "train.py"
+    script = next((word for word in words if word.endswith(".py")), first)
     moved = [word for word in words[at : at + 2] if word != script] or [name]
     if len(moved) == 2 and ("=" in moved[0] or moved[1].startswith("-")):
         moved.pop()

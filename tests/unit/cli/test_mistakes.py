@@ -99,6 +99,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "option of the script": Mistake(
         command="run my.py --nodes 2 --epochs 2", where="--epochs", remedy="distflow run my.py … -- --epochs 2"
     ),
+    "option of a command": Mistake(command="run ./go.sh -x", where="`-x`", remedy="distflow run ./go.sh -- -x"),
     "more nodes than machines": Mistake(
         command="run my.py --hostfile hosts.txt --nodes 3 --dry-run",
         files={"my.py": "", "hosts.txt": "gpu1\ngpu2\n"},

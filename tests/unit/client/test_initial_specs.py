@@ -111,6 +111,8 @@ def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) 
         ("srun apptainer exec my.sif torchrun --nproc_per_node 2 train.py", "options of torchrun in the command are not"),
         ("srun bash -c 'cd sub; torchrun train.py'", "line 2: `cd sub`: only one command is translated"),
         ("srun bash -c '. env/bin/activate; torchrun train.py'", "--setup '. env/bin/activate'"),
+        ("srun env -u A B=1 torchrun train.py", "options of torchrun in the command are not"),
+        ("srun env A=$B torchrun train.py", "line 2: `A=$B`: only a shell can compute this value"),
         ("torchrun --nproc_per_node $SLURM_GPUS_ON_NODE train.py", "`--nproc_per_node $SLURM_GPUS_ON_NODE` is not known"),
     ],
 )
@@ -127,6 +129,15 @@ def test_torchruns_command_line_becomes_a_spec(folder: Path) -> None:
     for line, message in (("python train.py", "does not run torchrun"), ("torchrun 'x", "not closed")):
         with pytest.raises(InputError, match=message):
             draft_from_torchrun(line)
+
+
+def test_one_process_for_each_gpu_of_the_default_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["init", "--force", "--from-torchrun", "torchrun --nproc_per_node gpu train.py"]
+    assert run(command) == 0
+    assert "note:" not in capsys.readouterr().err
+    assert "ranks: {size: 8}" in (folder / "train.yaml").read_text()
+    assert run([*command, "--nodes", "2"]) == 0
+    assert "note: the number of processes of `--nproc_per_node gpu` is not known" in capsys.readouterr().err
 
 
 def test_questions_are_asked_on_a_terminal_only(

@@ -14,6 +14,7 @@ from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_comm
 from distflow.client.spec_drafts.sbatch import draft_sbatch
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NotFound
+from distflow.pools.hostfile import choose_pool
 from distflow.pools.model import Configuration
 from distflow.spec.parse import schema_text
 from distflow.structs import replace
@@ -84,7 +85,7 @@ def write_draft(
         file: The path of the spec.
         configuration: The pools.
         count: The number of nodes. Default: that of the draft, or 1.
-        gpus: GPUs on each node. Default: that of the draft, or none.
+        gpus: GPUs on each node. Default: that of the draft, or for ``--nproc_per_node gpu`` that of the default pool, or none.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
         source: The origin of the draft, for the comment at the top.
         force: Whether to replace an existing file.
@@ -96,7 +97,9 @@ def write_draft(
         InputError: if the file exists, or cannot be written.
 
     """
-    draft = complete_draft(draft, (), count=count, gpus=gpus, ranks=ranks)
+    is_one_for_each_gpu = draft.ranks_written in ("gpu", "auto")
+    nodes = choose_pool(configuration).nodes if is_one_for_each_gpu else ()
+    draft = complete_draft(draft, nodes, count=count, gpus=gpus, ranks=ranks)
     if draft.project is not None:
         # Paths of a spec are relative to its own directory.
         draft = replace(draft, project=os.path.relpath(draft.project, file.parent))

@@ -77,7 +77,7 @@ _SILENT = frozenset(
     }
 )
 _WRAPPERS = frozenset({"env", "exec", "nohup", "command", "time"})
-"""Programs that start the command after them, without options of their own."""
+"""Programs that start the command after them. They are left out if they have no options of their own."""
 _KEYWORDS = frozenset({"done", "fi", "esac", "}", "[", "[[", "test", "true", ":"})
 _FRAMEWORKS = MappingProxyType(
     {"accelerate": "accelerate", "deepspeed": "deepspeed", "horovodrun": "horovod", "mpirun": "mpi", "mpiexec": "mpi"}
@@ -305,16 +305,20 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
                 script.options[name] = value
             elif name not in _SWITCHES:
                 script.notes.append(f"`srun --{name}={value}`: {_ADVICE.get(name, 'distflow has no such option')}")
-    while words and (words[0] in _WRAPPERS or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL)):
-        name, equals, value = words.pop(0).partition("=")
-        if equals and name not in _IS_SET:
+    if len(words) > 1 and words[0] in _WRAPPERS and not words[1].startswith("-"):
+        words = words[1:]
+    while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL):
+        name, _, value = words.pop(0).partition("=")
+        if "$" in value:
+            script.notes.append(f"{line}: `{name}={value}`: only a shell can compute this value")
+        elif name not in _IS_SET:
             script.environment[name] = value
     is_shell = bool(words) and words[0].rpartition("/")[2] in SHELLS
     at = next((number for number, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c", word)), 0) if is_shell else 0
     commands = read_commands(words[at + 1]) if at else ()
     if any(_LAUNCHERS.fullmatch(command.program) for command in commands):
-        script.shell_line = line
+        before, script.shell_line = script.shell_line, line
         _read_commands(script, commands, dict(variables))
-        script.shell_line = ""
+        script.shell_line = before
     else:
         script.launch = words or None
