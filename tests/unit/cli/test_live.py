@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from distflow.cli.render import live
 from distflow.cli.render.live import follow_workflow
 from distflow.client.logs import WorkflowWatch
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -61,6 +62,24 @@ def test_logs_go_to_one_stream_and_words_to_the_other(screen: Screen) -> None:
         "master: COMPLETED",
         "worker: COMPLETED",
     ]
+
+
+def test_a_workflow_that_waits_in_the_queue_gets_a_reminder(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_REMINDER_POLLS", 3)
+    play = Play(screen)
+    waiting = replace(running_group(), state=State.SCHEDULING, message="Waiting for nodes: unreachable: gpu9")
+    play.record = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
+    screen.store.save([play.record], [])
+    play.steps = [lambda: None] * 5
+    play.ends(completed_group(), WorkflowState.COMPLETED)
+    err = io.StringIO()
+    play.follow(io.StringIO(), err)
+    assert err.getvalue().splitlines()[:3] == [
+        "digits-1: PENDING",
+        "training: SCHEDULING: Waiting for nodes: unreachable: gpu9",
+        "digits-1: still waiting in the queue. Ctrl-C leaves it there; to cancel it: distflow workflow cancel digits-1",
+    ]
+    assert err.getvalue().count("still waiting") == 1
 
 
 def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:

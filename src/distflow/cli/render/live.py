@@ -14,6 +14,7 @@ from distflow.client.client import Client, now
 from distflow.client.logs import Wait, WorkflowWatch, missing_output
 from distflow.client.workflows import pause
 from distflow.documents.text import plain
+from distflow.lifecycle.states import WorkflowState
 from distflow.protocol.error_file import parse_error_file
 
 if TYPE_CHECKING:
@@ -24,12 +25,15 @@ __all__ = ["Prefixes", "error_text", "follow_workflow", "show_errors", "watch_wo
 
 
 _WATCH_S = 1.0
+_REMINDER_POLLS = 600
+"""The number of polls, ten a second, after which a workflow that still waits for the same reason gets a reminder."""
 
 
 def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err: TextIO, wait: Wait = pause) -> WorkflowRecord:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
     On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
+    While the workflow waits in the queue, a reminder appears there about once a minute.
     ``KeyboardInterrupt`` is not handled, but the status line is erased first.
     """
     watch = WorkflowWatch(client, record)
@@ -37,14 +41,21 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
     prefixes = Prefixes([task for group in record.groups for task in group.tasks], paint)
     bottom = BottomLine(out)
     shown: WorkflowRecord | None = None
+    same_polls = 0
 
     def show_changes(present: WorkflowRecord) -> None:
-        nonlocal shown
-        if not bottom.is_terminal:
-            for words in changes(shown, present):
-                out.flush()
-                print(words, file=err, flush=True)
-            shown = present
+        nonlocal shown, same_polls
+        if bottom.is_terminal:
+            return
+        news = list(changes(shown, present))
+        shown, same_polls = present, 0 if news else same_polls + 1
+        if same_polls >= _REMINDER_POLLS and present.state is WorkflowState.PENDING:
+            same_polls = 0
+            cancel = f"distflow workflow cancel {present.id}"
+            news = [f"{present.id}: still waiting in the queue. Ctrl-C leaves it there; to cancel it: {cancel}"]
+        for words in news:
+            out.flush()
+            print(words, file=err, flush=True)
 
     def refresh_and_wait(seconds: float) -> None:
         if bottom.is_terminal:
