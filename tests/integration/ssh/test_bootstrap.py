@@ -111,7 +111,7 @@ def test_a_file_in_the_way(make_node: MakeNode, reach: Reach) -> None:
 def test_no_python(make_server: MakeServer, reach: Reach) -> None:
     error = failure(reach, make_server(), python="python3.99")
     assert error.detail.startswith("`python3.99` is not on this node, or not in the PATH of a login")
-    assert "`python:`" in error.hint
+    assert "`--python`, `python=` of the hostfile, or `python:` of the node or its pool.\nIt printed:\n" in error.hint
 
 
 def test_a_python_that_may_not_be_executed(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
