@@ -16,7 +16,7 @@ from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
-from distflow.documents.quantities import bytes_text, iso
+from distflow.documents.quantities import bytes_text, count_text, iso
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import DistflowError, InputError
 
@@ -136,7 +136,7 @@ def list_command(
     else:
         print(text, end="")
     if format_type is Format.TEXT:
-        print(f"{_count(len(found), 'object')}, {bytes_text(sum(one.entry.size for one in found))}", file=sys.stderr)
+        print(f"{count_text(len(found), 'object')}, {bytes_text(sum(one.entry.size for one in found))}", file=sys.stderr)
 
 
 @app.command(epilog="Example: distflow data delete s3://bucket/run7 --regex 'checkpoints/'")
@@ -151,7 +151,7 @@ def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption 
     if format_type is Format.JSON:
         print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
     else:
-        print(f"deleted {_count(count, 'object')} at {goal}")
+        print(f"deleted {count_text(count, 'object')} at {goal}")
 
 
 @app.command(epilog="Example: distflow data check s3://bucket/run7 --access-type WRITE")
@@ -198,7 +198,7 @@ def _report(
         print(json.dumps(body, indent=2))
         return
     there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
-    print(f"{verb}ed {_count(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
+    print(f"{verb}ed {count_text(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
 
 
 def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:
@@ -224,7 +224,3 @@ def _rows(url: StorageUrl, found: Sequence[SelectedObject], recursive: bool) -> 
                 "name": one.name, "url": url.shown(one.entry.key), "bytes": one.entry.size, "modified": iso(one.entry.modified),
             }  # fmt: skip
     return list(rows.values())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -14,7 +14,7 @@ from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import create_version, delete_versions, download_dataset, list_datasets, read_versions
-from distflow.documents.quantities import bytes_text, iso, local_minute
+from distflow.documents.quantities import bytes_text, count_text, iso, local_minute
 from distflow.documents.text import plain
 from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
@@ -129,7 +129,7 @@ def download(
         body = {"name": manifest.name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
         print(json.dumps(body, indent=2))
     else:
-        print(f"{manifest.name}:{manifest.number}: {_count(moved.files)}, {bytes_text(moved.size)}")
+        print(f"{manifest.name}:{manifest.number}: {count_text(moved.files, 'file')}, {bytes_text(moved.size)}")
 
 
 @app.command(epilog="Examples: distflow dataset delete mnist:3  ·  distflow dataset delete mnist --all")
@@ -159,7 +159,7 @@ def _make(name: str, paths: list[Path], regex: str, format_type: Format, *, is_u
     if format_type is Format.JSON:
         print(json.dumps(_json(made), indent=2))
     else:
-        print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
+        print(f"{made.name}:{made.number}: {count_text(len(made.files), 'file')}, {bytes_text(made.size)}")
 
 
 def _json(one: Manifest) -> dict[str, object]:
@@ -174,7 +174,3 @@ def _json(one: Manifest) -> dict[str, object]:
 
 def _files(one: Manifest) -> list[dict[str, object]]:
     return [{"path": file.path, "bytes": file.size, "sha256": file.sha256} for file in one.files]
-
-
-def _count(files: int) -> str:
-    return f"{files:,} file{'' if files == 1 else 's'}"

@@ -12,6 +12,7 @@ import typer
 
 from distflow.cli.completion import complete_sample
 from distflow.cli.context import open_client
+from distflow.cli.node_options import RanksOption
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.spec_drafts.drafts import name_of
@@ -52,12 +53,7 @@ def init(
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="The number of nodes.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each node.")] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
-        ),
-    ] = None,
+    ranks: RanksOption = None,
     from_sbatch: Annotated[
         Path | None, typer.Option("--from-sbatch", metavar="FILE", help="Translate a script for Slurm's sbatch.")
     ] = None,

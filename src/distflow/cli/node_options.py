@@ -1,4 +1,4 @@
-"""The options that set the Python and the environment of the nodes: ``--python``, ``--setup`` and ``--env``."""
+"""Options of several commands about the nodes: their Python, their environment, and the processes on each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from distflow.errors import InputError
 from distflow.pools.model import NodeSettings, is_program
 
-__all__ = ["EnvOption", "PythonOption", "SetupOption", "parse_node_settings"]
+__all__ = ["EnvOption", "PythonOption", "RanksOption", "SetupOption", "parse_node_settings"]
 
 PythonOption = Annotated[
     str | None,
@@ -20,6 +20,12 @@ PythonOption = Annotated[
 SetupOption = Annotated[
     str | None,
     typer.Option("--setup", metavar="COMMANDS", help="Shell commands to run before each task, such as 'module load cuda'."),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
+    ),
 ]
 EnvOption = Annotated[
     list[str] | None,

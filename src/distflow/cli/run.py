@@ -14,11 +14,19 @@ import typer
 
 from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
-from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
+from distflow.cli.node_options import EnvOption, PythonOption, RanksOption, SetupOption, parse_node_settings
 from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.outputs import end_fetch, fetched_text
-from distflow.cli.workflow.submit import parse_overrides, print_plan, print_submitted, wait_for_end, warn
+from distflow.cli.workflow.submit import (
+    DryRunOption,
+    SetEnvOption,
+    parse_overrides,
+    print_plan,
+    print_submitted,
+    wait_for_end,
+    warn,
+)
 from distflow.client.spec_drafts.drafts import Draft, spec_text
 from distflow.client.spec_drafts.quick_run import draft_run, fetch_results
 from distflow.client.submission import SubmitRequest, plan, submit
@@ -83,12 +91,7 @@ def run_command(
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=0, help="GPUs of each node. Default: as the pool or the hostfile says.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
-        ),
-    ] = None,
+    ranks: RanksOption = None,
     hostfile: HostfileOption = None,
     pool: Annotated[
         str | None,
@@ -97,14 +100,7 @@ def run_command(
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
-    set_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set-env",
-            metavar="NAME[=VALUE]",
-            help="Set a secret environment variable in every task. NAME alone takes its value from this environment.",
-        ),
-    ] = None,
+    set_env: SetEnvOption = None,
     name: Annotated[str | None, typer.Option("--name", help="The workflow's name. Default: the name of the script.")] = None,
     project: Annotated[
         Path | None,
@@ -118,9 +114,7 @@ def run_command(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when the workflow is submitted. Nothing is fetched.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run all checks and print the plan, without starting anything.")
-    ] = False,
+    dry_run: DryRunOption = False,
     print_spec: Annotated[
         bool, typer.Option("--print-spec", help="Print the spec that would be submitted, and start nothing.")
     ] = False,

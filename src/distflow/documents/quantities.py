@@ -15,6 +15,7 @@ from distflow.errors import InvalidValue
 
 __all__ = [
     "bytes_text",
+    "count_text",
     "day_start",
     "duration",
     "duration_text",
@@ -81,6 +82,11 @@ def duration_text(seconds: float) -> str:
     if micros == 0:
         return "0s"
     return f"{micros // 1000}ms" if micros % 1000 == 0 else f"{micros}us"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return a number of things: ``1 file``, ``2,000 files``. The plural of ``noun`` ends with an s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def bytes_text(size: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distflow.documents.quantities import bytes_text, seconds_text
+from distflow.documents.quantities import bytes_text, count_text, seconds_text
 from distflow.documents.text import few
 from distflow.layout.ranks import rank_words
 from distflow.state import event_details as of
@@ -150,7 +150,7 @@ def _lease(details: of.LeaseGranted) -> str:
 
 
 def _files(files: int, size: int) -> str:
-    return f"{files:,} file{'' if files == 1 else 's'}, {bytes_text(size)}"
+    return f"{count_text(files, 'file')}, {bytes_text(size)}"
 
 
 def _after(message: str) -> str:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
-from distflow.documents.quantities import bytes_text, duration, iso, local_minute, local_second
+from distflow.documents.quantities import bytes_text, count_text, duration, iso, local_minute, local_second
 from distflow.documents.text import few, plain, ranges
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
@@ -147,7 +147,7 @@ def written_words(record: WorkflowRecord) -> Iterator[str]:
     for group in record.groups:
         for one in group.transfer_results:
             if one.is_written and one.files:
-                yield f"{one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})"
+                yield f"{one.task}  {one.url}  ({count_text(one.files, 'file')})"
 
 
 def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:

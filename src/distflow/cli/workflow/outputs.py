@@ -15,7 +15,7 @@ from distflow.cli.options import Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
-from distflow.documents.quantities import bytes_text, iso, local_minute
+from distflow.documents.quantities import bytes_text, count_text, iso, local_minute
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import DistflowError, NodeError
 from distflow.state.record import WorkflowRecord
@@ -105,13 +105,13 @@ def fetch(
 def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
     """Return the line that reports fetched files."""
     there = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
-    return f"fetched {_count(fetched.files)}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}"
+    return f"fetched {count_text(fetched.files, 'file')}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}"
 
 
 def end_fetch(fetched: FetchedFiles) -> None:
     """Print what was not fetched, and exit with the code of the first error if there is one."""
     if fetched.left_out:
-        _note(f"note: {_count(fetched.left_out)} left out: sockets, pipes, devices, and links that lead outside")
+        _note(f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links that lead outside")
     for problem in fetched.problems:
         _note(f"warning: {problem}")
     _exit_with(fetched.errors, has_failed=bool(fetched.problems))
@@ -127,11 +127,11 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
         print(table(("Task", "Size", "Modified", "Path"), rows), end="")
         size = sum(file.size for one in found for file in one.files)
         option = " --workdir" if workdir else ""
-        _note(f"{_count(len(rows))}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}")
+        _note(f"{count_text(len(rows), 'file')}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}")
     elif not any(one.error for one in found):
         _note(_no_files(record, workdir))
     if left_out := sum(one.left_out for one in found):
-        _note(f"note: {_count(left_out)} not listed: sockets, pipes, devices, and links to directories outside")
+        _note(f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside")
 
 
 def _arrow(link: str) -> str:
@@ -193,10 +193,6 @@ def _exit_with(errors: Iterable[DistflowError | None], *, has_failed: bool = Fal
 
 def _note(text: str) -> None:
     print(plain_lines(text), file=sys.stderr)
-
-
-def _count(number: int) -> str:
-    return f"{number:,} file{'' if number == 1 else 's'}"
 
 
 def _were(number: int) -> str:

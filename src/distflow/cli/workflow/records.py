@@ -23,7 +23,7 @@ from distflow.cli.render.workflow_text import event_line
 from distflow.client.logs import LogLine, stream_logs
 from distflow.client.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks, pause, read_events, read_spec
-from distflow.documents.quantities import iso, local_second
+from distflow.documents.quantities import count_text, iso, local_second
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
@@ -210,9 +210,7 @@ def metrics(
             )
         if tensorboard is not None:
             count = found.write_tensorboard(tensorboard)
-            print(
-                f"{count:,} value{'' if count == 1 else 's'} written to {tensorboard}. View: tensorboard --logdir {tensorboard}"
-            )
+            print(f"{count_text(count, 'value')} written to {tensorboard}. View: tensorboard --logdir {tensorboard}")
         elif format_type is _Format.JSON:
             _write_metrics_json(record.id, found)
         elif format_type is _Format.CSV:

@@ -48,7 +48,9 @@ from distflow.spec.names import check_label
 from distflow.state.record import WorkflowRecord
 
 __all__ = [
+    "DryRunOption",
     "FetchLine",
+    "SetEnvOption",
     "parse_overrides",
     "print_plan",
     "print_submitted",
@@ -70,6 +72,15 @@ SetOption = Annotated[
 SetStringOption = Annotated[
     list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a string.")
 ]
+SetEnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set-env",
+        metavar="NAME[=VALUE]",
+        help="Set a secret environment variable in every task. NAME alone takes its value from this environment.",
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Run all checks and print the plan, without starting anything.")]
 PoolOption = Annotated[
     str | None,
     typer.Option("--pool", "-p", help="Use this pool instead of the spec's pool.", autocompletion=complete_pool),
@@ -96,14 +107,7 @@ def submit_workflow(
     file: FileArgument,
     sets: SetOption = None,
     set_string: SetStringOption = None,
-    set_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set-env",
-            metavar="NAME[=VALUE]",
-            help="Set a secret environment variable in every task. NAME alone takes its value from this environment.",
-        ),
-    ] = None,
+    set_env: SetEnvOption = None,
     pool: PoolOption = None,
     hostfile: HostfileOption = None,
     python: PythonOption = None,
@@ -119,9 +123,7 @@ def submit_workflow(
         ),
     ] = None,
     label: LabelOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Run all checks and print the plan, without starting anything.")
-    ] = False,
+    dry_run: DryRunOption = False,
     scripts: Annotated[
         Path | None,
         typer.Option(
