@@ -144,6 +144,8 @@ class NodeDown(_Observed):
     error: str
     since: float | None = None
     """Time of the last message. ``None`` if the node has not answered since it was last reported down, or never."""
+    needs_action: bool = False
+    """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

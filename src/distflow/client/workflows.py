@@ -29,6 +29,7 @@ __all__ = [
     "WorkflowStatus",
     "cancel",
     "change_tags",
+    "check_command",
     "choose_tasks",
     "find_workflow",
     "group_of",
@@ -115,6 +116,13 @@ def plan_of(client: Client, record: WorkflowRecord) -> Plan:
 def pool_of(client: Client, record: WorkflowRecord) -> Pool:
     """Return the pool of a workflow as configured when the workflow was submitted."""
     return client.store.pool(record.uuid)
+
+
+def check_command(record: WorkflowRecord) -> str:
+    """Return the command that checks the nodes of a workflow's pool."""
+    from distflow.pools.hostfile import HOSTFILE_POOL
+
+    return f"distflow pool check {'--hostfile FILE' if record.pool == HOSTFILE_POOL else f'--pool {record.pool}'}"
 
 
 def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False) -> str:

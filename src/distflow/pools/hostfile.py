@@ -18,7 +18,7 @@ from distflow.errors import InputError, NotFound
 from distflow.pools.model import Configuration, Node, Pool, is_program, ssh_node
 from distflow.structs import replace
 
-__all__ = ["Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
+__all__ = ["HOSTFILE_POOL", "Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
 
 
 _KEYS = ("slots", "max_slots", "python")
@@ -201,7 +201,7 @@ def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Pro
 
 # -- the pool of a command --------------------------------------------------------------------------------------------
 
-_HOSTFILE_POOL = "hostfile"
+HOSTFILE_POOL = "hostfile"
 """The name of the pool that consists of a hostfile alone."""
 
 
@@ -214,12 +214,12 @@ def choose_pool(
     otherwise replaced by a pool with default settings.
     """
     name = given or wanted or configuration.default_pool
-    if hosts is not None and name == _HOSTFILE_POOL and name not in configuration.pools:
+    if hosts is not None and name == HOSTFILE_POOL and name not in configuration.pools:
         return _bare(hosts)
     pool = configuration.pools.get(name)
     if pool is None:
         where = configuration.file or "the built-in configuration"
-        alone = f"; `--pool {_HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
+        alone = f"; `--pool {HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
         near = did_you_mean(name, configuration.pools, what="pools")
         by = "" if given or not wanted else ", but the spec has it as its `pool`"
         raise NotFound(f"there is no pool `{name}` in {where}{by}", hint=f"{near}{alone}")
@@ -229,7 +229,7 @@ def choose_pool(
     if base is not None:
         return replace(pool, nodes=nodes_of(hosts, base, pool.nodes))
     if given:
-        hint = f"name a pool with `backend: ssh`, or omit --pool to use the pool `{_HOSTFILE_POOL}`"
+        hint = f"name a pool with `backend: ssh`, or omit --pool to use the pool `{HOSTFILE_POOL}`"
         raise InputError(f"the pool `{name}` cannot use a hostfile, because its machines are not reached over SSH", hint=hint)
     return _bare(hosts)
 
@@ -243,4 +243,4 @@ def with_hosts(configuration: Configuration, hosts: Sequence[Host] | None, *, gi
 
 
 def _bare(hosts: Sequence[Host]) -> Pool:
-    return Pool(name=_HOSTFILE_POOL, backend="ssh", nodes=nodes_of(hosts, ssh_node()))
+    return Pool(name=HOSTFILE_POOL, backend="ssh", nodes=nodes_of(hosts, ssh_node()))

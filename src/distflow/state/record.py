@@ -42,6 +42,7 @@ __all__ = [
     "TaskRecord",
     "TransferProgress",
     "TransferResult",
+    "UnreachableNodes",
     "WorkflowRecord",
     "fresh_tasks",
 ]
@@ -184,6 +185,15 @@ class Refusal(Struct, frozen=True, kw_only=True):
     times: int
 
 
+class UnreachableNodes(Struct, frozen=True, kw_only=True):
+    """The nodes that a waiting group cannot start without: the other nodes have too little room for it, even when idle."""
+
+    errors: Mapping[str, str]
+    """Why each node cannot be reached, by its name."""
+    needs_action: bool
+    """Whether a person must repair one of them before the group can start, because a retry does not help."""
+
+
 class HiddenFailure(Struct, frozen=True, kw_only=True):
     """Ranks that failed although their task's command ended with code 0."""
 
@@ -323,6 +333,8 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     """The nodes that refused a lease."""
     waits_for: str = ""
     """What it last waited for in the queue."""
+    unreachable: UnreachableNodes | None = None
+    """The nodes without which it could not start when it last waited in the queue."""
     announced: tuple[str, ...] = ()
     """The reasons for waiting in the queue that events have reported."""
     announced_for: tuple[int, float | None] = (0, None)
@@ -334,6 +346,11 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     def status(self) -> str:
         """OSMO's word for state and reason."""
         return status_of(self.state, self.reason)
+
+    @property
+    def missing(self) -> UnreachableNodes | None:
+        """The unreachable nodes that it cannot start without, while it waits in the queue."""
+        return self.unreachable if self.state is State.SCHEDULING else None
 
     def moving(self, task: TaskRecord) -> TransferProgress | None:
         """Return the current transfer of a task: data before the task runs, or its output after it has ended."""

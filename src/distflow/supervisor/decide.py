@@ -59,7 +59,7 @@ def _apply_leases(waiting: Leases, decision: Decision, views: Mapping[str, Workf
             after = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
             details: EventDetails | None = GroupCannotStart(message=message)
         else:
-            after, details = announce_wait(group, message)
+            after, details = announce_wait(group, message, waiting.unreachable.get((uuid, name)))
         if after is not group:
             decision.records[uuid] = record.with_group(after)
         if details is not None:

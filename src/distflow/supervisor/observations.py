@@ -69,6 +69,7 @@ from distflow.state.record import (
     Saved,
     TaskRecord,
     TransferProgress,
+    UnreachableNodes,
     WorkflowRecord,
 )
 from distflow.structs import replace
@@ -135,13 +136,15 @@ def apply_observation(
 def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
     """Return a node's view after it was lost or found. A node is lost since its last message, not since that was noticed."""
     if isinstance(seen, NodeDown):
-        return replace(view, up=False, since=seen.since or seen.at if view.up else view.since, error=seen.error)
+        since = seen.since or seen.at if view.up else view.since
+        return replace(view, up=False, since=since, error=seen.error, needs_action=seen.needs_action)
     node = view.node
     return replace(
         view,
         up=True,
         since=seen.at,
         error="",
+        needs_action=False,
         gpus=node.usable_gpus(seen.gpus),
         reported=seen,
         machine=seen.machine,
@@ -232,12 +235,15 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
     return record.with_group(waiting), [_event(record, seen.at, details, group.name)] if details is not None else []
 
 
-def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupWaiting | None]:
+def announce_wait(
+    group: GroupRecord, message: str, unreachable: UnreachableNodes | None = None
+) -> tuple[GroupRecord, GroupWaiting | None]:
     """Return a waiting group with the reason why it waits, and the event's details unless the same was announced before.
 
-    The reason may change back and forth every few seconds, for days.
+    The reason may change back and forth every few seconds, for days. ``unreachable``: the nodes that prevent its start.
     """
-    group = group if group.waits_for == message else replace(group, waits_for=message)
+    if (group.waits_for, group.unreachable) != (message, unreachable):
+        group = replace(group, waits_for=message, unreachable=unreachable)
     message = f"Waiting for nodes: {message}"
     if group.message == message:
         return group, None

@@ -19,7 +19,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.record import GroupRecord, WorkflowRecord
+from distflow.state.record import GroupRecord, UnreachableNodes, WorkflowRecord
 from distflow.structs import replace
 from distflow.supervisor.commands import Lease
 from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Snapshot, Workflow
@@ -39,6 +39,8 @@ class Leases:
     commands: list[Lease] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """What each waiting group waits for, by workflow (uuid) and group."""
+    unreachable: dict[tuple[str, str], UnreachableNodes] = field(default_factory=dict)
+    """The unreachable nodes that a waiting group cannot start without, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why a group can never have its nodes, by workflow (uuid) and group."""
     wake_at: float | None = None
@@ -88,6 +90,9 @@ def _next_of_pool(
     plan = workflow.plan.group(group.name)
     available, avoided, is_connecting = _usable(plan, group, views, usages, shared=pool.shares_nodes)
     spread = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)
+    missing = _missing_nodes(plan, views, pool)
+    if missing is not None:
+        leases.unreachable[workflow.record.uuid, group.name] = missing
     if len(available) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_message(views, ())
@@ -122,6 +127,22 @@ def _never_fits(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
     """Return why the idle pool could not hold a gang; empty if it could, as far as is known."""
     placed = place_near(demands(plan.sizes[-1]), capacity(views), shared=pool.shares_nodes)
     return "" if isinstance(placed, Placement) else _no_room_message(placed)
+
+
+def _missing_nodes(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> UnreachableNodes | None:
+    """Return the unreachable nodes of a pool if a gang does not fit on the others; ``None`` if it only waits for room."""
+    down = [view for view in views if not view.up and view.error]
+
+    def fits_on(some: Sequence[NodeView]) -> bool:
+        return isinstance(place_near(demands(plan.sizes[-1]), capacity(some), shared=pool.shares_nodes), Placement)
+
+    if not down or fits_on([view for view in views if view.up or not view.error]):
+        return None
+    may_return = [view for view in views if not view.needs_action]
+    return UnreachableNodes(
+        errors={view.node.name: view.error for view in down},
+        needs_action=len(may_return) < len(views) and not fits_on(may_return),
+    )
 
 
 def _no_room_message(unplaced: Sequence[Unplaced]) -> str:

@@ -36,6 +36,8 @@ class NodeView:
     since: float = 0.0
     """When it became reachable or unreachable; for a node that was never reached, the time of the first try."""
     error: str = ""
+    needs_action: bool = False
+    """Whether it is unreachable until a person repairs something (``NodeDown.needs_action``)."""
     gpus: int | None = None
     """Capacity, from the configuration or as the node reported it; ``None`` if it is not known."""
     reported: NodeUp | None = None

@@ -10,8 +10,9 @@ import pytest
 from distflow.cli.render import live
 from distflow.cli.render.live import follow_workflow
 from distflow.client.logs import WorkflowWatch
+from distflow.errors import NodeError
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import End, GroupRecord, WorkflowRecord
+from distflow.state.record import End, GroupRecord, UnreachableNodes, WorkflowRecord
 from distflow.structs import replace
 from unit.cli.screen import Screen, Terminal
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
@@ -80,6 +81,32 @@ def test_a_workflow_that_waits_in_the_queue_gets_a_reminder(screen: Screen, monk
         "digits-1: still waiting in the queue. Ctrl-C leaves it there; to cancel it: distflow workflow cancel digits-1",
     ]
     assert err.getvalue().count("still waiting") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_unreachable_nodes_that_prevent_the_start_are_named_at_once(screen: Screen, *, is_terminal: bool) -> None:
+    play = Play(screen)
+    missing = UnreachableNodes(errors={"gpu9": "no route"}, needs_action=False)
+    waiting = replace(running_group(), state=State.SCHEDULING, message="Waiting for nodes: gpu9: no route", unreachable=missing)
+    pending = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
+    play.steps = [lambda: screen.store.save([pending], []), *[lambda: None] * 3]
+    play.ends(completed_group(), WorkflowState.COMPLETED)
+    err = io.StringIO()
+    play.follow(Terminal() if is_terminal else io.StringIO(), err)
+    shown = err.getvalue()
+    assert shown.count("training cannot start before distflow reaches gpu9\n") == 1
+    assert "  distflow keeps trying. To check all nodes: distflow pool check --pool lab\n" in shown
+    assert shown.count("no route") == 1
+
+
+def test_a_workflow_that_a_person_must_repair_first_is_not_followed(screen: Screen) -> None:
+    play = Play(screen)
+    missing = UnreachableNodes(errors={"gpu9": "refused the key"}, needs_action=True)
+    waiting = replace(running_group(), state=State.SCHEDULING, unreachable=missing)
+    pending = replace(play.record, groups=(waiting,), state=WorkflowState.PENDING)
+    play.steps = [lambda: screen.store.save([pending], [])]
+    with pytest.raises(NodeError, match="gpu9: refused the key"):
+        play.follow(io.StringIO(), io.StringIO())
 
 
 def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:

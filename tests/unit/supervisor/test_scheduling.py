@@ -8,7 +8,7 @@ from distflow.backends.base import NodeUp
 from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.event_details import GroupWaiting
-from distflow.state.record import Priority
+from distflow.state.record import Priority, UnreachableNodes
 from distflow.structs import replace
 from distflow.supervisor.observations import announce_wait, update_node_view
 from distflow.supervisor.scheduling import Leases, capacity, free, next_leases, pool_usage
@@ -45,6 +45,23 @@ def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
 def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected() -> None:
     views = [_view(0, up=True), _view(1), _view(2, error="refused the key")]
     assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; unreachable: n2: refused the key"}
+
+
+@pytest.mark.parametrize(
+    ("others", "missing"),
+    [
+        ([_view(1, up=True)], None),  # there is room without n2
+        ([_view(1)], None),  # n1 is still being connected
+        ([], UnreachableNodes(errors={"n2": "refused the key"}, needs_action=True)),
+        (
+            [_view(1, error="no route")],
+            UnreachableNodes(errors={"n1": "no route", "n2": "refused the key"}, needs_action=False),
+        ),
+    ],
+)
+def test_the_nodes_that_a_gang_cannot_start_without_are_named(others: list[NodeView], missing: UnreachableNodes | None) -> None:
+    views = [_view(0, up=True), *others, replace(_view(2, error="refused the key"), needs_action=True)]
+    assert _asked(2, views).unreachable.get(("u1", "train")) == missing
 
 
 def test_a_message_names_few_nodes_of_many() -> None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import BottomLine
-from distflow.cli.render.workflow_text import changes, status_line
+from distflow.cli.render.workflow_text import changes, missing_nodes, status_line
 from distflow.client.client import Client, now
 from distflow.client.logs import Wait, WorkflowWatch, missing_output
-from distflow.client.workflows import pause
+from distflow.client.workflows import check_command, pause
 from distflow.documents.text import plain
+from distflow.errors import NodeError
 from distflow.lifecycle.states import WorkflowState
 from distflow.protocol.error_file import parse_error_file
 
@@ -33,8 +34,12 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
     On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
-    While the workflow waits in the queue, a reminder appears there about once a minute.
-    ``KeyboardInterrupt`` is not handled, but the status line is erased first.
+    While the workflow waits in the queue, a reminder appears there about once a minute. Unreachable nodes that prevent its
+    start are named on ``err`` at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
+
+    Raises:
+        NodeError: if the workflow has not started, and waits for a node that a person must repair.
+
     """
     watch = WorkflowWatch(client, record)
     paint = Paint.of(out)
@@ -45,16 +50,22 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
 
     def show_changes(present: WorkflowRecord) -> None:
         nonlocal shown, same_polls
-        if bottom.is_terminal:
-            return
-        news = list(changes(shown, present))
-        shown, same_polls = present, 0 if news else same_polls + 1
-        if same_polls >= _REMINDER_POLLS and present.state is WorkflowState.PENDING:
+        before, shown = shown, present
+        for group in present.groups:
+            if present.state is WorkflowState.PENDING and group.missing is not None and group.missing.needs_action:
+                (node, error), *_ = group.missing.errors.items()
+                raise NodeError(node, error, hint=f"all problems of the nodes: {check_command(present)}")
+        news = [] if bottom.is_terminal else list(changes(before, present))
+        same_polls = 0 if news else same_polls + 1
+        if same_polls >= _REMINDER_POLLS and present.state is WorkflowState.PENDING and not bottom.is_terminal:
             same_polls = 0
             cancel = f"distflow workflow cancel {present.id}"
             news = [f"{present.id}: still waiting in the queue. Ctrl-C leaves it there; to cancel it: {cancel}"]
-        for words in news:
+        news += missing_nodes(before, present, check_command(present), with_errors=bottom.is_terminal)
+        if news:
+            bottom.clear()
             out.flush()
+        for words in news:
             print(words, file=err, flush=True)
 
     def refresh_and_wait(seconds: float) -> None:

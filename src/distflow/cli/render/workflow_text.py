@@ -29,6 +29,7 @@ __all__ = [
     "event_line",
     "left_behind",
     "list_table",
+    "missing_nodes",
     "nodes_away",
     "output_words",
     "queued_s",
@@ -49,6 +50,7 @@ _CAUSE_LINES = 3
 """The number of last lines that are shown of a first cause."""
 _FEW_TASKS = 8
 _FEW_ATTEMPTS = 3
+_FEW_NODES = 4
 
 
 def workflow_text(
@@ -216,6 +218,24 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
             failed_itself = task.state is State.FAILED and task.reason is not Reason.PEER_FAILED
             if (len(group.tasks) <= _FEW_TASKS and before is not None) or failed_itself:
                 yield f"{task.name}: {task.status}{f': {task_words(task)}' if task_words(task) else ''}"
+
+
+def missing_nodes(before: WorkflowRecord | None, after: WorkflowRecord, check: str, *, with_errors: bool) -> Iterator[str]:
+    """Yield lines about the unreachable nodes that a group waits for, if ``before`` did not have the same nodes.
+
+    ``check`` is the command that checks the nodes of the pool.
+    """
+    old = {group.name: group.missing for group in before.groups} if before else {}
+    for group in after.groups:
+        known, missing = old.get(group.name), group.missing
+        if missing is None or (known is not None and known.errors.keys() == missing.errors.keys()):
+            continue
+        nodes = few(list(missing.errors), ", ")
+        yield f"{group.name} cannot start before distflow reaches {nodes}"
+        if with_errors:
+            yield from (f"  {node}: {plain(error)}" for node, error in list(missing.errors.items())[:_FEW_NODES])
+        yield f"  distflow keeps trying. To check all nodes: {check}"
+        yield f"  To use fewer or other nodes, cancel it first: distflow workflow cancel {after.id}"
 
 
 def event_line(event: Event) -> str:

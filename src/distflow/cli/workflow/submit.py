@@ -459,11 +459,13 @@ def wait_for_end(
         on_end: Called with the ended workflow, before the rest is printed.
 
     Raises:
+        NodeError: if the workflow waits for a node that a person must repair. It is canceled before it starts.
         WorkflowEnded: if the workflow did not complete.
         DistflowError: with exit code 4 if the reader of the output closes the pipe. The workflow continues.
 
     """
     from distflow.cli.render.live import follow_workflow
+    from distflow.client.workflows import cancel
 
     quiet = format_type is Format.JSON
     try:
@@ -471,6 +473,10 @@ def wait_for_end(
     except KeyboardInterrupt:
         print(f"\n{record.id} continues to run. To cancel it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
+    except NodeError as error:
+        cancel(client, [record.uuid], message=f"it cannot start: {error.message}")
+        hint = f"{record.id} was canceled before it started, because a retry does not help; {error.hint}"
+        raise NodeError(error.node, error.detail, hint=hint) from None
     except BrokenPipeError:
         raise _OutputClosed(f"{record.id} continues to run, but the reader of its logs has exited") from None
     if on_end is not None:

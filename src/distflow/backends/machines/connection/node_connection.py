@@ -35,7 +35,15 @@ from distflow.backends.machines.connection.link import AgentLink, now
 from distflow.backends.machines.connection.reconnecting import Reconnecting, heartbeat_s
 from distflow.backends.machines.connection.training_address import path_prepend, training_address
 from distflow.backends.machines.connection.transfers import Blob, Fetched, bring_there, deliver_there, fetch_output, send_blobs
-from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
+from distflow.errors import (
+    AuthenticationRefused,
+    BootstrapFailed,
+    DistflowError,
+    HostKeyMismatch,
+    HostKeyUnknown,
+    NodeError,
+    NodeUnreachable,
+)
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
 from distflow.protocol.names import Operation
@@ -286,7 +294,7 @@ class Connection:
             self._broken.clear()  # first, because `close` sets it last
             if self._closing.is_set():
                 return
-            is_refused, heard_at = False, None
+            is_refused, needs_action, heard_at = False, False, None
             try:
                 with self._connect(tries) as link:
                     began = time.monotonic()
@@ -300,6 +308,7 @@ class Connection:
                     self._transport.hang_up()  # a dead connection would delay the next try
             except DistflowError as error:
                 self._error, is_refused = _words(error), isinstance(error, AuthenticationRefused)
+                needs_action = isinstance(error, AuthenticationRefused | HostKeyUnknown | HostKeyMismatch | BootstrapFailed)
                 if isinstance(error, NodeUnreachable):
                     self._transport.hang_up()
             except Exception as error:  # noqa: BLE001  only this thread reconnects
@@ -313,7 +322,12 @@ class Connection:
                 self._waiting.clear()
             if self._closing.is_set():
                 return
-            self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at))
+            self._sink(
+                NodeDown(
+                    at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at,
+                    needs_action=needs_action,
+                )
+            )  # fmt: skip
             self._closing.wait(tries.pause_s(is_refused=is_refused))
 
     def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
