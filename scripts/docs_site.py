@@ -48,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if title := re.fullmatch(r"\*\*(.+)\*\*", cells[0]):
             section = []
             nav.append({title[1].capitalize(): section})
-        section += [path for path in re.findall(r"\]\(([a-z0-9-]+\.md)\)", cells[1]) if path not in section]
+        section += [path for path in re.findall(r"\]\(([a-z0-9/-]+\.md)\)", cells[1]) if path not in section]
     nav.append({"Reference": [*({package: f"{package}.md"} for package in API), "changelog.md", "contributing.md", "tests.md"]})
     config.nav = nav
     return config
@@ -62,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for package, text in API.items():
         files.append(File.generated(config, f"{package}.md", content=_api_page(package, text)))
     linked = {ROOT / path: text for path, text in texts.items()}
-    linked |= {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    linked |= {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     added: set[str] = set()
     for page, text in linked.items():
         for link in _LINK.finditer(text):
@@ -77,17 +77,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Replace links that lead out of docs/ by links to the site's own files; links to directories become plain text."""
     del config, files
     name = page.file.src_uri
+    folder = posixpath.dirname(name) or "."
     source = next((ROOT / path for path, own in PAGES.items() if own == name), ROOT / "docs" / name)
 
     def replaced(link: re.Match[str]) -> str:
         path = _in_repository(source, link[2])
         if path is None:
             return link[0]
-        if path in PAGES:
-            return f"{link[1]}({PAGES[path]}{link[3] or ''})"
-        if path.startswith("docs/"):
-            return f"{link[1]}({path.removeprefix('docs/')}{link[3] or ''})"
-        return f"{link[1]}(source/{path}.txt)" if (ROOT / path).is_file() else link[1][1:-1]
+        if not path.startswith("docs/") and path not in PAGES and not (ROOT / path).is_file():
+            return link[1][1:-1]
+        target = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.txt")
+        return f"{link[1]}({posixpath.relpath(target, folder)}{link[3] or ''})"
 
     return _LINK.sub(replaced, markdown)
 

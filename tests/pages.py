@@ -1,0 +1,202 @@
+"""The pages of the documentation: their fenced blocks, and whether a command printed what a page shows.
+
+The language of the pages, all in fenced blocks:
+
+* ``console``: a line that begins with ``$ `` is run (``\\`` at its end continues it in the next line); the lines below it are
+  the output in a terminal, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
+  any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``why``,
+  ``stacks``, ``list``, ``logs``, ``events``) are asked again until they say so.
+* ``yaml``: a spec, which ``distflow workflow validate`` accepts.
+* ``python``: a script when it has a name (``file``), run by the commands of its page; else a fragment, which compiles.
+* ``text`` and ``json``: not checked.
+
+A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
+next to a copy of ``workflow_specs``; ``<!-- any order -->`` is for lines of several tasks;
+``<!-- hosts: gpu1 gpu2 -->`` is for commands that need machines behind SSH: a test of their own runs them, with such hosts;
+``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``, ``<!-- not a spec -->``, ``<!-- wrong: message -->``
+and ``<!-- configuration -->`` take a block out of the rule, or put it under another one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from distflow.testing.sshd import Sshd, make_key
+
+__all__ = [
+    "COLUMNS", "LANGUAGES", "LIMIT_S", "LINES", "LOOKS", "LOOK_S", "PAGES", "REASONS", "ROOT", "Block", "Shown", "all_blocks",
+    "blocks_of", "is_as_shown", "shown_in", "ssh_hosts",
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+LANGUAGES = {"console", "yaml", "python", "text", "json"}
+REASONS = {
+    "installs software",
+    "trains with torch; tests/scenarios run this spec",
+    "runs the whole test suite",
+    "takes minutes",
+    "changes your shell",
+    "needs a git repository",
+    "needs a container engine",
+    "needs tensorboard",
+    "needs a crash",
+    "needs a second machine",
+    "needs answers from a terminal",
+}
+COLUMNS, LINES = 110, 40
+LIMIT_S = 120.0
+LOOK_S = 60.0
+LOOKS = re.compile(r"distflow (workflow )?(query|status|why|list|logs|events|stacks)\b(?!.* (-f|--follow|-w|--watch)\b)")
+
+
+# -- the language of the pages ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    notes: tuple[str, ...]
+    text: str
+
+    @property
+    def place(self) -> str:
+        """Where a person finds it."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def note(self, name: str) -> str | None:
+        """The argument of one of its comments, ``""`` when it has none; ``None`` without the comment."""
+        for note in self.notes:
+            word, _, argument = note.partition(":")
+            if word == name:
+                return argument.strip()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A command of a page, and its output according to the page."""
+
+    block: Block
+    command: str
+    output: tuple[str, ...]
+
+
+def blocks_of(page: Path, text: str | None = None) -> Iterator[Block]:
+    """Yield the fenced blocks of a page with the comments in front of them."""
+    notes: list[str] = []
+    language, begin, inside = "", 0, False
+    body: list[str] = []
+    for number, line in enumerate((text or page.read_text(encoding="utf-8")).split("\n"), 1):
+        if inside and line == "```":
+            yield Block(page, begin, language, tuple(notes), "".join(f"{one}\n" for one in body))
+            inside, notes, body = False, [], []
+        elif inside:
+            body.append(line)
+        elif line.startswith("```"):
+            language, begin, inside = line[3:].strip(), number, True
+        elif comment := re.fullmatch(r"<!-- (.*) -->", line):
+            notes.append(comment.group(1))
+        elif line.strip():
+            notes = []
+    assert not inside, f"{page.name}:{begin}: the block is not closed"
+
+
+def shown_in(block: Block) -> Iterator[Shown]:
+    """Yield the commands of a console block."""
+    command: list[str] = []
+    output: list[str] = []
+    for line in block.text.splitlines():
+        if command and command[-1].endswith("\\") and not output:
+            command.append(line)
+        elif line.startswith("$ "):
+            if command:
+                yield Shown(block, "\n".join(command), tuple(output))
+            command, output = [line.removeprefix("$ ")], []
+        else:
+            assert command, f"{block.place}: output before the first command"
+            output.append(line)
+    if command:
+        yield Shown(block, "\n".join(command), tuple(output))
+
+
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """Every block of every page."""
+    return tuple(block for page in PAGES for block in blocks_of(page))
+
+
+# -- comparing what is shown with what is printed ---------------------------------------------------------------------
+
+_PASSING = (
+    (re.compile(r"\b[0-9]{4}/[0-9]{2}/[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}\b"), "<second>"),
+    (re.compile(r"\b[A-Z][a-z]{2} [0-9]{2}, [0-9]{4} [0-9]{2}:[0-9]{2} [A-Z]+\b"), "<minute>"),
+    (re.compile(r"\b[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+\b"), "<time>"),
+    (re.compile(r"(?<![\d:])[0-9]{1,2}(:[0-9]{2}){1,2}\b(?![\d:])"), "<elapsed>"),
+    (re.compile(r"\bpid [0-9]+"), "pid <n>"),
+    (re.compile(r"\b(port |127\.0\.0\.1:)[0-9]{5}\b"), r"\1<n>"),
+    (re.compile(r"\b[0-9a-f]{32}\b"), "<uuid>"),
+)
+"""What differs from run to run, and what stands for it."""
+
+
+def normal(line: str) -> str:
+    """Return a line without what differs from run to run; its columns then do not count."""
+    passed = line
+    for pattern, word in _PASSING:
+        passed = pattern.sub(word, passed)
+    if passed != line:
+        passed = re.sub(r" +", " ", passed)
+    # The rule under a table's header is as long as its longest row.
+    return re.sub(r"^={5,}$", "====", passed.rstrip())
+
+
+def pattern_of(line: str) -> str:
+    """Return a regular expression for one line of a page."""
+    return ".*".join(re.escape(piece) for piece in normal(line).split("…"))
+
+
+def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = False) -> bool:
+    """Tell whether a command printed what the page shows."""
+    lines = [normal(line) for line in printed.rstrip().splitlines()]
+    while expected and not expected[-1].strip():
+        expected = expected[:-1]
+    if any_order:
+        wanted = [line for line in expected if line.strip() != "…"]
+        for line in wanted:
+            found = next((one for one in lines if re.fullmatch(pattern_of(line), one)), None)
+            if found is None:
+                return False
+            lines.remove(found)
+        return not lines or len(wanted) < len(expected)
+    pieces = (r"(?:[^\n]*\n)*?" if line.strip() == "…" else pattern_of(line) + "\n" for line in expected)
+    return re.fullmatch("".join(pieces), "".join(f"{line}\n" for line in lines)) is not None
+
+
+# -- machines for pages that need them --------------------------------------------------------------------------------
+
+
+@contextmanager
+def ssh_hosts(home: Path, names: list[str]) -> Iterator[None]:
+    """Start an OpenSSH server for each name, which `ssh NAME` reaches with the configuration in `home`."""
+    key = make_key(home / "key")
+    with ExitStack() as stack:
+        stanzas = []
+        for number, name in enumerate(names, 1):
+            # What `python3` is there: one that has torch, as on the machines that people train on.
+            environment = f"HOME={home / name / 'home'} PATH={Path(sys.executable).parent}:/usr/bin:/bin"
+            server = Sshd(home / name, f"127.0.3.{number}", alias=name, user_key=key, options={"SetEnv": environment})
+            stanzas.append(stack.enter_context(server).client_stanza())
+        (home / ".ssh").mkdir(mode=0o700)
+        (home / ".ssh" / "config").write_text("".join(stanzas))
+        yield
