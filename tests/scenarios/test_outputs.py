@@ -61,7 +61,7 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
     done = cli.run("fetch", "-")
     assert (done.code, done.out, done.err) == (0, f"fetched 3 files, 19 MiB, to {workflow}\n", "")
     here = cli.folder / workflow
-    assert contents(here) == ["master/logs/a.txt", "master/model.pt", "worker/worker.txt"]
+    assert contents(here) == [".distflow-results", "master/logs/a.txt", "master/model.pt", "worker/worker.txt"]
     (model,) = cli.folder.glob("gpu*/**/training/master/0/output/model.pt")
     assert (here / "master" / "model.pt").read_bytes() == model.read_bytes()
     assert cli.run("fetch", workflow).out == f"fetched 0 files, 0 B, to {workflow}; 3 were already there\n"

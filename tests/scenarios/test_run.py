@@ -85,6 +85,18 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     assert (again.code, again.out.splitlines()[1:]) == (1, done.out.splitlines()[1:])
     assert cli.run("run", "--dry-run", "--", *look, cwd=project).out.startswith("workflow sh")
 
+    # Directories with results are not sent. The next run keeps them apart from its own.
+    twice = cli.run("run", "--name", "twice", "--to", "found", "--", "sh", "-c", "ls -A; echo c > outputs/c", cwd=project)
+    assert twice.out.splitlines()[1:] == ["[node-0] .gitignore", "[node-0] kept.txt", "[node-0] outputs"]
+    assert "Not sent, because they hold results: found\n" in twice.err
+    assert "note: that directory also has other files" in twice.err
+    for name, moved in (("first", False), ("second", True)):
+        done = cli.run("run", "--name", name, "--to", "new", "--", "sh", "-c", 'echo "$0" > outputs/"$0"', name, cwd=project)
+        assert ("The results of first-1 were moved to new/earlier-runs/first-1\n" in done.err) is moved
+    assert (project / "new/second").read_text() == "second\n"
+    assert (project / "new/earlier-runs/first-1/first").read_text() == "first\n"
+    assert sorted(path.name for path in (project / "new").iterdir()) == [".distflow-results", "earlier-runs", "second"]
+
     options = ["--detach", "--name", "later", "--to", "my results", "--python", sys.executable]
     detached = cli.run("run", *options, "--", "python3", "-c", "pass", cwd=project)
     assert f"Running `{sys.executable} -c pass` on 1 node\n" in detached.err

@@ -28,9 +28,9 @@ from distflow.cli.workflow.submit import (
     warn,
 )
 from distflow.client.spec_drafts.drafts import Draft, spec_text
-from distflow.client.spec_drafts.quick_run import draft_run, fetch_results
+from distflow.client.spec_drafts.quick_run import RESULTS, draft_run, fetch_results, unsent_directories
 from distflow.client.submission import SubmitRequest, plan, submit
-from distflow.documents.text import plain_lines
+from distflow.documents.text import few, plain_lines
 from distflow.errors import InputError, WorkflowEnded
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def run_command(
             help="The directory to send. Default: this one, or for a script elsewhere, its git repository.",
         ),
     ] = None,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the output files arrive.")] = Path("outputs"),
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the output files arrive.")] = RESULTS,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when the workflow is submitted. Nothing is fetched.")
     ] = False,
@@ -159,7 +159,7 @@ def run_command(
         with ProgressLine(sys.stderr, "read") as line:
             planned = plan(client, request, configuration=configuration, on_pack=line.update)
         warn(planned.checked.warnings)
-        _announce(draft, python)
+        _announce(draft, python, unsent_directories(draft, to))
         is_quiet = not detach and format_type is Format.JSON
         record = submit(client, planned, on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type))
         if detach:
@@ -168,8 +168,8 @@ def run_command(
             _finish(client, record, to, format_type)
 
 
-def _announce(draft: Draft, python: str | None) -> None:
-    """Print to standard error what is going to run, because much of it was chosen by distflow."""
+def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
+    """Print to standard error what is going to run, because much of it was chosen by distflow, and what was not sent."""
 
     def count(number: int | None, what: str) -> str:
         return f"{number} {what}{'' if number == 1 else 's' if what[-1] != 's' else 'es'}"
@@ -185,11 +185,14 @@ def _announce(draft: Draft, python: str | None) -> None:
     if draft.launcher == "torchrun":
         parts.append(f"torchrun starts {count(draft.ranks, 'process')} on each")
     print(plain_lines(", ".join(parts)), file=sys.stderr)
+    if unsent:
+        print(plain_lines(f"Not sent, because they hold results: {few(unsent, ', ')}"), file=sys.stderr)
 
 
 def _print_fetch(record: WorkflowRecord, to: Path) -> None:
-    """Print the command for the results. Without ``--to``, they would be in a directory that the next run sends."""
-    print(plain_lines(f"Its results, later: distflow workflow fetch {record.id} --to {shlex.quote(str(to))}"), file=sys.stderr)
+    """Print the command for the results."""
+    option = "" if to == RESULTS else f" --to {shlex.quote(str(to))}"
+    print(plain_lines(f"Its results, later: distflow workflow fetch {record.id}{option}"), file=sys.stderr)
 
 
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:

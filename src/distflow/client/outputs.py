@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.previous_outputs import OutputSource, output_source
+from distflow.client.results_directory import claim_directory
 from distflow.client.workflows import choose_tasks
 from distflow.documents.text import did_you_mean
 from distflow.errors import AgentError, DistflowError, InputError, NodeError, NodeUnreachable, NotFound, StorageError
@@ -109,6 +110,10 @@ class FetchedFiles:
     """Files that could not be read on their node, each with the reason."""
     errors: tuple[DistflowError, ...] = ()
     """An error for each task whose files could not be fetched. Files of other tasks are here."""
+    moved: Path | None = None
+    """Where the results of an earlier workflow were moved, which were in the directory before."""
+    is_mixed: bool = False
+    """Whether the directory cannot be kept for one workflow, because it has files that distflow did not fetch."""
 
 
 def list_output_files(
@@ -145,6 +150,7 @@ def fetch_output_files(
     tasks: Sequence[str] = (),
     paths: Sequence[str] = (),
     place: Place = "output",
+    is_claimed: bool = False,
     on_progress: OnOutputProgress = lambda _: None,
 ) -> FetchedFiles:
     """Copy output files of a workflow's tasks from their nodes to a local directory.
@@ -169,6 +175,9 @@ def fetch_output_files(
             ``fnmatch``, so ``*`` also matches ``/``. Default: all files.
         place: ``output`` for the ``{{output}}`` directory, or ``work`` for the files that the task's command wrote to its
             working directory.
+        is_claimed: Whether ``folder`` is only for the results of this workflow. If it is new, empty, or has the results of
+            another workflow, it gets a marker file that keeps it from being sent with a project. Results of another workflow
+            are first moved to its subdirectory ``earlier-runs``.
         on_progress: Called with the progress in bytes. See ``OnOutputProgress``.
 
     Returns:
@@ -184,6 +193,7 @@ def fetch_output_files(
         chosen = _choose(nodes.read_lists(), paths, f"distflow workflow outputs {record.id}")
         names = [one.outputs.task for one in chosen]
         folders = {name: folder / name if len(names) > 1 else folder for name in names}
+        is_own, moved = claim_directory(folder, record) if is_claimed and folders else (True, None)
         _make_folders(folders)
         progress = _Progress(chosen, on_progress)
         counts = nodes.fetch(chosen, folders, progress)
@@ -195,6 +205,8 @@ def fetch_output_files(
             left_out=sum(one.left_out for one in counts) + sum(one.outputs.left_out for one in nodes.tasks),
             problems=tuple(f"{task}: {text}" for task, one in zip(names, counts, strict=True) for text in one.problems),
             errors=tuple(one.outputs.error for one in nodes.tasks if one.outputs.error is not None),
+            moved=moved,
+            is_mixed=not is_own,
         )
 
 

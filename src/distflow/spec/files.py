@@ -205,6 +205,9 @@ def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
 _TEXT_LIMIT = 1 << 20
 """The maximum size of a text whose tokens are replaced, in bytes, as in OSMO."""
 
+RESULTS_MARKER = ".distflow-results"
+"""A file in directories with fetched results. They are not sent as part of another directory."""
+
 _CHUNK = 1 << 20
 _SAMPLES = 16
 _SAMPLE = 1 << 16
@@ -471,6 +474,8 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
     for entry in entries:
         path, is_tree = folder / entry.name, entry.is_dir(follow_symlinks=False)
         if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
+            continue
+        if is_tree and os.path.lexists(path / RESULTS_MARKER):
             continue
         yield path
         if is_tree:

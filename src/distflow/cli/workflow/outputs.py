@@ -88,6 +88,7 @@ def fetch(
         try:
             fetched = fetch_output_files(
                 client, record, folder, tasks=task or (), paths=paths or (), place="work" if workdir else "output",
+                is_claimed=to is None,
                 on_progress=lambda progress: line.update(progress.done, progress.total),
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -109,7 +110,11 @@ def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
 
 
 def end_fetch(fetched: FetchedFiles) -> None:
-    """Print what was not fetched, and exit with the code of the first error if there is one."""
+    """Print what was moved or not fetched, and exit with the code of the first error if there is one."""
+    if fetched.moved is not None:
+        _note(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
+    if fetched.is_mixed:
+        _note("note: that directory also has other files, so the results of several runs mix there. `--to DIR` names a new one")
     if fetched.left_out:
         _note(f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links that lead outside")
     for problem in fetched.problems:

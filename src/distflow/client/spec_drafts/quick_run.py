@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
+from distflow.client.results_directory import results_directories
 from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command
 from distflow.client.workflows import find_workflow
 from distflow.errors import InputError
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from distflow.client.outputs import FetchedFiles, OnOutputProgress
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["draft_run", "fetch_results"]
+__all__ = ["RESULTS", "draft_run", "fetch_results", "unsent_directories"]
+
+RESULTS = Path("outputs")
+"""The default local directory for output files."""
 
 
 def draft_run(
@@ -34,7 +38,7 @@ def draft_run(
     gpus: int | None = None,
     ranks: int | None = None,
     project: Path | None = None,
-    results: Path = Path("outputs"),
+    results: Path = RESULTS,
 ) -> Draft:
     """Return the draft of a job for a command line and the nodes that it will run on.
 
@@ -78,10 +82,19 @@ def _without(draft: Draft, results: Path) -> tuple[str, ...]:
     return (pattern, *draft.exclude) if is_inside and pattern not in draft.exclude else draft.exclude
 
 
+def unsent_directories(draft: Draft, results: Path = RESULTS) -> list[str]:
+    """Return the directories of a draft's project that are not sent because they hold results."""
+    project = Path(draft.project or ".")
+    names = {path for path in (os.path.relpath(results, project),) if results.is_dir() and not path.startswith("..")}
+    return sorted({*names, *results_directories(project)} - {"."})
+
+
 def fetch_results(
     client: Client, record: WorkflowRecord, folder: Path, *, on_progress: OnOutputProgress
 ) -> FetchedFiles | None:
-    """Fetch all output files of an ended workflow into a directory.
+    """Fetch all output files of an ended workflow into a directory that holds only its results.
+
+    The results of an earlier workflow in it are moved to its subdirectory ``earlier-runs``.
 
     Args:
         client: The client whose store has the workflow.
@@ -101,4 +114,4 @@ def fetch_results(
     final = find_workflow(client, record.id, report_age=False)
     if not any(task.node is not None and task.output_dir is not None for group in final.groups for task in group.tasks):
         return None
-    return fetch_output_files(client, final, folder, on_progress=on_progress)
+    return fetch_output_files(client, final, folder, is_claimed=True, on_progress=on_progress)

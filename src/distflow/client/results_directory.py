@@ -1,0 +1,72 @@
+"""Local directories with the results of one workflow. A marker file names the workflow.
+
+A marked directory is not sent with a project. It never mixes the results of two workflows.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distflow.errors import StorageError
+from distflow.spec.files import RESULTS_MARKER
+from distflow.state.record import WorkflowRecord
+
+__all__ = ["EARLIER_RUNS", "claim_directory", "results_directories"]
+
+EARLIER_RUNS = "earlier-runs"
+"""The subdirectory of a marked directory with the results of earlier workflows, each in a directory named by its id."""
+
+_TEXT = "{id} {uuid}\nThese are the results of this workflow. distflow does not send a directory with this file to nodes.\n"
+
+
+def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | None]:
+    """Make a directory the one for the results of a workflow. Nothing is deleted.
+
+    Returns:
+        Whether the directory holds only results: a new or empty directory is marked, and one with files that are not from
+        distflow stays as it is. Also where the results of an earlier workflow were moved, if there were any.
+
+    Raises:
+        StorageError: if the directory cannot be created or its files cannot be moved.
+
+    """
+    marker, text = folder / RESULTS_MARKER, _TEXT.format(id=record.id, uuid=record.uuid)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(os.listdir(folder))
+        if RESULTS_MARKER not in names and set(names) - {EARLIER_RUNS}:
+            return False, None
+        owner = marker.read_text(encoding="utf-8", errors="replace") if RESULTS_MARKER in names else text
+        moved = None
+        if owner.split()[:2] != text.split()[:2]:
+            moved = _free_place(folder / EARLIER_RUNS, owner)
+            moved.mkdir(parents=True)
+            # The marker is moved last, so that after an interruption the next call moves the remaining files.
+            for name in sorted(set(names) - {EARLIER_RUNS}, key=lambda name: name == RESULTS_MARKER):
+                (folder / name).rename(moved / name)
+        marker.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = "it is not a directory" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise StorageError(f"{error.filename or folder}: {what}") from error
+    return True, moved
+
+
+def _free_place(parent: Path, owner: str) -> Path:
+    """Return a path for the results of the marker's workflow that does not exist. An invalid name becomes ``unknown``."""
+    first = owner.partition(" ")[0]
+    name = first if first.replace("-", "").replace("_", "").isalnum() else "unknown"
+    number = 1
+    while os.path.lexists(place := parent / (name if number == 1 else f"{name}.{number}")):
+        number += 1
+    return place
+
+
+def results_directories(project: Path) -> list[str]:
+    """Return the names of the directories in a project that hold results, and are therefore not sent."""
+    with os.scandir(project) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, RESULTS_MARKER))
+        )
