@@ -30,6 +30,7 @@ PAGES = {
 }
 """Pages of the repository outside docs/, and their names on the site."""
 API = {
+    "distflow": "The Python API: submit workflows, watch them and get their results. `python.md` introduces it.",
     "distflow.train": "The library for training scripts. Import each name from `distflow.train`.",
     "distflow.client": "The calls behind the commands of the command line. Import each name from `distflow.client`.",
 }

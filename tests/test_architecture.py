@@ -102,6 +102,12 @@ def _imported(command: list[str]) -> set[str]:
     return modules
 
 
+def test_the_python_api_is_imported_when_it_is_first_used() -> None:
+    program = "import sys; before = {*sys.modules}; import distflow; print(*{*sys.modules} - before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"__future__", "distflow"}
+
+
 def test_every_backend_of_the_registry_can_be_opened() -> None:
     from distflow.backends.registry import BACKENDS
 

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import yaml
 
+import distflow
 from distflow.testing.sshd import missing_sshd
 from distflow.testing.waiting import wait_until
 from pages import (
@@ -343,7 +344,8 @@ def _is_module_or_member(name: str) -> bool:
         for module in (place.with_suffix(".py"), place / "__init__.py"):
             if module.exists():
                 member = parts[length] if length < len(parts) else ""
-                return length > 1 and re.search(rf"\b{member}\b", module.read_text(encoding="utf-8")) is not None
+                known = distflow.__all__ if length == 1 else re.findall(r"\w+", module.read_text(encoding="utf-8"))
+                return not member or member in known
     return False
 
 

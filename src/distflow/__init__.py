@@ -1,5 +1,80 @@
-"""distflow: declarative distributed training on machines that you can SSH to."""
+"""distflow: declarative distributed training on machines that you can SSH to.
 
-__all__ = ["__version__"]
+The names below are the Python API (``docs/python.md``). Their modules are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # type checkers know this name; `typing` would take longer to import than everything else here
+if TYPE_CHECKING:
+    from distflow.api.spec import (
+        Checkpoint,
+        Dataset,
+        DatasetUpdate,
+        Elastic,
+        File,
+        Group,
+        Input,
+        LauncherOptions,
+        Output,
+        Ranks,
+        Resources,
+        Retry,
+        Shared,
+        Spec,
+        Task,
+        Timeouts,
+        Topology,
+    )
+    from distflow.api.workflow import GroupInfo, TaskInfo, Workflow, get, submit
+    from distflow.api.workflow import list_workflows as list  # noqa: A004  `distflow.list()` reads as `distflow list`
+    from distflow.errors import DistflowError, WaitTimeout, WorkflowEnded
+
+__all__ = [
+    "Checkpoint",
+    "Dataset",
+    "DatasetUpdate",
+    "DistflowError",
+    "Elastic",
+    "File",
+    "Group",
+    "GroupInfo",
+    "Input",
+    "LauncherOptions",
+    "Output",
+    "Ranks",
+    "Resources",
+    "Retry",
+    "Shared",
+    "Spec",
+    "Task",
+    "TaskInfo",
+    "Timeouts",
+    "Topology",
+    "WaitTimeout",
+    "Workflow",
+    "WorkflowEnded",
+    "__version__",
+    "get",
+    "list",
+    "submit",
+]
 
 __version__ = "0.2.0"
+
+_OTHER_MODULES = {"DistflowError": "errors", "WaitTimeout": "errors", "WorkflowEnded": "errors"} | dict.fromkeys(
+    ("GroupInfo", "TaskInfo", "Workflow", "get", "list", "submit"), "api.workflow"
+)
+"""The modules of names that are not in ``api.spec``."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name's module when the name is first used (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'distflow' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415  a plain `import distflow` costs no more than needed
+
+    module = import_module(f"distflow.{_OTHER_MODULES.get(name, 'api.spec')}")
+    found: object = getattr(module, "list_workflows" if name == "list" else name)
+    globals()[name] = found
+    return found

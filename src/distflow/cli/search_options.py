@@ -15,7 +15,6 @@ from distflow.state.record import Priority
 from distflow.state.search import label_globs
 
 __all__ = [
-    "OSMO_STATUSES",
     "AllUsersOption",
     "CountOption",
     "OffsetOption",
@@ -31,15 +30,6 @@ __all__ = [
     "one_of",
     "priorities",
 ]
-
-
-OSMO_STATUSES = frozenset({
-    "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",
-    "FAILED", "FAILED_CANCELED", "FAILED_SERVER_ERROR", "FAILED_EXEC_TIMEOUT", "FAILED_QUEUE_TIMEOUT", "FAILED_SUBMISSION",
-    "FAILED_PREEMPTED", "FAILED_EVICTED", "FAILED_UPSTREAM", "FAILED_BACKEND_ERROR", "FAILED_IMAGE_PULL",
-    "FAILED_START_ERROR", "FAILED_START_TIMEOUT",
-})  # fmt: skip
-"""All statuses of OSMO. A status that distflow never uses matches nothing, so scripts for OSMO continue to work."""
 
 
 class Order(str, Enum):

@@ -15,7 +15,6 @@ from distflow.cli.options import Format, FormatOption, NodesOption, command_app
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_text import elapsed_s
 from distflow.cli.search_options import (
-    OSMO_STATUSES,
     AllUsersOption,
     OffsetOption,
     Order,
@@ -32,7 +31,7 @@ from distflow.client.client import now
 from distflow.client.workflows import ListedTask, list_tasks
 from distflow.documents.quantities import iso, local_minute
 from distflow.errors import InputError
-from distflow.lifecycle.states import Reason, State, status_of
+from distflow.lifecycle.states import OSMO_STATUSES, Reason, State, status_of
 from distflow.state.record import TaskRecord
 from distflow.state.search import Search
 

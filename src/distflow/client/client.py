@@ -82,11 +82,14 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the store."""
+        """Close the client."""
         self.close()
 
     def close(self) -> None:
-        """Close the store if it is open."""
+        """Close the store, and end a supervisor that was loaded and not needed."""
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None:
+            preloaded.stop()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -206,8 +209,8 @@ class Client:
     def load_supervisor(self, backends: Iterable[str]) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
 
-        This hides the start time of the supervisor behind the check of a spec. The process exits with this process if
-        ``ensure_supervisor`` is never called.
+        This hides the start time of the supervisor behind the check of a spec. If ``ensure_supervisor`` is never called, the
+        process ends when the client is closed.
 
         Args:
             backends: The backends whose modules the supervisor imports.

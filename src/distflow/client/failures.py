@@ -12,7 +12,6 @@ from distflow.diagnosis.model import Diagnosis
 from distflow.errors import NotFound
 from distflow.lifecycle.states import State
 from distflow.state.mirror import LAST_LINES
-from distflow.supervisor.error_reports import signal_name
 from distflow.supervisor.failures import missing_ranks
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments
 
@@ -29,7 +28,6 @@ __all__ = [
     "diagnose_groups",
     "explain_failures",
     "missing_ranks",
-    "signal_name",
 ]
 
 

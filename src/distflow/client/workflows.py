@@ -13,6 +13,7 @@ from msgspec import Struct
 from distflow.client.client import Client, user_name
 from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError, InputError, NotFound, RecordUnreadable, WaitTimeout
+from distflow.lifecycle.states import OSMO_STATUSES, Reason, WorkflowState, workflow_status_of
 from distflow.state.directory import has_room
 from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
 
@@ -31,6 +32,7 @@ __all__ = [
     "change_tags",
     "check_command",
     "choose_tasks",
+    "ends_of",
     "find_workflow",
     "group_of",
     "held_ranks",
@@ -101,6 +103,21 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
     records = list(client.store.list(search, count=count, offset=offset))
     client.wake()
     return records
+
+
+def ends_of(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None], ...]:
+    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for other words."""
+    known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
+    for state in WorkflowState:
+        for reason in (None, *Reason):
+            if state.is_final or reason is None:
+                known.setdefault(workflow_status_of(state, reason), []).append((state, reason))
+    for status in statuses:
+        if status.upper() not in {*known, *OSMO_STATUSES}:
+            from distflow.documents.text import did_you_mean
+
+            raise InputError(f"`{status}` is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
+    return tuple(end for status in statuses for end in known.get(status.upper(), ()))
 
 
 def workflow_ids(client: Client) -> Mapping[str, str]:

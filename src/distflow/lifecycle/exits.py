@@ -17,7 +17,18 @@ from distflow.errors import InvalidValue
 from distflow.lifecycle.states import Reason
 from distflow.protocol import ends
 
-__all__ = ["CODES", "Action", "Codes", "ExitActions", "action_of", "exit_code_of", "overlap", "parse_codes"]
+__all__ = [
+    "CODES",
+    "Action",
+    "Codes",
+    "ExitActions",
+    "action_of",
+    "exit_code_of",
+    "exit_text",
+    "overlap",
+    "parse_codes",
+    "signal_name",
+]
 
 CODES: Mapping[Reason, int | None] = MappingProxyType(
     {
@@ -137,3 +148,20 @@ def action_of(
             exit_code_of(Reason.EXIT_CODE if signal is None else Reason.SIGNAL, exit_code, signal, has_run=True)
         )
     return found
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; numbers without a name as ``signal 50``."""
+    import signal  # noqa: PLC0415  takes 1 ms, and few tasks end by a signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_text(exit_code: int | None, signal: int | None) -> str:
+    """Return ``exit code 1`` or ``SIGKILL``, and an empty text if neither is known."""
+    if signal is not None:
+        return signal_name(signal)
+    return f"exit code {exit_code}" if exit_code is not None else ""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 __all__ = [
     "MOVES",
+    "OSMO_STATUSES",
     "REASON_TEXT",
     "WORKFLOW_MOVES",
     "Reason",
@@ -111,6 +112,14 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
     }
 )
 """What each reason means, in words that finish the sentence "it ended because …"."""
+
+OSMO_STATUSES = frozenset({
+    "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",
+    "FAILED", "FAILED_CANCELED", "FAILED_SERVER_ERROR", "FAILED_EXEC_TIMEOUT", "FAILED_QUEUE_TIMEOUT", "FAILED_SUBMISSION",
+    "FAILED_PREEMPTED", "FAILED_EVICTED", "FAILED_UPSTREAM", "FAILED_BACKEND_ERROR", "FAILED_IMAGE_PULL",
+    "FAILED_START_ERROR", "FAILED_START_TIMEOUT",
+})  # fmt: skip
+"""All statuses of OSMO. A status that distflow never uses matches nothing, so scripts for OSMO continue to work."""
 
 _FAILED_STATUS: Mapping[Reason, str] = MappingProxyType(
     {

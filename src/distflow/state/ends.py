@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from distflow.lifecycle.clocks import Clock
-from distflow.lifecycle.states import Reason
+from distflow.lifecycle.states import REASON_TEXT, Reason
 from distflow.protocol.ends import EndReason
 
 __all__ = ["Cause", "End", "RankText"]
@@ -82,3 +82,18 @@ class Cause(Struct, frozen=True, kw_only=True):
     """The Python traceback, from torch's error file or the output."""
     kernel: tuple[str, ...] = ()
     """The kernel's messages: a process that it killed for lack of memory, errors of GPUs while the task ran."""
+
+    @property
+    def text(self) -> str:
+        """One line for people: ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``."""
+        from distflow.documents.text import plain  # noqa: PLC0415  most commands show no cause
+        from distflow.layout.ranks import rank_words  # noqa: PLC0415  see above
+        from distflow.lifecycle.exits import exit_text  # noqa: PLC0415  see above
+
+        where = f" on {self.node}" if self.node else ""
+        ranks = f", {rank_words(self.ranks)}" if self.ranks else ""
+        message = plain(self.message) or REASON_TEXT[self.reason]
+        how = exit_text(self.exit_code, self.signal)
+        if how and self.reason not in (Reason.EXIT_CODE, Reason.SIGNAL):  # otherwise, the message contains it
+            message += f" ({how})"
+        return f"{self.task}{where}{ranks}: {message}"

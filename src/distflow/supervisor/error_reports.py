@@ -8,12 +8,12 @@ output of other ranks and above torchrun's own traceback and report. The formats
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
 from distflow.documents.text import plain
+from distflow.lifecycle.exits import signal_name
 from distflow.protocol.ends import EndReason
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
 from distflow.state.ends import End, RankText
@@ -26,7 +26,6 @@ __all__ = [
     "hidden_failure_report",
     "printed_exceptions",
     "read_report",
-    "signal_name",
     "without_launcher",
 ]
 
@@ -88,14 +87,6 @@ def hidden_failure_report(lines: Sequence[str]) -> FailureReport | None:
     """Return the failure of the ranks of a task whose command ended with code 0; ``None`` if the output reports none."""
     report = failure_report(End(ended_at=0.0, exit_code=1), lines)
     return report if report.detail else None
-
-
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; numbers without a name as ``signal 50``."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _report_text(failed: ReportedRank) -> str:

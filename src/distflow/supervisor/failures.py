@@ -18,7 +18,7 @@ from typing import Any
 from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.clocks import Clock
-from distflow.lifecycle.exits import Action, ExitActions, action_of
+from distflow.lifecycle.exits import Action, ExitActions, action_of, signal_name
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.protocol.ends import EndReason
@@ -29,7 +29,6 @@ from distflow.supervisor.error_reports import (
     FailureReport,
     failure_report,
     hidden_failure_report,
-    signal_name,
     without_launcher,
 )
 

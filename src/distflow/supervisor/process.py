@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,12 @@ class PreloadedSupervisor:
     process: subprocess.Popen[bytes]
     ready: int
 
+    def stop(self) -> None:
+        """End it before it has begun to work."""
+        os.close(self.ready)
+        self.process.kill()
+        self.process.communicate()
+
 
 def preload_supervisor(directory: StateDirectory, backends: Iterable[str]) -> PreloadedSupervisor | None:
     """Start a supervisor that loads its modules while the caller prepares the work; ``None`` if one is running.
@@ -102,8 +109,7 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
         if wait:
             _await_ready(process, ready, directory)
         else:
-            # Init reaps the child, because this process exits before it.
-            process.returncode = 0
+            _let_go(process)
     finally:
         os.close(ready)
 
@@ -137,7 +143,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
     answer = os.read(ready, 64) if readable else b""
     # "ready": it runs. "other": another supervisor took the lock first and must be woken for the new work.
     if answer in (b"ready", b"other"):
-        process.returncode = 0
+        _let_go(process)
         if answer == b"other":
             wake(directory)
         return
@@ -145,6 +151,17 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
         "the supervisor did not start; the workflow is stored and runs as soon as one does",
         hint=f"its log: {directory.supervisor_log}\n" + _last_line(directory.supervisor_log),
     )
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Let the supervisor outlive this process, or reap it when it ends first, as it may under a notebook."""
+
+    def reap(pid: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+    process.returncode = 0  # otherwise Python warns that it still runs
+    threading.Thread(target=reap, args=(process.pid,), daemon=True).start()
 
 
 def wake(directory: StateDirectory) -> None:

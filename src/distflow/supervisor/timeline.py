@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from distflow.lifecycle.exits import exit_text
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.state.event_details import NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
-from distflow.supervisor.error_reports import failure_report, signal_name
+from distflow.supervisor.error_reports import failure_report
 
 __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
@@ -66,9 +67,7 @@ def moments(
 
 def show_end(end: End) -> str:
     """Return how a command ended, such as ``SIGKILL`` or ``exit code 3``."""
-    if end.signal is not None:
-        return signal_name(end.signal)
-    return f"exit code {end.exit_code}" if end.exit_code is not None else end.reason.value.replace("_", " ")
+    return exit_text(end.exit_code, end.signal) or end.reason.value.replace("_", " ")
 
 
 def _of_task(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> Iterator[Moment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.lifecycle.exits import CODES, Action, ExitActions, action_of, exit_code_of, overlap, parse_codes
+from distflow.lifecycle.exits import CODES, Action, ExitActions, action_of, exit_code_of, overlap, parse_codes, signal_name
 from distflow.lifecycle.states import Reason
 
 
@@ -52,3 +52,8 @@ def test_a_kill_for_want_of_memory_is_also_what_the_command_ended_with() -> None
     assert action(by_signal, 137, None) is Action.RESCHEDULE
     assert action(by_signal, None, 9, Reason.EVICTED) is None
     assert action(ExitActions(fail=((3004, 3004),), reschedule=((137, 137),)), None, 9) is Action.FAIL
+
+
+def test_signals_have_names() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(63) == "signal 63"

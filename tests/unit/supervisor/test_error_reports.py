@@ -14,7 +14,6 @@ from distflow.supervisor.error_reports import (
     failure_report,
     printed_exceptions,
     read_report,
-    signal_name,
     without_launcher,
 )
 
@@ -103,11 +102,6 @@ def test_only_the_end_of_an_output_tells_why_it_ended() -> None:
 def test_a_file_of_another_kind_does_no_harm(error: dict[str, object]) -> None:
     told = failure_report(End(ended_at=1.0, error=error), ())
     assert (told.rank, told.pid, told.traceback) == ("", None, "")
-
-
-def test_signals_have_names() -> None:
-    assert signal_name(9) == "SIGKILL"
-    assert signal_name(63) == "signal 63"
 
 
 def test_what_is_no_number_is_no_process_whatever_python_counts_as_one() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json
-from distflow.cli.render.workflow_text import cause_lines, cause_words, output_words, written_words
+from distflow.cli.render.workflow_text import cause_lines, output_words, written_words
 from distflow.client.failures import GroupFailure, missing_ranks
 from distflow.client.workflows import held_ranks
 from distflow.documents.quantities import duration, iso, local_milli
@@ -63,7 +63,7 @@ def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, pa
         status = group.status if verdict.is_last else State.RESCHEDULED.value
         lines += ["", f"{paint.strong(f'Group {group.name}')}{number}: {paint.status(status)}"]
         if verdict.cause is not None:
-            lines.append(paint.bad(f"First cause: {cause_words(verdict.cause)}"))
+            lines.append(paint.bad(f"First cause: {verdict.cause.text}"))
             lines += [f"  {line}" for line in _facts(verdict.cause)]
         elif group.message:
             lines += [plain(line) for line in group.message.splitlines()]
@@ -280,7 +280,7 @@ def end_text(
         lines += cause_lines(group.cause, paint)
         lines += [f"Remedy:  {remedy_of(record, diagnosis)}" for diagnosis in first.diagnoses[:1]]
         others = [one.group for _, one in failed[1:]]
-        lines += [f"Also failed: {other.name}: {cause_words(other.cause)}" for other in others if other.cause]
+        lines += [f"Also failed: {other.name}: {other.cause.text}" for other in others if other.cause]
         lines.append(f"Logs:    distflow workflow logs {record.id} {_output_of(record, group.cause)}")
         details = f"Details: distflow workflow why {record.id}"
     elif record.state is not WorkflowState.COMPLETED:
@@ -313,7 +313,7 @@ def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
         yield f"Cause   no task failed by itself: {plain(message)}"
         yield f"Remedy  Read the timeline: distflow workflow why {record.id}{retry}"
         return
-    yield f"Cause   unknown: no rule matches this failure: {cause_words(cause)}"
+    yield f"Cause   unknown: no rule matches this failure: {cause.text}"
     for number, line in enumerate(cause.lines[-_SHOWN_LINES:]):
         yield f"{'' if number else 'Shown':<7} | {plain(line)}"
     yield f"Remedy  Read its output: distflow workflow logs {record.id} --task {cause.task}{retry}"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.cli.render.workflow_text import cause_words, elapsed_s, task_words
+from distflow.cli.render.workflow_text import elapsed_s, task_words
 from distflow.documents.problems import Mark, Problem
 from distflow.documents.quantities import seconds_text
 from distflow.documents.text import plain, plain_lines
@@ -133,7 +133,7 @@ def _failed(record: WorkflowRecord) -> list[GroupRecord]:
 
 
 def _why(group: GroupRecord) -> str:
-    return cause_words(group.cause) if group.cause is not None else plain_lines(group.message) or group.status
+    return group.cause.text if group.cause is not None else plain_lines(group.message) or group.status
 
 
 def _mark(checked: CheckedSpec, group: GroupRecord) -> Mark:

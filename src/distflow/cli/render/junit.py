@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.cli.render.workflow_text import cause_words, elapsed_s, task_words
+from distflow.cli.render.workflow_text import elapsed_s, task_words
 from distflow.documents.quantities import iso
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import InputError
@@ -81,7 +81,7 @@ def _add_case(suite: Element, record: WorkflowRecord, group: GroupRecord, task: 
     if not is_cause and (task.state is not State.FAILED or task.reason in _NO_OWN_FAILURE):
         SubElement(case, "skipped", message=_clean(words or task.status))
     elif is_cause and group.cause is not None:
-        text = "\n".join(plain(line) for line in (cause_words(group.cause), *group.cause.lines, *group.cause.kernel))
+        text = "\n".join(plain(line) for line in (group.cause.text, *group.cause.lines, *group.cause.kernel))
         _add_failure(case, task.status, group.cause.message or words, text)
     else:
         _add_failure(case, task.status, words, words)

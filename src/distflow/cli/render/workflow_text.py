@@ -11,7 +11,7 @@ from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
 from distflow.documents.quantities import bytes_text, count_text, duration, iso, local_minute, local_second
 from distflow.documents.text import few, plain, ranges
-from distflow.layout.ranks import rank_words
+from distflow.lifecycle.exits import exit_text
 from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
 
@@ -23,7 +23,6 @@ __all__ = [
     "cancel_json",
     "cancel_words",
     "cause_lines",
-    "cause_words",
     "changes",
     "elapsed_s",
     "event_line",
@@ -204,7 +203,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         old = old_groups.get(group.name)
         if old is None or (old.status, old.message) != (group.status, group.message):
             if group.earlier_causes and (old is None or old.attempt != group.attempt):
-                yield f"{group.name}: retried after {cause_words(group.earlier_causes[-1])}"
+                yield f"{group.name}: retried after {group.earlier_causes[-1].text}"
             yield f"{group.name}: {group.status}{f': {plain(group.message)}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
@@ -258,20 +257,9 @@ def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
     return elapsed_s(record.submitted_at, begun, now)
 
 
-def cause_words(cause: Cause) -> str:
-    """Return a first cause in one line: ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``."""
-    where = f" on {cause.node}" if cause.node else ""
-    ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
-    message = plain(cause.message) or REASON_TEXT[cause.reason]
-    how = _exit_words(cause.exit_code, cause.signal)
-    if how and cause.reason not in (Reason.EXIT_CODE, Reason.SIGNAL):  # otherwise, the message contains it
-        message += f" ({how})"
-    return f"{cause.task}{where}{ranks}: {message}"
-
-
 def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
     """Yield a first cause in short form: one line, and the last other lines of its traceback, or else of its output."""
-    words = cause_words(cause)
+    words = cause.text
     yield paint.bad(f"First cause: {words}")
     lines = [plain(line).rstrip() for line in cause.traceback.splitlines() or cause.lines]
     news = [line for line in lines if line.strip() not in words and not line.startswith("Traceback (most recent call last)")]
@@ -287,7 +275,7 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint, remed
         yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
     for number, cause in enumerate(group.earlier_causes):
         if number >= older:
-            yield f"Attempt {number + 1}: {cause_words(cause)}"
+            yield f"Attempt {number + 1}: {cause.text}"
     if group.cause is not None:
         yield from cause_lines(group.cause, paint)
         if remedy:
@@ -309,14 +297,6 @@ def _lines(message: str) -> Iterator[str]:
     yield from (f"  {plain(line)}" for line in rest)
 
 
-def _exit_words(exit_code: int | None, signal: int | None) -> str:
-    if signal is not None:
-        from distflow.client.failures import signal_name  # few workflows have a task that was killed by a signal
-
-        return signal_name(signal)
-    return f"exit code {exit_code}" if exit_code is not None else ""
-
-
 def _task_header(verbose: bool) -> tuple[str, ...]:
     more = ("Retry ID", "PID", "Start Time") if verbose else ()
     return ("Task", *more, "Node", "Ranks", "GPUs", "Status", "Exit", "Elapsed", "Last log line")
@@ -326,7 +306,7 @@ def _task_row(
     group: GroupRecord, task: TaskRecord, now: float, last_lines: LastLines, paint: Paint, verbose: bool
 ) -> tuple[str, ...]:
     end = task.end
-    exit_shown = _exit_words(end.exit_code, end.signal).removeprefix("exit code ") if end else ""
+    exit_shown = exit_text(end.exit_code, end.signal).removeprefix("exit code ") if end else ""
     pid = str(task.pid) if task.pid is not None else ""
     more = (str(task.attempt), pid, local_minute(task.started_at)) if verbose else ()
     return (

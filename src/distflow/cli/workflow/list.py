@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +13,6 @@ from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.workflow_text import list_table
 from distflow.cli.search_options import (
-    OSMO_STATUSES,
     AllUsersOption,
     CountOption,
     OffsetOption,
@@ -30,9 +28,7 @@ from distflow.cli.search_options import (
     priorities,
 )
 from distflow.client.client import now
-from distflow.client.workflows import list_workflows
-from distflow.errors import InputError
-from distflow.lifecycle.states import Reason, WorkflowState, workflow_status_of
+from distflow.client.workflows import ends_of, list_workflows
 from distflow.state.search import Search
 
 __all__ = ["app"]
@@ -82,7 +78,7 @@ def list_command(
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(
-        ends=None if status is None else tuple(_ends(status)),
+        ends=None if status is None else ends_of(status),
         name=name,
         users=choose_users(user, all_users),
         pools=pool or (),
@@ -108,18 +104,3 @@ def list_command(
             print(list_table(records, now=now(), paint=Paint.of(sys.stdout)), end="")
         else:
             print("No workflow matches." if offset or search != Search() else "There are no workflows yet.")
-
-
-def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
-    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for other words."""
-    known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
-    for state in WorkflowState:
-        for reason in (None, *Reason):
-            if state.is_final or reason is None:
-                known.setdefault(workflow_status_of(state, reason), []).append((state, reason))
-    for status in statuses:
-        if status.upper() not in {*known, *OSMO_STATUSES}:
-            from distflow.documents.text import did_you_mean
-
-            raise InputError(f"`{status}` is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
-    return [end for status in statuses for end in known.get(status.upper(), ())]

@@ -1,0 +1,1 @@
+"""The Python API behind ``import distflow``: specs, workflows and functions that run on nodes."""

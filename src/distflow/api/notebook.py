@@ -1,0 +1,89 @@
+"""What a notebook shows of a workflow: the status, its tasks with their ranks, and a curve of the loss, as HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distflow.api.workflow import TaskInfo, Workflow
+
+__all__ = ["workflow_html"]
+
+_COLORS: Mapping[str, str] = {"COMPLETED": "#1a7f37", "RUNNING": "#0969da"}
+_FAILED, _OTHER = "#cf222e", "#6e7781"
+_MOST_TASKS = 64
+_WIDTH, _HEIGHT, _MARGIN = 480, 140, 36
+"""Of the curve, in CSS pixels."""
+_MOST_POINTS = 1000
+
+
+def workflow_html(workflow: Workflow) -> str:
+    """Return a workflow as HTML without scripts. All texts are escaped. Raises ``DistflowError``."""
+    groups = workflow.groups
+    parts = [f"<p><b>{html.escape(workflow.id)}</b> {_status(workflow.status)}</p>"]
+    parts += [f"<p>First cause: {html.escape(group.cause)}</p>" for group in groups if group.cause]
+    tasks = [task for group in groups for task in group.tasks]
+    rows = "".join(_row(task) for task in tasks[:_MOST_TASKS])
+    head = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("Task", "Ranks", "Node", "Status", "Exit"))
+    parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    if len(tasks) > _MOST_TASKS:
+        parts.append(f"<p>and {len(tasks) - _MOST_TASKS} more tasks</p>")
+    name, points = _loss(workflow)
+    if len(points) > 1:
+        parts.append(_curve(name, points))
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _status(status: str) -> str:
+    color = _COLORS.get(status, _FAILED if status.startswith("FAILED") else _OTHER)
+    return f"<span style='color:{color}'>{html.escape(status)}</span>"
+
+
+def _row(task: TaskInfo) -> str:
+    ranks = f"{task.ranks[0]}–{task.ranks[-1]}" if len(task.ranks) > 1 else str(task.ranks[0]) if task.ranks else ""
+    exit_code = "" if task.exit_code is None else str(task.exit_code)
+    texts = [html.escape(task.name), ranks, html.escape(task.node or ""), _status(task.status), exit_code]
+    cells = "".join(f"<td style='text-align:left'>{text}</td>" for text in texts)
+    return f"<tr>{cells}</tr>"
+
+
+def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
+    """Return the name and the points of a metric of the first rank: ``loss``, or else the first number that it prints."""
+    metrics = workflow.metrics()
+    of_one = [
+        one for one in metrics if (one.task, one.rank, one.attempt) == (metrics[0].task, metrics[0].rank, metrics[-1].attempt)
+    ]
+    numbers = [(one.step, key, value) for one in of_one for key, value in one.values.items() if isinstance(value, int | float)]
+    names = dict.fromkeys(key for _, key, _ in numbers)
+    name = next((key for key in names if "loss" in key.lower()), next(iter(names), ""))
+    points = [(step, float(value)) for step, key, value in numbers if key == name]
+    return name, points[:: max(1, len(points) // _MOST_POINTS)]
+
+
+def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """Return a line from point to point as SVG, with the first and last step and the range of the values."""
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    (left, right), (low, high) = (min(steps), max(steps)), (min(values), max(values))
+    across, up = (_WIDTH - 2 * _MARGIN) / max(right - left, 1), (_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)
+    line = " ".join(
+        f"{_MARGIN + (step - left) * across:.1f},{_HEIGHT - _MARGIN - (value - low) * up:.1f}" for step, value in points
+    )
+    bottom = _HEIGHT - _MARGIN + 16
+    labels = [
+        (_MARGIN, 20, "start", f"{name}: {values[-1]:.4g}"),
+        (_MARGIN - 4, _MARGIN + 4, "end", f"{high:.3g}"),
+        (_MARGIN - 4, _HEIGHT - _MARGIN, "end", f"{low:.3g}"),
+        (_MARGIN, bottom, "start", str(left)),
+        (_WIDTH - _MARGIN, bottom, "end", f"step {right}"),
+    ]
+    texts = "".join(
+        f"<text x='{x}' y='{y}' text-anchor='{anchor}' fill='currentColor'>{html.escape(text)}</text>"
+        for x, y, anchor, text in labels
+    )
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' role='img' style='font:11px sans-serif'>"
+        f"<title>{html.escape(name)} over {len(points)} steps</title>"
+        f"<polyline points='{line}' fill='none' stroke='#0969da' stroke-width='1.5'/>{texts}</svg>"
+    )

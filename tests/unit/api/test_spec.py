@@ -1,0 +1,123 @@
+"""Specs as Python values: equal after YAML, with exactly the keys of the schema, and with errors that name the wrong part."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distflow
+from distflow.api import spec as parts
+from distflow.api.spec import Group, Ranks, Resources, Spec, Task
+from distflow.client.specs import schema_text
+from distflow.documents.yaml_parser import parse_yaml
+from distflow.errors import InputError
+from distflow.spec.parse import load_spec, load_spec_text
+
+NUMBERS = st.integers(0, 10**6)
+TEXTS = st.text(max_size=20)
+SCALARS = st.one_of(TEXTS, NUMBERS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
+
+
+def _values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of the type of a field."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([_values(arg) for arg in args if arg is not type(None)])
+    if origin is list:
+        return st.lists(_values(args[0]), max_size=2)
+    if origin is dict:
+        return st.dictionaries(TEXTS, SCALARS if args[1] is Any else _values(args[1]), max_size=2)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _parts(kind)
+    return {str: TEXTS, int: NUMBERS, bool: st.booleans(), float: st.floats(0, 1e6)}[kind]
+
+
+def _parts(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(kind)
+    fields = msgspec.structs.fields(kind)
+    needed = {one.name: _values(hints[one.name]) for one in fields if one.required}
+    others = {one.name: _values(hints[one.name]) for one in fields if not one.required}
+    return st.fixed_dictionaries(needed, optional=others).map(lambda values: kind(**values))
+
+
+@settings(max_examples=50)
+@given(_parts(Spec))
+def test_a_spec_is_equal_after_yaml(spec: Spec) -> None:
+    text = spec.to_yaml()
+    assert Spec.from_yaml(text) == spec
+    assert parse_yaml(text, "spec").value == spec.to_dict()
+
+
+@pytest.mark.parametrize("path", sorted(Path("workflow_specs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_sample_spec_is_equal_after_yaml(path: Path) -> None:
+    rendered, _ = load_spec(str(path))
+    spec = Spec.from_yaml(rendered.rendered, file=path.name)
+    again, _ = load_spec_text(spec.to_yaml(), path.name, base_dir=path.parent)
+    assert (again.name, [group.name for group in again.groups]) == (rendered.name, [group.name for group in rendered.groups])
+    assert Spec.from_yaml(spec.to_yaml()) == spec
+
+
+def _keys(kind: type[msgspec.Struct]) -> set[str]:
+    return {one.encode_name for one in msgspec.structs.fields(kind)}
+
+
+def test_the_parts_have_the_keys_of_the_schema() -> None:
+    rules = json.loads(schema_text())["$defs"]
+    found = {
+        "workflow": _keys(Spec) - {"variables"},
+        "group": _keys(Group),
+        "task": _keys(Task),
+        "ranks": _keys(Ranks),
+        "resource": _keys(Resources),
+        "timeout": _keys(parts.Timeouts),
+        "retry": _keys(parts.Retry),
+        "elastic": _keys(parts.Elastic),
+        "file": _keys(parts.File),
+        "input": _keys(parts.Input),
+        "output": _keys(parts.Output),
+    }
+    assert found == {name: set(rules[name]["properties"]) for name in found}
+    checkpoint, topology = rules["task"]["properties"]["checkpoint"], rules["resource"]["properties"]["topology"]
+    assert _keys(parts.Checkpoint) == set(checkpoint["items"]["properties"])
+    assert _keys(parts.Topology) == set(topology["items"]["properties"])
+    assert _keys(parts.Shared) == set(rules["group"]["properties"]["shared"]["properties"])
+    assert _keys(parts.DatasetUpdate) == set(rules["output"]["properties"]["update_dataset"]["properties"])
+
+
+def test_texts_of_several_lines_are_blocks() -> None:
+    spec = Spec(name="hello", tasks=[Task(name="one", command=["bash", "-c", "echo a\necho b\n"])], variables={"epochs": 3})
+    assert spec.to_yaml() == (
+        "workflow:\n  name: hello\n  tasks:\n  - name: one\n    command:\n    - bash\n    - -c\n    - |\n      echo a\n"
+        "      echo b\ndefault-values:\n  epochs: 3\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("workflow: {name: a, tasks: [{name: b, comand: c}]}", r"unknown field `comand` - at `\$\.tasks\[0\]`"),
+        ("workflow: {name: a, taks: []}", "unknown field `taks`"),
+        ("workflow: {name: 1}", r"Expected `str`, got `int` - at `\$\.name`"),
+        ("workflow: {name: a}\nother: 1", "unknown key `other`"),
+        ("[]", "spec.yaml is not a mapping"),
+        ("workflow: hello", "no mapping `workflow`"),
+    ],
+)
+def test_a_wrong_part_is_named(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Spec.from_yaml(text, file="spec.yaml")
+
+
+def test_every_public_name_exists() -> None:
+    for name in distflow.__all__:
+        assert getattr(distflow, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'submitt'"):
+        _ = distflow.submitt
