@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
@@ -55,6 +56,10 @@ __all__ = [
     "Started",
     "StopAccepted",
     "Unanswered",
+    "VenvBuilt",
+    "VenvFailed",
+    "VenvObservation",
+    "VenvProgress",
 ]
 
 
@@ -98,6 +103,8 @@ class LeaseRequest:
     """The workflow's id for people, for messages about its leases."""
     start_timeout_s: float = 120.0
     """Time after which the nodes release the lease if the start does not come."""
+    venvs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → digest of its Python environment, which its node must have. Other tasks need none."""
 
     def key(self, task: str) -> AttemptKey:
         """Return the attempt of one task on its node."""
@@ -169,11 +176,40 @@ class LeaseRefused(_Observed):
     """Reason of each node that refused or did not answer."""
     is_final: bool = False
     """Whether trying again would not help."""
+    without_venv: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → node, for each node that must first build the Python environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfAttempt(_Observed):
     key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VenvProgress(_OfAttempt):
+    """The Python environment of the task is being built on its node. The attempt does not exist yet."""
+
+    message: str
+    """The last line of the tool that builds it."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VenvBuilt(_OfAttempt):
+    """The task's node has the Python environment."""
+
+    tool: str
+    """``uv`` or ``pip``; empty if the node had the environment already."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VenvFailed(_OfAttempt):
+    """The task's node has no Python environment."""
+
+    message: str
+    is_final: bool
+    """False if the connection broke, so that another try or another node may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,11 +360,12 @@ class CollectUnanswered(_OfAttempt):
 
 NodeObservation = NodeUp | NodeDown
 LeaseObservation = Leased | LeaseRefused
+VenvObservation = VenvProgress | VenvBuilt | VenvFailed
 AttemptObservation = (
     Staging | Prepared | PrepareFailed | NotBrought | Started | StopAccepted | Ended | Released | Absent
     | Collecting | Collected | CollectFailed | CollectUnanswered | LogComplete | OutputLost | OutputWaits | Unanswered
 )  # fmt: skip
-Observation = NodeObservation | LeaseObservation | AttemptObservation
+Observation = NodeObservation | LeaseObservation | VenvObservation | AttemptObservation
 """Everything that a backend may report."""
 
 Sink = Callable[[Observation], None]
@@ -364,7 +401,8 @@ class Backend(Protocol):
     Contract, held by ``tests/contract/test_backend.py``:
 
     1. Only ``deliver`` blocks. All observations, answers included, go to the backend's sink.
-    2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``. Every other command is answered by an observation of its
+    2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``, and every ``build_venv`` by ``VenvBuilt`` or
+       ``VenvFailed``, unless it is canceled. Every other command is answered by an observation of its
        attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the connection broke. All commands may be repeated: they
        then report the current state.
     3. A lease is all or nothing.
@@ -385,6 +423,14 @@ class Backend(Protocol):
 
     def lease(self, request: LeaseRequest) -> None:
         """Try to lease everything for a gang."""
+        ...
+
+    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
+        """Build the Python environment on the node of an attempt that has no lease yet. It holds no resources."""
+        ...
+
+    def cancel_venv(self, key: AttemptKey) -> None:
+        """Stop a ``build_venv`` that is no longer needed. There is no answer."""
         ...
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:

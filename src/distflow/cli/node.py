@@ -26,7 +26,7 @@ from distflow.client.nodes import (
     uninstall_nodes,
 )
 from distflow.client.workflows import workflow_ids
-from distflow.documents.quantities import duration, parse_duration
+from distflow.documents.quantities import bytes_text, count_text, duration, parse_duration
 from distflow.documents.text import plain
 from distflow.errors import DistflowError, InputError, NodeError, NodeUnreachable
 
@@ -91,7 +91,9 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
     if format_type is Format.JSON:
         rows = [
             {"node": one.node, "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,
-             "free_bytes": one.free_bytes, "error": one.error or None}
+             "free_bytes": one.free_bytes, "kept_venvs": one.kept_venvs,
+             "removed_venvs": [{"file": venv.file, "bytes": venv.size, "unused_s": venv.unused_s} for venv in one.venvs],
+             "error": one.error or None}
             for one in results
         ]  # fmt: skip
         print(json.dumps({"dry_run": dry_run, "nodes": rows}, indent=2))
@@ -101,6 +103,15 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
         for one in results
     ]
     print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")
+    verb = "would remove" if dry_run else "removed"
+    for one in results:
+        for venv in one.venvs:
+            what = f"the Python environment of {plain(venv.file)}" if venv.file else "an incomplete Python environment"
+            days = int(venv.unused_s // 86400)
+            unused = count_text(days, "day") if days else duration(venv.unused_s)
+            print(f"{one.node}: {verb} {what} ({bytes_text(venv.size)}, unused for {unused})")
+        if one.kept_venvs:
+            print(f"{one.node}: kept {count_text(one.kept_venvs, 'Python environment')}")
     if os.isatty(sys.stderr.fileno()) and dry_run:
         print("Dry run: nothing was removed.", file=sys.stderr)
 

@@ -11,7 +11,7 @@ import typer
 from distflow.errors import InputError
 from distflow.pools.model import NodeSettings, is_program
 
-__all__ = ["EnvOption", "PythonOption", "RanksOption", "SetupOption", "parse_node_settings"]
+__all__ = ["EnvOption", "PythonOption", "RanksOption", "SetupOption", "VenvOption", "parse_node_settings"]
 
 PythonOption = Annotated[
     str | None,
@@ -20,6 +20,12 @@ PythonOption = Annotated[
 SetupOption = Annotated[
     str | None,
     typer.Option("--setup", metavar="COMMANDS", help="Shell commands to run before each task, such as 'module load cuda'."),
+]
+VenvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--venv", metavar="FILE", help="A requirements file. Each node builds a Python environment with its packages once."
+    ),
 ]
 RanksOption = Annotated[
     int | None,
@@ -33,8 +39,13 @@ EnvOption = Annotated[
 ]
 
 
-def parse_node_settings(python: str | None, setup: str | None, env: Sequence[str] | None) -> NodeSettings:
-    """Return the settings that the options give. Raises ``InputError``."""
+def parse_node_settings(
+    python: str | None, setup: str | None, env: Sequence[str] | None, venv: str | None = None
+) -> NodeSettings:
+    """Return the settings that the options give.
+
+    Raises ``InputError``, and ``ProblemsFound`` for the requirements file ``venv``.
+    """
     if python is not None and not is_program(python):
         raise InputError(f"--python `{python}` is not a path or a name", hint="write `--python /opt/venv/bin/python`")
     variables: dict[str, str] = {}
@@ -44,4 +55,9 @@ def parse_node_settings(python: str | None, setup: str | None, env: Sequence[str
             hint = "a name has letters, digits and `_`, and does not begin with a digit"
             raise InputError(f"--env `{name}` is not of the form NAME=VALUE", hint=hint)
         variables[name] = value
-    return NodeSettings(python=python, setup=setup, environment=variables)
+    requirements = None
+    if venv is not None:
+        from distflow.documents.requirements_file import read_requirements
+
+        requirements = read_requirements(venv)
+    return NodeSettings(python=python, setup=setup, environment=variables, venv=requirements)

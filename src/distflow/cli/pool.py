@@ -11,7 +11,7 @@ import typer
 
 from distflow.cli.completion import complete_node, complete_pool
 from distflow.cli.context import open_client
-from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, command_app
 from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.render.tables import Paint, table
@@ -94,6 +94,7 @@ def check(
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
+    venv: VenvOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Check whether a gang can run on the nodes of a pool.
@@ -105,7 +106,7 @@ def check(
     from distflow.cli.render.nodes import check_json, check_text
     from distflow.cli.render.terminal import BottomLine
 
-    settings = parse_node_settings(python, setup, env)
+    settings = parse_node_settings(python, setup, env, venv)
     bottom = BottomLine(sys.stderr)
     with open_client() as client:
         try:

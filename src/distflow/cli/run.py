@@ -14,7 +14,7 @@ import typer
 
 from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
-from distflow.cli.node_options import EnvOption, PythonOption, RanksOption, SetupOption, parse_node_settings
+from distflow.cli.node_options import EnvOption, PythonOption, RanksOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.outputs import end_fetch, fetched_text
@@ -100,6 +100,7 @@ def run_command(
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
+    venv: VenvOption = None,
     set_env: SetEnvOption = None,
     name: Annotated[str | None, typer.Option("--name", help="The workflow's name. Default: the name of the script.")] = None,
     project: Annotated[
@@ -126,7 +127,7 @@ def run_command(
     script; any other command runs once on each node. Files that the command writes to outputs/, or to the directory in
     DISTFLOW_OUTPUT, are fetched at the end. The exit code is that of `submit --wait`.
     """
-    overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env)
+    overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env, venv)
     with open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         if not (dry_run or print_spec):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
+from distflow.documents.requirements import Requirements
 from distflow.documents.text import did_you_mean
 from distflow.errors import NotFound, RecordUnreadable
 from distflow.layout.placement import Demand
@@ -211,7 +212,9 @@ def check_pool(
     for node in nodes:
         if node not in known:
             raise NotFound(f"pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, known, what="nodes"))
-    return check_pool_nodes(pool, nodes or known, all_reduce=all_reduce, paths=paths, on_progress=on_progress)
+    return check_pool_nodes(
+        pool, nodes or known, all_reduce=all_reduce, paths=paths, venv=pool.given.venv or pool.venv, on_progress=on_progress
+    )
 
 
 def check_pool_nodes(
@@ -221,15 +224,19 @@ def check_pool_nodes(
     all_reduce: bool = False,
     paths: Sequence[str] = (),
     torch_nodes: Collection[str] = (),
+    venv: Requirements | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of these names, as ``check_pool`` does. ``torch_nodes`` are the nodes that cannot run without torch."""
+    """Measure the nodes of these names, as ``check_pool`` does. ``torch_nodes`` are the nodes that cannot run without torch.
+
+    ``venv`` are the packages of the tasks' Python environment.
+    """
     # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure
     from distflow.backends.machines.checks.network import verdict
 
     chosen = [node for node in pool.nodes if node.name in names]
-    checked = measure(pool, chosen, on_progress, with_all_reduce=all_reduce, paths=paths)
+    checked = measure(pool, chosen, on_progress, with_all_reduce=all_reduce, paths=paths, venv=venv)
     found = verdict(checked.nodes, checked.pairs, checked.all_reduce, torch_nodes=torch_nodes)
     return PoolCheck(pool=pool, checked=checked, verdict=found)
 

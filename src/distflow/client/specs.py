@@ -299,7 +299,7 @@ class PreviousWorkflow:
         Returns:
             The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
             configuration no longer has it. It gets the settings that the previous workflow was given, but other machines get
-            only the variables.
+            only the variables and the Python environment.
 
         Raises:
             NotFound: if the given pool does not exist.
@@ -309,7 +309,7 @@ class PreviousWorkflow:
             return configuration.pools.get(self.record.pool, self.pool).with_settings(self.pool.given)
         wanted = self.record.pool if self.record.pool in configuration.pools else None
         chosen = choose_pool(configuration, given=given, wanted=wanted, hosts=hosts)
-        return chosen.with_settings(NodeSettings(environment=self.pool.given.environment))
+        return chosen.with_settings(NodeSettings(environment=self.pool.given.environment, venv=self.pool.given.venv))
 
 
 def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWorkflow | None:

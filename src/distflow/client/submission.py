@@ -189,8 +189,9 @@ def plan_checked(
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])
     compiled = compile_plan(
-        checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets
-    )
+        checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets,
+        venv=pool.given.venv or checked.spec.venv or pool.venv,
+    )  # fmt: skip
     _check_drivers(compiled)
     placement, misfits = propose_placement(compiled, pool, checked.spec)
     if misfits:
@@ -219,7 +220,8 @@ def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None
     """Check the nodes of a planned workflow's placement as ``check_pool`` does, and whether they have torch for torchrun."""
     launches = [launch for group in planned.plan.groups for launch in group.launches]
     with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
-    return check_pool_nodes(planned.pool, set(planned.placement.values()), torch_nodes=with_torch, on_progress=on_progress)
+    names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
+    return check_pool_nodes(planned.pool, names, torch_nodes=with_torch, venv=venv, on_progress=on_progress)
 
 
 def submit(

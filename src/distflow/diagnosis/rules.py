@@ -271,8 +271,9 @@ RULES: tuple[Rule, ...] = (
         key="module-missing",
         shows="`ModuleNotFoundError`, `cannot open shared object file`",
         cause="a Python module or a library is missing",
-        remedy="Install it into the Python that the task runs on this node (`python` of the pool or node; `image` of the "
-        "task), or send it with `files`. `setup:` of the pool is the place for `module load` and conda.",
+        remedy="List it in the requirements file of `venv`, install it into the Python that the task runs on this node "
+        "(`python` of the pool or node; `image` of the task), or send it with `files`. `setup:` of the pool is the place for "
+        "`module load` and conda.",
         patterns=_any(_RAISED + r"ModuleNotFoundError: No module named '([^']+)'", r"(lib\S+): cannot open shared object file"),
         explain=explanations.missing,
     ),

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import PurePosixPath
 
 from distflow.plan.compatibility import distributed_files
-from distflow.plan.containers import container_of
+from distflow.plan.containers import container_of, venv_of
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
 from distflow.pools.model import Node
 from distflow.structs import replace
@@ -71,6 +71,7 @@ def bind_task(
         setup=node.setup,
         # The parent of a checkpoint's directory must exist, as on a machine where the task uses the path directly.
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
+        venv=venv_of(group, launch, node),
         container=container,
         mounts=() if container else tuple(fill(mount).partition(":")[0] for mount in launch.mounts),
         memory=launch.resource.memory if node.enforce_limits else None,

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import normpath
 
+from distflow.documents.requirements import Requirements
 from distflow.layout.checks.elastic import remaining_tasks
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
@@ -32,14 +33,17 @@ def compile_plan(
     bundles: Mapping[str, Bundle],
     secret_names: Sequence[str] = (),
     datasets: str = "",
+    venv: Requirements | None = None,
 ) -> Plan:
     """Return the plan of a spec.
 
     ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: each file of the spec, by its path on this
     machine. ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
+    ``venv`` are the packages of the tasks' Python environment.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
-    return Plan(name=spec.name, pool=pool, groups=tuple(_with_datasets(group, datasets) for group in groups))
+    groups = tuple(_with_venv(_with_datasets(group, datasets), venv) for group in groups)
+    return Plan(name=spec.name, pool=pool, groups=groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,12 @@ def _with_datasets(group: GroupPlan, url: str) -> GroupPlan:
         return tuple(replace(one, url=url) if one.dataset else one for one in found)
 
     return group.with_launches(lambda one: replace(one, url_inputs=filled(one.url_inputs), url_outputs=filled(one.url_outputs)))
+
+
+def _with_venv(group: GroupPlan, venv: Requirements | None) -> GroupPlan:
+    if venv is None:
+        return group
+    return replace(group, venv=venv, smaller=tuple(_with_venv(one, venv) for one in group.smaller))
 
 
 def _group(

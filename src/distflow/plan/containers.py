@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.documents.problems import Mark, Problem, Severity
-from distflow.plan.model import Container, Launch
+from distflow.plan.model import Container, GroupPlan, Launch
 from distflow.pools.model import Node
 from distflow.spec.files import Bundle
 from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 
-__all__ = ["container_notices", "container_of", "sharing_notices"]
+__all__ = ["container_notices", "container_of", "sharing_notices", "venv_of"]
 
 
 _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every container has these directories of the node
@@ -35,6 +35,13 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
         cpus=launch.resource.cpu if node.enforce_limits else None,
         memory=launch.resource.memory if node.enforce_limits else None,
     )
+
+
+def venv_of(group: GroupPlan, launch: Launch, node: Node) -> str | None:
+    """Return the digest of a task's Python environment on a node; ``None`` without one, and in a container."""
+    if group.venv is None or (launch.image is not None and node.container != "none"):
+        return None
+    return group.venv.digest(node.environment)
 
 
 def _has_own_tmp(runtime: str) -> bool:

@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distflow.documents.requirements import Requirements
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import Codes, ExitActions
 from distflow.plan.binding import Binding, TaskBinding
@@ -208,6 +209,8 @@ class GroupPlan:
     """Plans with fewer tasks, which it may run as if there is no room for all, the largest first."""
     smaller_after_s: float = 0.0
     """The seconds to wait for room for all tasks."""
+    venv: Requirements | None = None
+    """The packages of the Python environment of its tasks; ``None``: they use the Python of their nodes."""
 
     @property
     def lead(self) -> Launch:
@@ -312,8 +315,10 @@ class BoundLaunch:
     files: tuple[PlannedFile, ...] = ()
     brings: tuple[Bring, ...] = ()
     setup: str | None = None
+    venv: str | None = None
+    """The digest of the requirements of its Python environment (``Requirements.digest``)."""
     container: Container | None = None
-    """``None`` if it runs on the node's own Python."""
+    """``None`` if it runs on the node itself."""
     folders: tuple[str, ...] = ()
     """Directories in that of the attempt that are created before it starts."""
     mounts: tuple[str, ...] = ()

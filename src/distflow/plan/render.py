@@ -43,6 +43,7 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": plan.name,
         "pool": plan.pool,
+        "venv": _venv_json(plan),
         "groups": [
             {
                 "name": group.name,
@@ -62,6 +63,11 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _venv_json(plan: Plan) -> dict[str, Any] | None:
+    venv = next((group.venv for group in plan.groups), None)
+    return None if venv is None else {"file": venv.file, "lines": list(venv.lines), "constraints": list(venv.constraints)}
+
+
 def script(group: GroupPlan, launch: Launch) -> str:
     """Return a POSIX shell script that runs one task by hand, on its node, in a separate directory.
 
@@ -76,6 +82,10 @@ def script(group: GroupPlan, launch: Launch) -> str:
         "set -eu",
         'ATTEMPT_DIR=${ATTEMPT_DIR:-$(mktemp -d)}; mkdir -p "$ATTEMPT_DIR/work" "$ATTEMPT_DIR/output"',
     ]
+    if group.venv is not None:
+        lines.insert(
+            2, f"# distflow would first activate a Python environment with the packages of {shlex.quote(group.venv.file)}."
+        )
     lines += [f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(folder)}' for folder in launch.folders]
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
     for one in launch.inputs:
@@ -112,6 +122,8 @@ def _headline(group: GroupPlan) -> str:
     if group.world:
         port = group.world.port if group.world.port is not None else "a free port"
         words.append(f"one world of {group.world.world_size} ranks, master {group.master}, {port}")
+    if group.venv is not None:
+        words.append(f"Python environment of {group.venv.file}")
     if group.smaller:
         words.append(f"at least {len(group.smaller[-1].launches)} tasks after {group.smaller_after_s:g} s (elastic)")
     if group.upstream:

@@ -21,6 +21,7 @@ from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
 from distflow.documents.problems import ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
+from distflow.documents.requirements import Requirements
 from distflow.documents.schema import load_schema, schema_problems, schema_text
 from distflow.documents.source import read_text
 from distflow.documents.text import did_you_mean
@@ -59,9 +60,10 @@ _DURATIONS: Mapping[str, str] = MappingProxyType(
         "stop_grace": "stop_grace_s",
         "peer_failed_grace": "peer_failed_grace_s",
         "retention": "retention_s",
+        "venv_timeout": "venv_timeout_s",
     }
 )
-_NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "self_stop_after", "start_barrier")
+_NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "self_stop_after", "start_barrier", "venv_timeout")
 
 Found = TypeVar("Found")
 
@@ -239,8 +241,23 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
         ssh_config=_absolute((pool,), "ssh_config", pool.string("ssh_config")),
         max_log=pool.parsed("max_log", parse_log_bytes) or DEFAULT_MAX_LOG,
         given=NO_SETTINGS,
+        venv=_requirements(pool),
         **times,
     )
+
+
+def _requirements(pool: View) -> Requirements | None:
+    """Return the pool's requirements, and add their findings to those of the configuration."""
+    named = pool.string("venv")
+    if named is None:
+        return None
+    from distflow.documents.requirements_file import read_requirements  # noqa: PLC0415  few configurations need it
+
+    try:
+        return read_requirements(os.path.join(os.path.dirname(pool.mark.file), os.path.expanduser(named)), named)
+    except ProblemsFound as error:
+        pool.problems.extend(error.problems)
+        return None
 
 
 def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) -> tuple[Node, ...]:

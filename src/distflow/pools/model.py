@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from distflow.documents.requirements import Requirements
 from distflow.structs import replace
 
 __all__ = [
@@ -103,6 +104,8 @@ class NodeSettings:
     setup: str | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Variables for every task. They also override those of the spec."""
+    venv: Requirements | None = None
+    """The packages of a Python environment. They also replace those of the spec."""
 
 
 NO_SETTINGS = NodeSettings()
@@ -133,7 +136,11 @@ class Pool:
     max_log: int = DEFAULT_MAX_LOG
     """The maximum size of each attempt's log in bytes, half for the beginning and half for the end."""
     retention_s: float = 14 * 86400.0
-    """How long ``node clean`` keeps the files of ended workflows on the nodes."""
+    """How long ``node clean`` keeps the files of ended workflows on the nodes, and Python environments that no task uses."""
+    venv: Requirements | None = None
+    """The packages of a Python environment for tasks whose spec has no ``venv``."""
+    venv_timeout_s: float = 1800.0
+    """The maximum time to build that environment on a node."""
     given: NodeSettings = NO_SETTINGS
     """The settings that the command gave. The nodes have them, and a restart applies them to the pool as configured then."""
 
@@ -154,6 +161,7 @@ class Pool:
             python=given.python or self.given.python,
             setup=self.given.setup if given.setup is None else given.setup,
             environment=MappingProxyType({**self.given.environment, **given.environment}),
+            venv=given.venv or self.given.venv,
         )
         return replace(self, nodes=tuple(changed), given=joined)
 

@@ -19,8 +19,8 @@ Operation = Literal[
 """The field ``op`` of a request."""
 
 ErrorKind = Literal[
-    "bad_request", "busy", "conflict", "damaged", "image_pull", "internal", "no_container", "no_mount", "no_space", "not_found",
-    "not_prepared", "not_running", "permission", "port_taken", "timeout",
+    "bad_request", "busy", "conflict", "damaged", "image_pull", "internal", "no_container", "no_mount", "no_space", "no_venv",
+    "not_found", "not_prepared", "not_running", "permission", "port_taken", "timeout", "venv_failed",
 ]  # fmt: skip
 """The field ``kind`` of the error in a refusal."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from distflow.documents.document import Path, Text
 from distflow.documents.problems import Mark
+from distflow.documents.requirements import Requirements
 from distflow.lifecycle.exits import ExitActions
 
 __all__ = [
@@ -327,6 +328,8 @@ class WorkflowSpec:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     max_log: int | None = None
     """The maximum size of each attempt's log in bytes; ``None``: that of the pool."""
+    venv: Requirements | None = None
+    """The packages of the tasks' Python environment."""
     environment_names: tuple[str, ...] = ()
     """Names of the variables that ``--set-env`` sets for every task. Their values are secrets, which a spec never contains."""
     mark: Mark = Mark("")

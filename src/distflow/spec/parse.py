@@ -17,6 +17,7 @@ from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
+from distflow.documents.requirements import Requirements
 from distflow.documents.schema import load_schema, schema_problems
 from distflow.documents.schema import schema_text as _schema_text
 from distflow.documents.source import decode, read_text
@@ -120,6 +121,7 @@ def load_spec_text(
         groups=groups,
         resources=resources,
         max_log=top.parsed("max_log", parse_log_bytes),
+        venv=_parse_venv(top, base_dir),
         file=file,
         rendered=rendered.text,
         environment_names=tuple(dict.fromkeys(environment_names)),
@@ -129,6 +131,20 @@ def load_spec_text(
         problems += check(spec)
     raise_errors(in_document_order(problems))
     return spec, in_document_order(problems)
+
+
+def _parse_venv(top: View, base_dir: Path) -> Requirements | None:
+    """Return the requirements that the spec names, and add their findings to those of the spec."""
+    named = top.string("venv")
+    if named is None:
+        return None
+    from distflow.documents.requirements_file import read_requirements  # noqa: PLC0415  few specs need it
+
+    try:
+        return read_requirements(str(base_dir / os.path.expanduser(named)), named)
+    except ProblemsFound as error:
+        top.problems.extend(error.problems)
+        return None
 
 
 def _bad_variables(names: Sequence[str]) -> Iterator[Problem]:

@@ -47,6 +47,7 @@ __all__ = [
     "TaskReady",
     "TaskStarted",
     "TaskStatus",
+    "VenvReady",
     "WorkflowAdopted",
     "WorkflowRefused",
     "WorkflowStatus",
@@ -209,6 +210,19 @@ class LeaseGranted(_State):
     port: int | None = None
     left_out: tuple[str, ...] = ()
     """Tasks that this attempt runs without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VenvReady(_State):
+    """A node has built the Python environment of the group."""
+
+    code: ClassVar[str] = "venv_ready"
+    node: str
+    file: str
+    """The requirements file."""
+    tool: str
+    """``uv`` or ``pip``."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,8 +440,8 @@ class CheckpointWritten(_State):
 EventDetails = (
     Message | WorkflowSubmitted | WorkflowAdopted | CancelRequested | WorkflowStatus | WorkflowRefused
     | NodeUnreachable | NodeReachable
-    | GroupStatus | GroupWaiting | GroupCannotStart | GroupRescheduled | CheckpointsDiffer | LeaseGranted | HangSuspected
-    | HangOver
+    | GroupStatus | GroupWaiting | GroupCannotStart | GroupRescheduled | CheckpointsDiffer | VenvReady | LeaseGranted
+    | HangSuspected | HangOver
     | TaskStatus | TaskReady | TaskCannotStart | TaskStarted | LeaseLost | AttemptForgotten
     | OrphanStopping | OrphanGone | OrphanNotSeen
     | OutputCollected | OutputHeldBack | OutputLosing

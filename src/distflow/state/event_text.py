@@ -61,6 +61,9 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
         case of.GroupRescheduled():
             following = details.next or next_attempt_text(details.attempt, details.attempts, details.wait_s)
             return f"RESCHEDULED: {details.failed_task}: {details.message}; {following}"
+        case of.VenvReady():
+            how = f"{details.tool}, {seconds_text(details.seconds)}"
+            return f"{details.node} has built the Python environment of {details.file} ({how})"
         case of.LeaseGranted():
             return _lease(details)
         case of.HangSuspected():

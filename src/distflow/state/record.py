@@ -43,6 +43,7 @@ __all__ = [
     "TransferProgress",
     "TransferResult",
     "UnreachableNodes",
+    "VenvBuild",
     "WorkflowRecord",
     "fresh_tasks",
 ]
@@ -291,6 +292,14 @@ class Kept(Struct, frozen=True, kw_only=True):
     id: str
 
 
+class VenvBuild(Struct, frozen=True, kw_only=True):
+    """A Python environment that a group waits for."""
+
+    task: str
+    """A task that will probably run on the node."""
+    node: str
+
+
 class GroupRecord(Struct, frozen=True, kw_only=True):
     """One group of a workflow: the latest attempt of its tasks, and the earlier ones."""
 
@@ -335,6 +344,10 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     """What it last waited for in the queue."""
     unreachable: UnreachableNodes | None = None
     """The nodes without which it could not start when it last waited in the queue."""
+    venv_builds: tuple[VenvBuild, ...] = ()
+    """The nodes that are building its Python environment. It is not in the queue meanwhile."""
+    building_at: float | None = None
+    """When those builds began."""
     announced: tuple[str, ...] = ()
     """The reasons for waiting in the queue that events have reported."""
     announced_for: tuple[int, float | None] = (0, None)

@@ -30,10 +30,15 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
     Unanswered,
+    VenvBuilt,
+    VenvFailed,
+    VenvObservation,
+    VenvProgress,
 )
 from distflow.state.record import DataRef, TransferResult
 
 __all__ = [
+    "BuildVenv",
     "CollectOutput",
     "Command",
     "CommandId",
@@ -102,6 +107,11 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class BuildVenv(_AboutAttempt):
+    """Build the Python environment of a task on the node that it will probably get. The task has no lease yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare(_AboutAttempt):
     """Send a task's files and launch record to its node."""
 
@@ -157,7 +167,7 @@ class TransferData(_AboutAttempt):
         return CommandId.of(TransferData, self.key, self.data)
 
 
-Command = Lease | Prepare | Start | Stop | Release | CollectOutput | PackCheckpoint | TransferData
+Command = Lease | BuildVenv | Prepare | Start | Stop | Release | CollectOutput | PackCheckpoint | TransferData
 """Every command that a decision can contain."""
 
 
@@ -193,7 +203,9 @@ def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
     return tuple(CommandId.of(kind, key) for kind in (Prepare, Start, Stop, Release))
 
 
-def answered(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> tuple[CommandId, ...]:
+def answered(
+    seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
+) -> tuple[CommandId, ...]:
     """Return the commands that this observation answers.
 
     A report of an attempt's status answers all commands of the attempt, except those that collect or transfer data.
@@ -202,13 +214,15 @@ def answered(seen: LeaseObservation | AttemptObservation | TransferMoved | Trans
         case Leased() | LeaseRefused():
             gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")
             return (CommandId.of(Lease, gang),)
+        case VenvBuilt() | VenvFailed():
+            return (CommandId.of(BuildVenv, seen.key),)
         case TransferEnded():
             return (CommandId.of(TransferData, seen.key, seen.data),)
         case Collected() | CollectFailed() | CollectUnanswered():
             if seen.checkpoint is None:
                 return (CommandId.of(CollectOutput, seen.key),)
             return (CommandId.of(PackCheckpoint, seen.key, seen.checkpoint.number),)
-        case LogComplete() | OutputLost() | OutputWaits() | Staging() | Collecting() | TransferMoved():
+        case LogComplete() | OutputLost() | OutputWaits() | Staging() | Collecting() | TransferMoved() | VenvProgress():
             return ()
         case (
             Prepared() | PrepareFailed() | NotBrought() | Started() | StopAccepted() | Ended() | Released() | Absent()

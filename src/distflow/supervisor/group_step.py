@@ -34,9 +34,20 @@ from distflow.state.event_text import event_text, next_attempt_text
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, OrphanState, TaskRecord, WorkflowRecord, fresh_tasks
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S, checkpoint_differences, due_checkpoints
-from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
+from distflow.supervisor.commands import (
+    BuildVenv,
+    CollectOutput,
+    Command,
+    CommandId,
+    Lease,
+    PackCheckpoint,
+    Prepare,
+    Release,
+    Start,
+    Stop,
+)
 from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks
-from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted
+from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted, without_build
 from distflow.supervisor.snapshot import Decision, NodeView, Snapshot, Workflow, attempt_key
 from distflow.supervisor.transfers import GroupTransfers, PendingOutputs, inherited_results, input_transfers, pending_outputs
 
@@ -93,6 +104,7 @@ class GroupStep:
         message = _canceled(request)
         if self.group.state in (State.WAITING, State.SCHEDULING):
             if not self._is_leasing:
+                self.group = replace(self.group, venv_builds=())
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
@@ -122,6 +134,9 @@ class GroupStep:
     # SCHEDULING: until `scheduling` has leased nodes.
 
     def _scheduling(self) -> None:
+        if self.group.venv_builds:
+            self._build_venvs()
+            return
         limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
         if limit is None or since is None:
             return
@@ -133,6 +148,17 @@ class GroupStep:
             self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
         else:
             self.decision.wake(since + limit)
+
+    def _build_venvs(self) -> None:
+        """Build the Python environment on the nodes that the group tried to lease. It holds nothing meanwhile."""
+        for build in self.group.venv_builds:
+            key = attempt_key(self.record, self.group, replace(self.group.task(build.task), node=build.node))
+            view = self.snapshot.nodes.get((self.record.pool_key, build.node))
+            if key is not None and view is not None and view.up:
+                self._add_commands([BuildVenv(self.record.pool_key, key)])
+            else:
+                # The next lease may find another node.
+                self.group = without_build(self.group, build.node, self.now)
 
     # INITIALIZING: prepare everywhere, then start everywhere.
 

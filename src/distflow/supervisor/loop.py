@@ -27,6 +27,7 @@ from distflow.backends.base import (
     PrepareFailed,
     Sink,
     Unanswered,
+    VenvObservation,
 )
 from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -43,6 +44,7 @@ from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import add_checkpoints, apply_transfer, checkpoint_path, transfer_of
 from distflow.supervisor.commands import (
+    BuildVenv,
     CollectOutput,
     Command,
     CommandId,
@@ -219,7 +221,7 @@ class Supervisor:
 
     def _apply(
         self,
-        seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded,
+        seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
         changed: dict[str, WorkflowRecord],
         events: list[Event],
     ) -> None:
@@ -349,10 +351,13 @@ class Supervisor:
         return decision.wake_at
 
     def _cancel_unneeded_transfers(self) -> None:
-        """Cancel the transfers of groups that have ended or have another attempt."""
+        """Cancel the transfers and builds of groups that have ended or have another attempt."""
         for identity, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
                 self._transfers.cancel(command)
+                del self.in_flight[identity]
+            elif isinstance(command, BuildVenv) and not _waits_for(self._workflows[command.key.workflow].record, command):
+                self._backends[command.pool].cancel_venv(command.key)
                 del self.in_flight[identity]
 
     def decide(self) -> Decision:
@@ -391,6 +396,10 @@ class Supervisor:
         match command:
             case Lease():
                 backend.lease(command.request)
+            case BuildVenv():
+                venv = workflow.plan.group(command.key.group).venv
+                if venv is not None:
+                    backend.build_venv(command.key, venv)
             case Prepare():
                 self._prepare(backend, command)
             case Start():
@@ -449,6 +458,11 @@ class Supervisor:
 
 def _brings_archives(command: Command) -> bool:
     return isinstance(command, CollectOutput | PackCheckpoint | TransferData)
+
+
+def _waits_for(record: WorkflowRecord, command: BuildVenv) -> bool:
+    group = record.group(command.key.group)
+    return group.attempt == command.key.attempt and any(one.node == command.key.node for one in group.venv_builds)
 
 
 def _is_over(record: WorkflowRecord) -> bool:

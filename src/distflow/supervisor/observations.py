@@ -33,7 +33,12 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
     Unanswered,
+    VenvBuilt,
+    VenvFailed,
+    VenvObservation,
+    VenvProgress,
 )
+from distflow.documents.quantities import seconds_text
 from distflow.documents.text import few
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
@@ -57,6 +62,7 @@ from distflow.state.event_details import (
     TaskReady,
     TaskStarted,
     TaskStatus,
+    VenvReady,
 )
 from distflow.state.event_text import event_text
 from distflow.state.record import (
@@ -70,6 +76,7 @@ from distflow.state.record import (
     TaskRecord,
     TransferProgress,
     UnreachableNodes,
+    VenvBuild,
     WorkflowRecord,
 )
 from distflow.structs import replace
@@ -89,6 +96,7 @@ __all__ = [
     "node_details",
     "stop_unstarted",
     "update_node_view",
+    "without_build",
 ]
 
 
@@ -103,7 +111,7 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 
 
 def apply_observation(
-    record: WorkflowRecord, plan: Plan, seen: LeaseObservation | AttemptObservation
+    record: WorkflowRecord, plan: Plan, seen: LeaseObservation | VenvObservation | AttemptObservation
 ) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that report it."""
     if isinstance(seen, Leased | LeaseRefused):
@@ -115,9 +123,11 @@ def apply_observation(
             nodes = {task: where.node for task, where in seen.binding.tasks.items()}
             granted = LeaseGranted(nodes=nodes, port=seen.binding.port, left_out=leased.left_out)
             return record.with_group(leased), [_event(record, seen.at, granted, group.name)]
-        return _refused(record, group, seen)
+        return _refused(record, plan, group, seen)
     key = seen.key
     group = record.group(key.group)
+    if isinstance(seen, VenvProgress | VenvBuilt | VenvFailed):
+        return _apply_venv(record, plan, group, seen)
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
@@ -220,12 +230,17 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
     )  # fmt: skip
 
 
-def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
+def _refused(record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
+    if seen.without_venv:
+        builds = {node: VenvBuild(task=task, node=node) for task, node in seen.without_venv.items()}
+        group = replace(group, venv_builds=tuple(builds.values()), building_at=seen.at, waits_for="", unreachable=None)
     known = {one.node: one for one in group.refusals}
     for node, words in seen.nodes.items():
         times = known[node].times if node in known else 0
         until = seen.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
         known[node] = Refusal(node=node, message=words, until=until, times=times + 1)
+    if seen.without_venv:
+        return _with_message(record, replace(group, refusals=tuple(known.values())), _building_text(plan, group), seen.at)
     message = few([one.message for one in known.values()], "; ")  # each node's last refusal
     if seen.is_final:
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
@@ -233,6 +248,52 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
         return record.with_group(failed), [event]
     waiting, details = announce_wait(replace(group, refusals=tuple(known.values())), message)
     return record.with_group(waiting), [_event(record, seen.at, details, group.name)] if details is not None else []
+
+
+def _building_text(plan: Plan, group: GroupRecord) -> str:
+    venv, nodes = plan.group(group.name).venv, few([one.node for one in group.venv_builds])
+    return f"building the Python environment{f' of {venv.file}' if venv else ''} on {nodes}"
+
+
+def _with_message(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[Event]]:
+    after = record.with_group(replace(group, message=message))
+    return after, [_event(record, at, GroupWaiting(message=message), group.name)]
+
+
+def _apply_venv(
+    record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: VenvProgress | VenvBuilt | VenvFailed
+) -> tuple[WorkflowRecord, list[Event]]:
+    node = seen.key.node
+    if group.state is not State.SCHEDULING or group.attempt != seen.key.attempt:
+        return record, []
+    if all(one.node != node for one in group.venv_builds):
+        return record, []
+    if isinstance(seen, VenvProgress):
+        where = f": {node}" if len(group.venv_builds) > 1 else ""
+        message = f"{_building_text(plan, group)}{where}: {seen.message} ({seconds_text(round(seen.seconds))})"
+        return record.with_group(replace(group, message=message)), []
+    if isinstance(seen, VenvFailed) and seen.is_final:
+        failed = end_unstarted(replace(group, venv_builds=()), State.FAILED, Reason.START_ERROR, seen.message, seen.at)
+        return record.with_group(failed), [_event(record, seen.at, GroupCannotStart(message=seen.message), group.name)]
+    after = without_build(group, node, seen.at)
+    if isinstance(seen, VenvFailed):
+        return record.with_group(after), []
+    if not seen.tool:
+        # It was there, perhaps because another workflow built it. If its node still refuses, do not ask it all the time.
+        return record.with_group(replace(after, not_before=seen.at + LEASE_BACKOFF_S[0])), []
+    venv = plan.group(group.name).venv
+    ready = VenvReady(node=node, file=venv.file if venv else "", tool=seen.tool, seconds=seen.seconds)
+    return record.with_group(after), [_event(record, seen.at, ready, group.name)]
+
+
+def without_build(group: GroupRecord, node: str, at: float) -> GroupRecord:
+    """Return a group that no longer waits for the Python environment of a node. After the last one it is in the queue again."""
+    builds = tuple(one for one in group.venv_builds if one.node != node)
+    if builds:
+        return replace(group, venv_builds=builds)
+    # The time of the builds does not count as waiting for nodes.
+    spent_s = max(0.0, at - (group.building_at or at))
+    return replace(group, venv_builds=(), building_at=None, scheduling_at=(group.scheduling_at or at) + spent_s)
 
 
 def announce_wait(

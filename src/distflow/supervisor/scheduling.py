@@ -17,6 +17,7 @@ from distflow.documents.text import few
 from distflow.layout.placement import Demand, Free, Placement, Unplaced, place_near
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
+from distflow.plan.containers import venv_of
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, UnreachableNodes, WorkflowRecord
@@ -201,7 +202,17 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         port=port,
         start_timeout_s=pool.start_barrier_s + _LEASE_OUTLIVES_S,
         workflow_id=record.id,
+        venvs=_venvs(plan, nodes, pool),
     )
+
+
+def _venvs(plan: GroupPlan, nodes: Mapping[str, str], pool: Pool) -> Mapping[str, str]:
+    """Return the digest of the Python environment of each task that has one."""
+    if plan.venv is None:
+        return {}
+    by_name = {node.name: node for node in pool.nodes}
+    found = {launch.task: venv_of(plan, launch, by_name[nodes[launch.task]]) for launch in plan.launches}
+    return {task: digest for task, digest in found.items() if digest is not None}
 
 
 def _wait_message(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
@@ -226,7 +237,7 @@ def pool_usage(workflow: Workflow) -> PoolUsage:
     waits = workflow.record.cancel is None
     return PoolUsage(
         workflow=workflow,
-        waiting=tuple(group for group in groups if waits and group.state is State.SCHEDULING),
+        waiting=tuple(group for group in groups if waits and group.state is State.SCHEDULING and not group.venv_builds),
         holds=tuple(
             hold
             for group in groups

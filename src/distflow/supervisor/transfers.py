@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought
+from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought, VenvObservation
 from distflow.documents.quantities import seconds_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State, listed
@@ -430,7 +430,9 @@ def archives(record: WorkflowRecord) -> frozenset[str]:
     return frozenset(saved | inputs | checkpoints)
 
 
-def arrived_archives(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> frozenset[str]:
+def arrived_archives(
+    seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
+) -> frozenset[str]:
     """Return the archive (SHA-256) whose arrival an observation reports; empty for any other observation."""
     outcome = seen.outcome if isinstance(seen, TransferEnded) else seen if isinstance(seen, Collected) else None
     return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()

@@ -35,7 +35,10 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
     Unanswered,
+    VenvBuilt,
+    VenvFailed,
 )
+from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
@@ -91,6 +94,14 @@ class FakeBackend:
         self.leases_expire = False
         """Whether leases of attempts that do not start in time expire."""
 
+        self.venvs: dict[str, bool | str] = {}
+        """Per node: whether it has every Python environment, or why it cannot build one. Other nodes build them at once."""
+        self.builds: list[AttemptKey] = []
+        """The requested builds of Python environments."""
+        self.canceled_builds: list[AttemptKey] = []
+        self.holds_builds = False
+        """Whether builds do not end."""
+
     # The protocol.
 
     def connect(self, nodes: Sequence[Node]) -> None:
@@ -108,8 +119,38 @@ class FakeBackend:
             if self._up.get(key.node):
                 self._report(key)
 
+    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:  # noqa: ARG002  the protocol
+        """Build the Python environment at once, unless a test holds builds back."""
+        self.builds.append(key)
+        if not self.holds_builds:
+            self.end_build(key)
+
+    def end_build(self, key: AttemptKey) -> None:
+        """Answer a build."""
+        why = self.venvs.get(key.node)
+        if isinstance(why, str):
+            self._sink(VenvFailed(at=self._now(), key=key, message=why, is_final=True))
+            return
+        self.venvs[key.node] = True
+        self._sink(VenvBuilt(at=self._now(), key=key, tool="pip", seconds=3.0))
+
+    def cancel_venv(self, key: AttemptKey) -> None:
+        """Note a canceled build."""
+        self.canceled_builds.append(key)
+
     def lease(self, request: LeaseRequest) -> None:
         """Grant the lease if every node is reachable and has the GPUs."""
+        lacking = {
+            task: name for task, name in request.nodes.items() if task in request.venvs and self.venvs.get(name) is not True
+        }
+        if lacking:
+            self._sink(
+                LeaseRefused(
+                    at=self._now(), workflow=request.workflow, group=request.group, attempt=request.attempt, nodes={},
+                    without_venv=lacking,
+                )
+            )  # fmt: skip
+            return
         chosen: dict[str, tuple[int, ...]] = {}
         for task, name in request.nodes.items():
             key = request.key(task)

@@ -28,6 +28,9 @@ from distflow.backends.base import (
     Staging,
     StopAccepted,
     Unanswered,
+    VenvBuilt,
+    VenvFailed,
+    VenvProgress,
 )
 from distflow.backends.machines.checks.torch_search import TORCH_PROBE, why_no_torch
 from distflow.backends.machines.connection.bootstrap import connect
@@ -37,6 +40,8 @@ from distflow.backends.machines.connection.node_connection import Connection, no
 from distflow.backends.machines.connection.transfers import Blob, Pace
 from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.outputs import Collector, Deliverer
+from distflow.documents.requirements import Requirements
+from distflow.documents.text import plain, plain_lines
 from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import ATTEMPT_DIR, BoundLaunch, Container, PlannedFile, runs_torchrun
@@ -54,6 +59,7 @@ __all__ = ["MachinesBackend", "link_to", "open_backend", "transport_of"]
 
 _PREPARE_THREADS = 32
 _COLLECT_THREADS = 32
+_BUILD_THREADS = 64
 _INLINE = 64 << 10
 """Largest file that is sent within the launch, in bytes. Larger ones are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
@@ -61,6 +67,7 @@ _PLACING_S = 3600.0
 _REPORT_INTERVAL_S = 5.0
 _PAUSE_S = 1.0
 _TORCH_S = 30.0
+_LONGEST_ERROR = 4000
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> MachinesBackend:
@@ -85,6 +92,9 @@ class MachinesBackend:
         """The Pythons of nodes that have torch."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
+        self._builds: dict[AttemptKey, threading.Event] = {}
+        """Events of Python environments that are being built. An event is set to cancel the build."""
+        self._building = ThreadPoolExecutor(max_workers=_BUILD_THREADS, thread_name_prefix="venv")
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
         # Separate threads: the outputs of a slow node may wait for hours, and the start of a gang must not.
         self._collecting = ThreadPoolExecutor(max_workers=_COLLECT_THREADS, thread_name_prefix="collect")
@@ -106,6 +116,20 @@ class MachinesBackend:
     def lease(self, request: LeaseRequest) -> None:
         """Request a lease from every node. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
+
+    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
+        """Build the Python environment in a thread, because that may take minutes."""
+        halt = threading.Event()
+        with self._lock:
+            self._builds[key] = halt
+        self._building.submit(self._build_venv, key, venv, halt)
+
+    def cancel_venv(self, key: AttemptKey) -> None:
+        """Stop a build at the next sign of progress, which its node sends every two seconds."""
+        with self._lock:
+            halt = self._builds.pop(key, None)
+        if halt is not None:
+            halt.set()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage large files, then write the launch record, in a thread, because that may take minutes.
@@ -175,7 +199,7 @@ class MachinesBackend:
         self._collector.close()
         for connection in self._connections.values():
             connection.close()
-        for workers in (self._workers, self._collecting):
+        for workers in (self._workers, self._collecting, self._building):
             workers.shutdown(wait=False, cancel_futures=True)
 
     def _halt(self, key: AttemptKey) -> None:
@@ -223,6 +247,7 @@ class MachinesBackend:
                 "cwd": "work",
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
+                "venv": launch.venv,
                 "folders": list(launch.folders),
                 "output_link": launch.output_link,
                 "mounts": list(launch.mounts),
@@ -248,6 +273,41 @@ class MachinesBackend:
             with self._lock:
                 if self._halts.get(key) is halt:
                     del self._halts[key]
+
+    def _build_venv(self, key: AttemptKey, venv: Requirements, halt: threading.Event) -> None:
+        reported_at = 0.0
+
+        def progress(message: str, seconds: float) -> None:
+            nonlocal reported_at
+            if halt.is_set():
+                raise _Unwanted
+            if seconds - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = seconds
+                self._sink(VenvProgress(at=now(), key=key, message=plain(message), seconds=seconds))
+
+        try:
+            tool, seconds = self._connections[key.node].build_venv(venv, progress)
+        except _Unwanted:
+            return
+        except NodeUnreachable as error:
+            halt.wait(_PAUSE_S)  # a restarting sshd refuses connections without delay
+            seen: VenvFailed | VenvBuilt = VenvFailed(at=now(), key=key, message=error.message, is_final=False)
+        except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
+            if isinstance(error, AgentError):
+                message = f"{key.node}: {plain_lines(error.detail[:_LONGEST_ERROR])}"
+            elif isinstance(error, DistflowError):
+                message = str(error)
+            else:
+                message = f"{key.node}: unexpected error: {error!r}"
+                sys.excepthook(type(error), error, error.__traceback__)  # the traceback goes to the supervisor's log
+            seen = VenvFailed(at=now(), key=key, message=message, is_final=True)
+        else:
+            seen = VenvBuilt(at=now(), key=key, tool=plain(tool), seconds=seconds)
+        with self._lock:
+            if self._builds.get(key) is halt:
+                del self._builds[key]
+        if not halt.is_set():
+            self._sink(seen)
 
     def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
@@ -333,17 +393,24 @@ class MachinesBackend:
     def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
         """Raise ``InputError`` if the node's Python surely has no torch. A successful check is not repeated."""
         environment = dict(launch.environment)
-        checked = (launch.node, launch.argv[0], launch.setup, environment.get("PATH"), environment.get("PYTHONPATH"))
+        checked = (
+            launch.node,
+            launch.argv[0],
+            launch.setup,
+            launch.venv,
+            environment.get("PATH"),
+            environment.get("PYTHONPATH"),
+        )
         if checked in self._torch_checked or ATTEMPT_DIR in environment.get("PYTHONPATH", ""):
             return
         try:
             said = connection.request(
                 "run", argv=[launch.argv[0], "-c", TORCH_PROBE], env=environment, path_prepend=connection.path_prepend(),
-                shell_prelude=launch.setup, limit_s=_TORCH_S, timeout_s=_TORCH_S + 10.0,
+                shell_prelude=launch.setup, venv=launch.venv, limit_s=_TORCH_S, timeout_s=_TORCH_S + 10.0,
             )  # fmt: skip
         except AgentError:
             return  # the start itself will show what is wrong
-        why = why_no_torch(said)
+        why = why_no_torch(said, in_venv=launch.venv is not None)
         if why:
             raise InputError(f"`launcher: torchrun` cannot start: {why}")
         self._torch_checked.add(checked)

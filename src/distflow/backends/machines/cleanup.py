@@ -18,6 +18,7 @@ from distflow.pools.model import Node, Pool
 
 __all__ = [
     "Cleaned",
+    "CleanedVenv",
     "FoundAttempt",
     "FoundWorkflow",
     "Leftover",
@@ -36,6 +37,18 @@ _PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CleanedVenv:
+    """A removed Python environment."""
+
+    file: str
+    """Its requirements file; empty if it was not complete."""
+    size: int
+    """Bytes."""
+    unused_s: float
+    """Seconds since its last use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaned:
     """The removed workflows of one node, or why none was removed."""
 
@@ -44,6 +57,10 @@ class Cleaned:
     """uuids of workflows."""
     kept: int = 0
     """Number of workflows that are too young or still running."""
+    venvs: tuple[CleanedVenv, ...] = ()
+    """The removed Python environments."""
+    kept_venvs: int = 0
+    """Number of Python environments that are in use or were used recently."""
     freed_bytes: int = 0
     free_bytes: int | None = None
     """Free bytes on the node's disk."""
@@ -77,25 +94,39 @@ def clean_node(
                 uuid = item["uuid"]
                 progress(f"{node.name}: {uuid}")
                 try:
-                    freed += item["bytes"] if is_dry_run else _clean(link, uuid)
+                    freed += item["bytes"] if is_dry_run else _clean(link, workflow=uuid)
                 except AgentError as error:
                     refused.append(f"{uuid}: {error.detail}")
                 else:
                     removed.append(uuid)
+            venvs: list[CleanedVenv] = []
+            for item in survey.get("venvs", ()):
+                unused_s = max(0.0, survey["now"] - item["used_at"])
+                if item["in_use"] or unused_s < older_than_s:
+                    continue
+                progress(f"{node.name}: the Python environment of {item['file']}")
+                try:
+                    freed += item["bytes"] if is_dry_run else _clean(link, venv=item["key"])
+                except AgentError as error:
+                    refused.append(f"the Python environment of {item['file']}: {error.detail}")
+                else:
+                    venvs.append(CleanedVenv(file=item["file"], size=item["bytes"], unused_s=unused_s))
     except DistflowError as error:
         return Cleaned(node=node.name, error=error.message)
     return Cleaned(
         node=node.name,
         removed=tuple(removed),
         kept=len(survey["workflows"]) - len(removed),
+        venvs=tuple(venvs),
+        kept_venvs=len(survey.get("venvs", ())) - len(venvs),
         freed_bytes=freed,
         free_bytes=survey.get("free_bytes"),
         error="; ".join(refused),
     )
 
 
-def _clean(link: AgentLink, uuid: str) -> int:
-    return int(link.request("clean", timeout_s=_PATIENCE_S, workflow=uuid)["freed_bytes"])
+def _clean(link: AgentLink, *, workflow: str = "", venv: str = "") -> int:
+    return int(link.request("clean", timeout_s=_PATIENCE_S, workflow=workflow, venv=venv)["freed_bytes"])
 
 
 _REAP_S = 180.0

@@ -14,7 +14,8 @@ from distflow.plan.model import Binding, TaskBinding
 
 __all__ = ["GangLease"]
 
-_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
+_NO_VENV = "no_venv"
+_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable", _NO_VENV})
 """Kinds of temporary refusals."""
 
 
@@ -45,6 +46,7 @@ class GangLease:
                 link=self._connections[node].address()[0] if task == request.master and len(request.nodes) > 1 else None,
                 start_timeout_s=request.start_timeout_s,
                 label=f"{request.workflow_id}/{task}",
+                venv=request.venvs.get(task),
             )
 
     def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:
@@ -63,20 +65,29 @@ class GangLease:
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
         kinds = {answer.kind if isinstance(answer, AgentError) else "unreachable" for answer in refusals.values()}
         is_worth_it = bool(kinds & _WORTH_ANOTHER_TRY)
+        without_venv = {
+            task: self._request.nodes[task]
+            for task, answer in refusals.items()
+            if isinstance(answer, AgentError) and answer.kind == _NO_VENV
+        }
+        keeps_place = is_worth_it and not without_venv  # other gangs may use the node while the environment is built
         for task in self._request.nodes:
             refusal = refusals.get(task)
             if not isinstance(refusal, AgentError) or refusal.kind == "internal":
                 # A node that did not answer may have leased anyway.
                 key = self._request.key(task)
-                self._connections[key.node].give_back(key, waits=self._waits(task) if is_worth_it else None)
+                self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_place else None)
         self._sink(
             LeaseRefused(
                 at=now(),
                 workflow=self._request.workflow,
                 group=self._request.group,
                 attempt=self._request.attempt,
-                nodes={self._request.nodes[task]: answer.message for task, answer in refusals.items()},
+                nodes={
+                    self._request.nodes[task]: answer.message for task, answer in refusals.items() if task not in without_venv
+                },
                 is_final=not is_worth_it,
+                without_venv=without_venv,
             )
         )
 

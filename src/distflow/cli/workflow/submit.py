@@ -16,7 +16,7 @@ import typer
 
 from distflow.cli.completion import complete_pool, complete_priority
 from distflow.cli.context import WorkflowArgument, open_client
-from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import CheckFormat, CheckFormatOption, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import BottomLine, ProgressLine
@@ -113,6 +113,7 @@ def submit_workflow(
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
+    venv: VenvOption = None,
     priority: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +159,7 @@ def submit_workflow(
     urgency = priorities([priority])[0] if priority is not None else None
     labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
-    settings = parse_node_settings(python, setup, env)
+    settings = parse_node_settings(python, setup, env, venv)
     copied = _rsync_paths(rsync) if rsync is not None else None
     with report.errors(), _open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)

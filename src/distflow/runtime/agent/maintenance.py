@@ -53,6 +53,9 @@ class Maintenance:
         self._loop.job(lambda: cleaning.survey(self._root), done)
 
     def _clean(self, request: Json, done: _Done) -> None:
+        if request.get("venv"):
+            self._loop.job(lambda: cleaning.remove_venv(self._root, str(request["venv"])), done)
+            return
         workflow, keep_output = str(request["workflow"]), bool(request.get("keep_output"))
 
         def cleaned(result: Union[Json, OpError]) -> None:

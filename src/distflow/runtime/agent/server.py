@@ -228,6 +228,10 @@ class _Agent:
             state = records.read_state(directory) or {}
             answer(_lease_of(state))
             return
+        if request.get("venv"):
+            from distflow.runtime.files import venvs
+
+            venvs.require(self._root, request["venv"])
 
         def on_up() -> None:
             state = records.read_state(directory)
@@ -254,6 +258,7 @@ class _Agent:
                 raise OpError("conflict", "this attempt has ended")
             answer({"prepared": True})
             return
+        launch = _activated(self._root, launch)
         lock = attempts.lock_files(watch.directory)
         waiting = self._preparing[watch.attempt] = [answer]
 
@@ -412,6 +417,15 @@ class _Agent:
 
 def _unknown(watch: Watch) -> OpError:
     return OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
+
+
+def _activated(root: str, launch: Json) -> Json:
+    """Return the launch with its Python environment, if it has one. Raises ``no_venv``."""
+    if not launch.get("venv"):
+        return launch
+    from distflow.runtime.files import venvs
+
+    return venvs.activated(root, launch)
 
 
 def _lease_of(state: Json) -> Json:

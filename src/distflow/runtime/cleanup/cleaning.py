@@ -9,18 +9,20 @@ import contextlib
 import os
 import re
 import shutil
-from typing import Callable, List, Tuple
+from typing import Callable, List, Optional, Set, Tuple
 
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import file_system_now
-from distflow.runtime.files import attempt_files, attempts, log_files, root_directory
+from distflow.runtime.files import attempt_files, attempts, log_files, root_directory, venvs
 from distflow.runtime.files.attempt_files import MEMO
 from distflow.runtime.files.blobs import BLOBS, earlier_blobs
+from distflow.runtime.files.safe_files import open_locked
 from distflow.runtime.leases import lease_files
 from distflow.runtime.probes.facts import free_bytes
-from distflow.runtime.wire import Json, OpError
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
 
-__all__ = ["clean", "recall", "survey", "uninstall"]
+__all__ = ["clean", "recall", "remove_venv", "survey", "uninstall"]
 
 
 _KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
@@ -41,7 +43,72 @@ def survey(root: str) -> Json:
             size, modified = sum(one[0] for one in measured), max(one[1] for one in measured)
             workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
     blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
-    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root), "now": at}
+    return {
+        "workflows": workflows,
+        "venvs": _survey_venvs(root),
+        "blob_bytes": blob_bytes,
+        "free_bytes": free_bytes(root),
+        "now": at,
+    }
+
+
+def _survey_venvs(root: str) -> List[Json]:
+    """Return every Python environment with its size, its last use, and whether a task or a builder uses it."""
+    found: List[Json] = []
+    present = list(venvs.list_venvs(root))
+    used = _used_venvs(root) if present else None
+    for key, directory in present:
+        record = venvs.read_record(directory)
+        try:
+            about = os.stat(directory if record is None else os.path.join(directory, venvs.COMPLETE))
+            size = _measure(directory)[0]
+        except FileNotFoundError:
+            continue
+        lock = open_locked(venvs.lock_of(directory))
+        if lock is not None:
+            os.close(lock)
+        found.append({
+            "key": key, "file": str((record or {}).get("file", "")), "bytes": size, "used_at": about.st_mtime,
+            "in_use": lock is None or used is None or directory in used,
+        })  # fmt: skip
+    return found
+
+
+def _used_venvs(root: str) -> Optional[Set[str]]:
+    """Return the environments of living attempts; None if any may be needed, because an attempt is about to start."""
+    used = set()
+    for workflow in attempts.workflows(root):
+        for _, directory in attempts.list_attempts(root, workflow):
+            if not orphans.may_live(directory):
+                continue
+            try:
+                with open(os.path.join(directory, attempt_files.LAUNCH), "rb") as file:
+                    digest = decode_object(file.read(), max_bytes=MAX_LINE).get("venv")
+            except (OSError, ValueError):
+                return None
+            if digest:
+                used.add(venvs.directory_of(root, digest))
+    return used
+
+
+def remove_venv(root: str, key: str) -> Json:
+    """Remove a Python environment. Refused while a task uses it, and while it is built."""
+    directory = dict(venvs.list_venvs(root)).get(key)
+    if directory is None:
+        return {"freed_bytes": 0}
+    lock = open_locked(venvs.lock_of(directory))
+    used = _used_venvs(root)
+    try:
+        if lock is None or used is None or directory in used:
+            raise OpError("conflict", "the Python environment is in use")
+        size = _measure(directory)[0]
+        _remove_tree(os.path.join(directory, venvs.COMPLETE))  # first, so that a partly removed one does not look complete
+        _remove_tree(directory)
+        _remove_tree(venvs.lock_of(directory))
+        return {"freed_bytes": size}
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
@@ -119,7 +186,7 @@ def _measure(top: str) -> Tuple[int, float]:
 
 _BLOB_NAME = re.compile(r"\.unmarked|(pack-)?[0-9a-f]{16,64}(\.part|\.new|\.[0-9]+-[0-9]+\.part)?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_DIRECTORIES = ("images", _TRASH, "runtime")
+_DIRECTORIES = ("images", _TRASH, "runtime", venvs.VENVS)
 _EARLIER = {
     BLOBS: _BLOB_NAME,
     "images": re.compile(r"[0-9a-f]{32}\.sif"),

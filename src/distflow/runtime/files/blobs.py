@@ -11,7 +11,6 @@ blob counts as missing. Where a file system does not keep such fractions, nothin
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -19,7 +18,7 @@ from typing import List, Optional
 
 from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory
-from distflow.runtime.files.safe_files import has_name
+from distflow.runtime.files.safe_files import open_locked
 from distflow.runtime.guard.process_tree import size_text
 from distflow.runtime.probes.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
@@ -136,12 +135,12 @@ class Part:
         self._final = path
         self.path = path + _PART
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fd, number = _open_locked(self.path), 0
+        fd, number = open_locked(self.path), 0
         while fd is None:
             # Another connection, possibly a broken one, is receiving this blob. Receive a second copy; the first complete one
             # is used.
             self.path = "{}.{}-{}{}".format(path, os.getpid(), number, _PART)
-            fd, number = _open_locked(self.path), number + 1
+            fd, number = open_locked(self.path), number + 1
         self.fd = fd
         self.size = os.fstat(fd).st_size
 
@@ -159,20 +158,6 @@ class Part:
         """Remove a damaged part."""
         os.unlink(self.path)
         os.close(self.fd)
-
-
-def _open_locked(path: str) -> Optional[int]:
-    """Open and lock a part. Returns None if another process has locked it."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        if has_name(fd, path):
-            return fd
-        os.close(fd)  # it was finished or removed while we opened it
 
 
 def _note_unmarked(directory: str) -> None:
@@ -196,7 +181,7 @@ def _sweep(directory: str) -> None:
         path = os.path.join(directory, entry)
         if not entry.endswith(_PART) or _age(path) < _STALE_S:
             continue
-        fd = _open_locked(path)
+        fd = open_locked(path)
         if fd is not None:
             os.unlink(path)
             os.close(fd)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from typing import IO, Any, Iterable, Optional, Set, Tuple
 
 from distflow.runtime.wire import OpError
 
-__all__ = ["check_mounts", "has_name", "path_inside", "publish", "reserve_bytes"]
+__all__ = ["check_mounts", "has_name", "open_locked", "path_inside", "publish", "reserve_bytes"]
 
 
 _RESERVE = 512 << 20
@@ -46,6 +47,20 @@ def has_name(fd: int, name: str, directory: Optional[int] = None) -> bool:
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
         return False
+
+
+def open_locked(path: str) -> Optional[int]:
+    """Open a file of this user for reading and writing, and lock it. Returns None if another process has locked it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if has_name(fd, path):
+            return fd
+        os.close(fd)  # it was renamed or removed meanwhile
 
 
 def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:

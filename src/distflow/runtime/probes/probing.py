@@ -18,6 +18,7 @@ import time
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from distflow.runtime import processes
+from distflow.runtime.files import venvs
 from distflow.runtime.guard import command, kernel_log
 from distflow.runtime.leases import node_leases
 from distflow.runtime.leases.lease_files import foreign_owner
@@ -49,6 +50,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
             "gpu_apps": apps,
             "gpu_owners": _owners((apps or {}).get("stdout", "")),
             "logind": _logind(),
+            "venv_tools": venvs.tools(os.environ.get("PATH", "")) if request.get("venv_tools") else None,
             "paths": _checksums(paths),
             **_conditions(),
         }
@@ -59,7 +61,8 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
 def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
     """Return a job that runs a command to its end in the environment of tasks."""
     argv = [str(word) for word in request["argv"]]
-    launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
+    launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or [], "venv": request.get("venv")}
+    launch = venvs.activated(root, launch)
     prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
 
     def work() -> Json:

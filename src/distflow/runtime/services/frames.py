@@ -230,9 +230,12 @@ class Peer:
         """Write one message as a line."""
         self.write(encode(message))
 
-    def check(self) -> None:
-        """Raise ``Gone`` if the submitter is gone. For work that does not read or write for long."""
-        self._receive()
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise ``Gone`` if the submitter is gone. For work that does not read or write for long.
+
+        ``wait_s``: wait so long for the end of the connection or a sign of the submitter.
+        """
+        self._receive(wait_s)
         if time.monotonic() - self._received_at > SILENCE_S:
             raise Gone
 
@@ -258,11 +261,11 @@ class Peer:
                 return
             self._receive()
 
-    def _receive(self) -> None:
-        """Read available data, without waiting."""
+    def _receive(self, wait_s: float = 0.0) -> None:
+        """Read available data; wait for it at most ``wait_s``."""
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
-        if not poll.poll(0):
+        if not poll.poll(wait_s * 1000):
             return
         try:
             data = os.read(self._in, _PEER_READ)

@@ -23,10 +23,11 @@ from distflow.backends.machines.checks.measured import (
     parse_python,
     python_trouble,
 )
-from distflow.backends.machines.checks.network import AllReduce, all_reduce
+from distflow.backends.machines.checks.network import AllReduce, all_reduce, run_python
 from distflow.backends.machines.connection.bootstrap import connect, python_argv
 from distflow.backends.machines.connection.link import AgentLink, ClockWatch
-from distflow.backends.machines.connection.training_address import interpreter, path_prepend, training_address
+from distflow.backends.machines.connection.training_address import training_address
+from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
 from distflow.structs import replace
@@ -85,15 +86,17 @@ def check_pool(
     *,
     with_all_reduce: bool = False,
     paths: Sequence[str] = (),
+    venv: Requirements | None = None,
 ) -> Checked:
     """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths`` are compared on all nodes: data that must be the same everywhere.
+    ``paths`` are compared on all nodes: data that must be the same everywhere. With ``venv``, torch is looked for in that
+    Python environment if the node has it already.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
     try:
-        _each(list(sessions.values()), lambda one: _ask(pool, one, paths), lambda one: waiting.done(one.node.name))
+        _each(list(sessions.values()), lambda one: _ask(pool, one, paths, venv), lambda one: waiting.done(one.node.name))
         asked = [session for session in sessions.values() if session.link is not None]
         pairs: list[Pair] = []
         found: AllReduce | None = None
@@ -161,7 +164,7 @@ def _each(
     fan_out([session.transport for session in sessions], act, limit=_AT_ONCE)
 
 
-def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
+def _ask(pool: Pool, session: _Session, paths: Sequence[str], venv: Requirements | None) -> None:
     node, transport = session.node, session.transport
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
@@ -175,13 +178,22 @@ def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
         answered(link.request("ping"))
     address, interface = training_address(node, transport, facts)
     session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=watch.clock)
-    session.measured = replace(session.measured, **_probed(link, node, paths))
-    session.measured = replace(session.measured, torch=parse_python(_python_of(link, node, facts)))
+    session.measured = replace(session.measured, venv=venv, **_probed(link, node, paths, needs_venv=venv is not None))
+    try:
+        said = run_python(session.measured, link, [PYTHON_PROBE], {}, limit_s=_PYTHON_S)
+    except AgentError as error:
+        if error.kind != "no_venv":
+            raise
+        # The first workflow builds it. What the node's own Python has does not matter.
+        session.measured = replace(session.measured, lacks_venv=True)
+    else:
+        session.measured = replace(session.measured, torch=parse_python(said))
 
 
-def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, Any]:
+def _probed(link: AgentLink, node: Node, paths: Sequence[str], *, needs_venv: bool) -> Mapping[str, Any]:
     """Return the agent's measurements, as fields of ``Measured``."""
-    probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), timeout_s=_PROBE_S + _PATH_S * len(paths))
+    limit_s = _PROBE_S + _PATH_S * len(paths)
+    probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), venv_tools=needs_venv, timeout_s=limit_s)
     gpus, apps = probe.get("gpus"), probe.get("gpu_apps")
     if gpus is None:
         return {"probe": probe}
@@ -190,19 +202,6 @@ def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, A
         late = "it does not answer" if gpus["exit_code"] is None else f"exit code {gpus['exit_code']}"
         return {"probe": probe, "gpu_error": words[-1] if words else late}
     return {"probe": probe, "gpus": parse_gpus(gpus["stdout"]), "apps": parse_apps((apps or {}).get("stdout", ""))}
-
-
-def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the node's python in the environment of tasks: with its setup, its variables and its PATH."""
-    return link.request(
-        "run",
-        argv=[interpreter(node, facts), "-c", PYTHON_PROBE],
-        env=dict(node.environment),
-        path_prepend=path_prepend(node, facts),
-        shell_prelude=node.setup,
-        limit_s=_PYTHON_S,
-        timeout_s=_PYTHON_S + 10.0,
-    )
 
 
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:

@@ -13,6 +13,7 @@ from enum import Enum
 from distflow.backends.machines.checks.measured import Measured
 from distflow.backends.machines.checks.torch_search import torch_remedy
 from distflow.errors import BootstrapFailed, NodeError
+from distflow.runtime.files.venvs import REMEDY
 from distflow.structs import replace
 
 __all__ = [
@@ -57,7 +58,7 @@ class Finding:
     grade: Grade
     about: str
     """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
-    ``clock``, ``gpus``, ``torch``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
+    ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
     nodes: tuple[str, ...]
     message: str
     hint: str = ""
@@ -282,6 +283,18 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         yield warning("torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?")
 
 
+def _venv(measured: Measured) -> Iterator[Finding]:
+    tools, names = measured.probe.get("venv_tools"), [measured.node.name]
+    if measured.venv is None or not measured.lacks_venv or tools is None:
+        return
+    if not tools["uv"] and not tools["pip"]:
+        message = "it cannot build a Python environment: it has no uv, and its Python has no `ensurepip`"
+        yield error("venv", names, message, f"{REMEDY}, or remove `venv`")
+        return
+    message = f"the Python environment of {measured.venv.file} is not built yet"
+    yield note("venv", names, message, f"the first workflow builds it with {'uv' if tools['uv'] else 'pip'}")
+
+
 def _address(measured: Measured) -> Iterator[Finding]:
     names = [measured.node.name]
     if measured.listen_error:
@@ -373,7 +386,7 @@ def _gpu_health(measured: Measured) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
-    _root, _leases, _paths, _memory, _shm, _limits, _gpu_health, _capacity, _gpus, _torch, _address, _name, _login,
+    _root, _leases, _paths, _memory, _shm, _limits, _gpu_health, _capacity, _gpus, _torch, _venv, _address, _name, _login,
 )  # fmt: skip
 
 
@@ -434,7 +447,8 @@ def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iter
             continue
         message = f"torch is not installed for {one.torch.executable}" + (f", and is on {few(having)}" if having else "")
         grade = Grade.ERROR if one.node.name in needed else Grade.WARNING if having else Grade.NOTE
-        yield Finding(grade=grade, about="torch", nodes=(one.node.name,), message=message, hint=torch_remedy(one.torch.others))
+        hint = f"add `torch` to {one.venv.file}" if one.venv else torch_remedy(one.torch.others)
+        yield Finding(grade=grade, about="torch", nodes=(one.node.name,), message=message, hint=hint)
 
 
 def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distflow.backends.machines.checks.torch_search import FIND_OTHERS, other_pythons
+from distflow.documents.requirements import Requirements
 from distflow.errors import DistflowError
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
@@ -95,6 +96,11 @@ class Measured:
     """Error message of ``nvidia-smi``."""
     apps: tuple[GpuApp, ...] = ()
     torch: Torch | None = None
+    """``None`` if its Python was not asked."""
+    venv: Requirements | None = None
+    """The packages of the Python environment of its tasks."""
+    lacks_venv: bool = False
+    """Whether that environment is not built yet."""
     clock: Clock | None = None
     listen_error: str = ""
     is_address_own: bool = True

@@ -29,7 +29,7 @@ from distflow.backends.machines.connection.training_address import interpreter, 
 from distflow.errors import NodeError
 from distflow.runtime.untrusted import decode_json
 
-__all__ = ["AllReduce", "Verdict", "all_reduce", "judge_all_reduce", "judge_pairs", "verdict"]
+__all__ = ["AllReduce", "Verdict", "all_reduce", "judge_all_reduce", "judge_pairs", "run_python", "verdict"]
 
 
 _WORDS: Mapping[str, str] = MappingProxyType(
@@ -211,6 +211,8 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     names = tuple(measured.node.name for measured, _ in nodes)
     if len(nodes) < 2:
         return AllReduce(nodes=names, skipped="at least two nodes must answer")
+    if any(measured.lacks_venv for measured, _ in nodes):
+        return AllReduce(nodes=names, skipped="the Python environment is not built yet")
     without = [measured.node.name for measured, _ in nodes if measured.torch is None or not measured.torch.version]
     if without:
         return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no torch")
@@ -259,10 +261,21 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
 
 
 def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapping[str, str]) -> Mapping[str, Any]:
+    return run_python(measured, link, script, world, limit_s=_LIMIT_S)
+
+
+def run_python(
+    measured: Measured, link: AgentLink, script: Sequence[str], variables: Mapping[str, str], *, limit_s: float
+) -> Mapping[str, Any]:
+    """Run a script with the Python of tasks: with its setup, its variables, its PATH and its packages.
+
+    Raises ``AgentError`` (``no_venv``) if its environment is not built yet.
+    """
+    node, facts, venv = measured.node, measured.facts, measured.venv
     return link.request(
-        "run", argv=[interpreter(measured.node, measured.facts), "-c", *script], env={**measured.node.environment, **world},
-        path_prepend=path_prepend(measured.node, measured.facts), shell_prelude=measured.node.setup, limit_s=_LIMIT_S,
-        timeout_s=_LIMIT_S + 10.0,
+        "run", argv=["python" if venv is not None else interpreter(node, facts), "-c", *script],
+        env={**node.environment, **variables}, path_prepend=path_prepend(node, facts), shell_prelude=node.setup,
+        venv=venv.digest(node.environment) if venv is not None else None, limit_s=limit_s, timeout_s=limit_s + 10.0,
     )  # fmt: skip
 
 

@@ -39,8 +39,11 @@ print("\\n{_MARK}" + json.dumps(said))
 """Script for the Python of a task. ``why_no_torch`` reads its output."""
 
 
-def why_no_torch(said: Mapping[str, Any]) -> str:
-    """Return why torchrun cannot run, from the answer to ``TORCH_PROBE``; empty if it can, or if that is not known."""
+def why_no_torch(said: Mapping[str, Any], *, in_venv: bool = False) -> str:
+    """Return why torchrun cannot run, from the answer to ``TORCH_PROBE``; empty if it can, or if that is not known.
+
+    ``in_venv``: the Python is that of an environment that distflow built.
+    """
     line = next((one for one in reversed(str(said.get("stdout")).splitlines()) if one.startswith(_MARK)), None)
     try:
         found = decode_object(line.removeprefix(_MARK)) if line else {}
@@ -50,7 +53,8 @@ def why_no_torch(said: Mapping[str, Any]) -> str:
     if lacks not in ("none", "old"):
         return ""
     what = "is not installed" if lacks == "none" else "has no torchrun (it is older than 1.9, or another package)"
-    return f"torch {what} for {python}; {torch_remedy(other_pythons(found.get('others')))}"
+    remedy = "add `torch` to the requirements file of `venv`" if in_venv else torch_remedy(other_pythons(found.get("others")))
+    return f"torch {what} for {python}; {remedy}"
 
 
 def other_pythons(said: Any) -> tuple[str, ...]:

@@ -34,7 +34,16 @@ from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, now
 from distflow.backends.machines.connection.reconnecting import Reconnecting, heartbeat_s
 from distflow.backends.machines.connection.training_address import path_prepend, training_address
-from distflow.backends.machines.connection.transfers import Blob, Fetched, bring_there, deliver_there, fetch_output, send_blobs
+from distflow.backends.machines.connection.transfers import (
+    Blob,
+    Fetched,
+    bring_there,
+    build_venv_there,
+    deliver_there,
+    fetch_output,
+    send_blobs,
+)
+from distflow.documents.requirements import Requirements
 from distflow.errors import (
     AuthenticationRefused,
     BootstrapFailed,
@@ -229,6 +238,22 @@ class Connection:
             self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
+
+    def build_venv(self, venv: Requirements, progress: Callable[[str, float], None]) -> tuple[str, float]:
+        """Build a Python environment on the node, unless it is there. Returns and raises as ``build_venv_there``."""
+        request = {
+            "venv": venv.digest(self.node.environment), "file": venv.file, "lines": venv.lines, "constraints": venv.constraints,
+            "env": dict(self.node.environment), "path_prepend": self.path_prepend(), "shell_prelude": self.node.setup,
+            "limit_s": self._pool.venv_timeout_s,
+        }  # fmt: skip
+        return build_venv_there(
+            self._transport,
+            self.node.root,
+            self.node.python,
+            request,
+            timeout_s=self._pool.connect_timeout_s,
+            progress=progress,
+        )
 
     @property
     def is_up(self) -> bool:

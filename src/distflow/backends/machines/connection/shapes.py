@@ -108,9 +108,18 @@ class _Surveyed(_Form):
     alive: list[str]
 
 
+class _SurveyedVenv(_Form):
+    key: str
+    file: str
+    bytes: _Count
+    used_at: _Time
+    in_use: bool
+
+
 class _Survey(_Form):
     workflows: list[_Surveyed]
     now: _Time
+    venvs: list[_SurveyedVenv] = []
     blob_bytes: _Count = 0
     free_bytes: _Count | None = None
 
@@ -198,7 +207,13 @@ class _Run(_Form):
     seconds: _Seconds = 0.0
 
 
+class _VenvTools(_Form):
+    uv: str | None
+    pip: bool
+
+
 class _Probe(_Form):
+    venv_tools: _VenvTools | None = None
     gpus: _Run | None = None
     gpu_apps: _Run | None = None
 

@@ -42,6 +42,9 @@ class _Line(msgspec.Struct, kw_only=True):
     entries: list[tuple[str, _Count, int, bool, str]] = []
     others: _Count = 0
     modified_ns: int = 0
+    building: str = ""
+    built: str = ""
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class ServiceStream:

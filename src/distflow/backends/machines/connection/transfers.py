@@ -29,7 +29,7 @@ from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayR
 from distflow.structs import replace
 from distflow.transports.base import Transport
 
-__all__ = ["Blob", "Fetched", "Pace", "bring_there", "deliver_there", "fetch_output", "send_blobs"]
+__all__ = ["Blob", "Fetched", "Pace", "bring_there", "build_venv_there", "deliver_there", "fetch_output", "send_blobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +229,32 @@ def _ask(
         stream.close()
 
 
+def build_venv_there(
+    transport: Transport, root: str, python: str, request: Mapping[str, Any], *, timeout_s: float,
+    progress: Callable[[str, float], None],
+) -> tuple[str, float]:  # fmt: skip
+    """Build a Python environment on a node, unless it is there. Return the tool (empty if it was there) and the seconds.
+
+    ``request`` is that of ``runtime.services.venv_builder``. ``progress`` gets the last line of the tool and the seconds every
+    two seconds, and may cancel the build by raising. Raises ``AgentError`` with the tool's last lines if it fails, and
+    ``NodeUnreachable`` and ``BootstrapFailed`` for connections.
+    """
+    opened = open_service(transport, root, python, "services.venv_builder", timeout_s=timeout_s)
+    stream = ServiceStream(transport.name, opened, "the connection over which a Python environment is built ended")
+    try:
+        stream.write(encode(dict(request)))
+        while "building" in (reply := stream.line()):
+            progress(str(reply["building"])[:_LONGEST_PROGRESS], float(reply["seconds"]))
+        return str(reply["built"])[:_LONGEST_PROGRESS], float(reply["seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise AgentError(
+            transport.name, "malformed", f"its answer about the Python environment is malformed: {error}"
+        ) from None
+    finally:
+        stream.close()
+
+
+_LONGEST_PROGRESS = 120
 _REPORT_INTERVAL_S = 1.0
 
 

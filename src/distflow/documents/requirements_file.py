@@ -1,0 +1,124 @@
+"""Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
+
+Nodes get the lines, not the files: everything that a line names must exist on the node or on a package index. Lines that name
+files of this machine are therefore refused, and so are URLs with passwords, because plans show all lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from distflow.documents.problems import Mark, Problem, ProblemsFound, raise_errors
+from distflow.documents.requirements import Requirements
+from distflow.documents.source import read_text
+
+__all__ = ["read_requirements"]
+
+_LIMIT = 1 << 20
+"""The maximum size of each file, and of all lines together, in bytes."""
+_MOST_FILES = 50
+_KIND = "requirements file"
+
+_INCLUDE = re.compile(r"(?:-r|--requirement|-c|--constraint)(?:\s*=\s*|\s+|(?<=-[rc]))(?P<file>.+)")
+_PLACE = re.compile(r"(?:-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[ef]))(?P<place>.+)")
+_NAMED = re.compile(r"[A-Za-z0-9][\w.-]*\s*(?:\[[^\]]*\]\s*)?(?:@\s*(?P<url>\S.*)|[<>=!~;(].*|\s--\w.*)?")
+_ARCHIVE = re.compile(r".*\.(?:whl|zip|tar|tgz|tar\.\w+)", re.IGNORECASE)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_WEB_LOGIN = re.compile(r"https?://(?P<login>[^/\s@]+)@", re.IGNORECASE)
+_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
+
+
+def read_requirements(path: str, shown: str | None = None) -> Requirements:
+    """Return the requirements in the file at ``path``. ``shown`` is its name in messages.
+
+    Raises ``ProblemsFound`` with all findings.
+    """
+    found = _Reader()
+    found.read(path, path if shown is None else shown, is_constraint=False, above=())
+    if not found.problems and sum(len(line) for line in (*found.lines, *found.constraints)) > _LIMIT:
+        found.problems.append(Problem(where=Mark(shown or path), message="the requirements are larger than 1 MiB"))
+    raise_errors(found.problems)
+    if not found.lines:
+        hint = "write one requirement in each line, such as `torch==2.4.0`"
+        raise ProblemsFound([Problem(where=Mark(shown or path), message="the file names no packages", hint=hint)])
+    return Requirements(file=shown or path, lines=tuple(found.lines), constraints=tuple(found.constraints))
+
+
+class _Reader:
+    """Collects the lines of a file and of those that it includes."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constraints: list[str] = []
+        self.problems: list[Problem] = []
+        self._files = 0
+
+    def read(self, path: str, shown: str, *, is_constraint: bool, above: tuple[str, ...]) -> None:
+        """Add the lines of one file. ``above`` are the files that include it."""
+        self._files += 1
+        try:
+            text = read_text(path, shown=shown, limit=_LIMIT, kind=_KIND)
+        except ProblemsFound as error:
+            self.problems += error.problems
+            return
+        for number, line in _logical_lines(text):
+            where = Mark(shown, number)
+            include = _INCLUDE.fullmatch(line)
+            if include is not None:
+                named = include["file"].strip()
+                is_below = is_constraint or line.startswith(("-c", "--c"))
+                self._include(named, path, shown, where, is_constraint=is_below, above=(*above, os.path.realpath(path)))
+            elif (problem := _problem_of(line, where)) is not None:
+                self.problems.append(problem)
+            else:
+                (self.constraints if is_constraint else self.lines).append(line)
+
+    def _include(self, named: str, path: str, shown: str, where: Mark, *, is_constraint: bool, above: tuple[str, ...]) -> None:
+        inner = os.path.join(os.path.dirname(path), named)
+        if _URL.match(named):
+            hint = "download the file, and include the copy"
+            self.problems.append(Problem(where=where, message="a URL cannot be included: its content may change", hint=hint))
+        elif os.path.realpath(inner) in above:
+            self.problems.append(Problem(where=where, message=f"`{named}` includes itself", hint="remove this line"))
+        elif self._files >= _MOST_FILES:
+            self.problems.append(Problem(where=where, message=f"more than {_MOST_FILES} files are included"))
+        else:
+            self.read(inner, os.path.join(os.path.dirname(shown), named), is_constraint=is_constraint, above=above)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each requirement with its line number: lines that end with a backslash are joined, and comments are removed."""
+    joined, began = "", 0
+    for number, line in enumerate([*text.split("\n"), ""], start=1):
+        began = began or number
+        # A comment ends a requirement, even after a backslash in earlier lines, as in pip.
+        content = re.sub(r"(^|\s)#.*$", "", line)
+        if content.endswith("\\") and content == line:
+            joined += content[:-1]
+            continue
+        joined = " ".join((joined + content).split())
+        if joined:
+            yield began, joined
+        joined, began = "", 0
+
+
+def _problem_of(line: str, where: Mark) -> Problem | None:
+    """Return why a line cannot be used on another machine; ``None`` if it can."""
+    for login in _WEB_LOGIN.finditer(line):
+        _, colon, password = login["login"].partition(":")
+        if _VARIABLE.sub("", password if colon else login["login"]):
+            hint = "put it into ~/.netrc on the nodes, or write `${NAME}` for one of their variables"
+            return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)
+    option = _PLACE.fullmatch(line)
+    if option is None and line.startswith("-"):
+        return None
+    place, named = (option["place"], None) if option is not None else (line, _NAMED.fullmatch(line))
+    if named is not None and not _ARCHIVE.fullmatch(line.split(" ", maxsplit=1)[0]):
+        place = (named["url"] or "/").strip()
+    is_on_node = place.startswith("/") or (_URL.match(place) and not re.match(r"file:(?!/)", place, re.IGNORECASE))
+    if is_on_node:
+        return None
+    hint = "send your own code with `files` and install only its requirements, or name a path that all nodes have"
+    return Problem(where=where, message=f"`{place}` is a file of this machine, which nodes cannot install", hint=hint)

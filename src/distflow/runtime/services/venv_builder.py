@@ -1,0 +1,226 @@
+"""The builder of Python environments (``files.venvs``). It runs on its own connection, and stops when the connection ends.
+
+Standard input: a line ``{"venv", "file", "lines", "constraints", "env", "path_prepend", "shell_prelude", "limit_s"}``, where
+``venv`` is the digest of the requirements. Standard output: lines ``{"building": text, "seconds": n}`` every two seconds, then
+``{"built": tool, "seconds": n}``, where ``tool`` is empty if the environment was there already, or ``{"error": {"kind",
+"message"}}``. See docs/agent-protocol.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import List, Tuple
+
+from distflow.runtime import processes
+from distflow.runtime.clock import now
+from distflow.runtime.files import root_directory, venvs
+from distflow.runtime.files.safe_files import open_locked, publish
+from distflow.runtime.guard import command
+from distflow.runtime.services.frames import Gone, Peer
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
+
+__all__ = ["serve"]
+
+_REPORT_S = 2.0
+_POLL_S = 0.2
+_LOG = "build.log"
+_SHOWN_LINES = 12
+_SHOWN_BYTES = 8192
+_LOGIN = re.compile(r"(://)[^/\s@]+@")
+
+
+def serve(root: str, umask: int) -> None:
+    """Build one environment, unless it is there already."""
+    processes.rename_self("df-venv")
+    peer = Peer()
+    try:
+        peer.send(_serve(root, peer, umask))
+    except Gone:
+        sys.exit(1)
+
+
+def _serve(root: str, peer: Peer, umask: int) -> Json:
+    try:
+        request = decode_object(peer.line(MAX_LINE), max_bytes=MAX_LINE)
+        return _Build(root, peer, umask, request).run()
+    except OpError as error:
+        return {"error": error.as_json()}
+    except OSError as error:
+        return {"error": OpError.from_os(error, "cannot build the Python environment").as_json()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return {"error": OpError("bad_request", "the request is malformed: {!r}".format(error)).as_json()}
+
+
+class _Build:
+    def __init__(self, root: str, peer: Peer, umask: int, request: Json) -> None:
+        self._peer = peer
+        self._umask = umask
+        self._began_at = time.monotonic()
+        self._reported_at = 0.0
+        self._limit_s = float(request["limit_s"])
+        self._directory = venvs.directory_of(root, request["venv"])
+        self._env_directory = os.path.join(self._directory, venvs.ENV)
+        self._file = str(request["file"])
+        self._texts = {
+            name + ".txt": "".join(str(line) + "\n" for line in request[key] or [])
+            for name, key in (("requirements", "lines"), ("constraints", "constraints"))
+        }
+        self._prelude = request.get("shell_prelude")
+        variables = dict(request.get("env") or {})
+        # uv does not know the settings of pip, such as an index.
+        self._wants_pip = any(name.startswith("PIP_") for name in variables)
+        launch = {"env": variables, "path_prepend": request.get("path_prepend") or []}
+        self._environment = command.environment(launch, "", root)
+        for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"):
+            self._environment.pop(name, None)
+
+    def run(self) -> Json:
+        """Return the answer."""
+        top = os.path.dirname(self._directory)
+        os.makedirs(top, mode=0o700, exist_ok=True)
+        if not root_directory.is_own_directory(top):
+            raise OpError("permission", "`{}` is not a directory of this user".format(top))
+        lock = self._lock()
+        try:
+            if venvs.is_complete(self._directory):
+                venvs.touch(self._directory)
+                return {"built": "", "seconds": self._seconds}
+            self._remove()
+            try:
+                return {"built": self._build(), "seconds": self._seconds}
+            except BaseException:
+                with contextlib.suppress(OSError, OpError):
+                    self._remove()  # it may be large, and nothing of it can be used
+                raise
+        finally:
+            os.close(lock)
+
+    @property
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began_at, 1)
+
+    def _report(self, text: str) -> None:
+        """Report the progress, not too often. Raises ``Gone``, and ``timeout`` after the time limit."""
+        self._peer.check()
+        if self._seconds > self._limit_s:
+            message = "the Python environment was not ready after {:.0f} s (`venv_timeout`); its last output: {}"
+            raise OpError("timeout", message.format(self._limit_s, text))
+        if time.monotonic() - self._reported_at >= _REPORT_S:
+            self._reported_at = time.monotonic()
+            self._peer.send({"building": text, "seconds": self._seconds})
+
+    def _lock(self) -> int:
+        """Wait until no other process builds this environment."""
+        while True:
+            lock = open_locked(venvs.lock_of(self._directory))
+            if lock is not None:
+                return lock
+            self._report("waiting for another workflow that builds it")
+            self._peer.check(_POLL_S)
+
+    def _remove(self) -> None:
+        """Remove a half-built environment."""
+        if not os.path.lexists(self._directory):
+            return
+        if not root_directory.is_own_directory(self._directory) or not (
+            root_directory.is_marked(self._directory) or not os.listdir(self._directory)
+        ):
+            raise OpError("permission", "`{}` does not belong to distflow; remove it".format(self._directory))
+        shutil.rmtree(self._directory)
+
+    def _build(self) -> str:
+        """Build the environment, and return the name of the tool that was used."""
+        os.mkdir(self._directory, 0o700)
+        root_directory.mark(self._directory)
+        for name, text in self._texts.items():
+            with open(os.path.join(self._directory, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        tool, commands = self._commands()
+        for argv in commands:
+            self._execute(tool, argv)
+        record = {
+            "file": self._file,
+            "python": sys.version.split()[0],
+            "tool": tool,
+            "seconds": self._seconds,
+            "built_at": now(),
+        }
+        with open(os.path.join(self._directory, venvs.COMPLETE + ".new"), "w", encoding="utf-8") as file:
+            json.dump(record, file)
+            publish(file, os.path.join(self._directory, venvs.COMPLETE))
+        return tool
+
+    def _commands(self) -> Tuple[str, List[List[str]]]:
+        found = venvs.tools(self._environment["PATH"])
+        env = self._env_directory
+        python = os.path.join(env, "bin", "python")
+        names = ["-r", "requirements.txt"] + (["-c", "constraints.txt"] if self._texts["constraints.txt"] else [])
+        if found["uv"] and not (self._wants_pip and found["pip"]):
+            uv = found["uv"]
+            return "uv", [
+                [uv, "venv", "--no-project", "--python", sys.executable, env],
+                [uv, "pip", "install", "--python", python, *names],
+            ]
+        if not found["pip"]:
+            message = "{} cannot make a Python environment: it has no `ensurepip`, and there is no uv; {}"
+            raise OpError("venv_failed", message.format(sys.executable, venvs.REMEDY))
+        install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+        return "pip", [[sys.executable, "-m", "venv", env], [*install, *names]]
+
+    def _execute(self, tool: str, argv: List[str]) -> None:
+        """Run a command to its end. Its output goes to the log in the environment's directory."""
+        parent = os.getpid()
+
+        def prepare() -> None:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            processes.reset_limits()
+            os.umask(self._umask)
+
+        path = os.path.join(self._directory, _LOG)
+        with open(path, "ab") as log:
+            process = subprocess.Popen(
+                command.with_prelude(argv, self._prelude, self._environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                cwd=self._directory,
+                start_new_session=True,
+                preexec_fn=prepare,  # noqa: PLW1509  this process has one thread
+            )
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    self._report((_last_lines(path) or ["creating it"])[-1])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code != 0:
+            lines = _last_lines(path) or ["it printed nothing"]
+            message = "{} failed with exit code {}:\n{}"
+            raise OpError("venv_failed", message.format(tool, code if code >= 0 else 128 - code, "\n".join(lines)))
+
+
+def _last_lines(path: str) -> List[str]:
+    """Return the last lines of a log that are not empty, without passwords in URLs."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
+            text = file.read(_SHOWN_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = [line.rstrip()[-500:] for line in text.replace("\r", "\n").split("\n") if line.strip()]
+    return [_LOGIN.sub(r"\1****@", line) for line in lines[-_SHOWN_LINES:]]

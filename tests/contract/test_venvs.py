@@ -1,0 +1,217 @@
+"""Python environments are built on a node once, and a build that fails, hangs or is killed leaves none behind.
+
+A script in the place of uv makes the environments, so that a test takes no seconds. `scenarios/test_venvs.py` uses pip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.conftest import NodeUnderTest, launch_of
+from distflow.backends.machines.connection.transfers import build_venv_there
+from distflow.errors import AgentError
+from distflow.runtime.files import venvs
+from distflow.testing.waiting import is_alive, wait_until
+
+DIGEST = hashlib.sha256(b"requirements").hexdigest()
+FAKE_UV = f"""#!/bin/sh
+# `uv venv --no-project --python PYTHON DIRECTORY`, and then `uv pip install …`
+echo "$@" >> {{calls}}
+if [ "$1" = venv ]; then
+  mkdir -p "$5/bin" && ln -s {sys.executable} "$5/bin/python"
+else
+  {{install}}
+fi
+"""
+
+
+class Builder:
+    """Builds one environment on a node, with a fake uv."""
+
+    def __init__(self, node: NodeUnderTest, folder: Path) -> None:
+        self.node = node
+        self.calls = folder / "calls"
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        self.install_by("true")
+        self.progress: list[str] = []
+
+    def install_by(self, script: str) -> None:
+        """Let ``uv pip install`` run a script."""
+        uv = self._bin / "uv"
+        uv.write_text(FAKE_UV.format(calls=self.calls, install=script))
+        uv.chmod(0o755)
+
+    def build(self, digest: str = DIGEST, **fields: Any) -> str:
+        """Build, and return the tool; empty if the environment was there."""
+        request = {
+            "venv": digest, "file": "requirements.txt", "lines": ["torch==2.4"], "constraints": ["numpy<2"], "env": {},
+            "path_prepend": [str(self._bin)], "shell_prelude": None, "limit_s": 60, **fields,
+        }  # fmt: skip
+        top, add = str(self.node.top), lambda text, _seconds: self.progress.append(text)
+        return build_venv_there(self.node.transport, top, sys.executable, request, timeout_s=20, progress=add)[0]
+
+    @property
+    def directory(self) -> Path:
+        """The only environment's directory."""
+        (found,) = (path for path in (self.node.root / venvs.VENVS).iterdir() if path.is_dir())
+        return found
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no environment is left."""
+        return not any(path.is_dir() for path in (self.node.root / venvs.VENVS).iterdir())
+
+
+@pytest.fixture
+def builder(node: NodeUnderTest, tmp_path: Path) -> Builder:
+    """A builder for the node."""
+    return Builder(node, tmp_path)
+
+
+def waits_for(path: Path, marker: str) -> str:
+    """A script that says that it runs, and waits for a file."""
+    return f"echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
+
+
+def test_an_environment_is_built_once_and_used_by_tasks(builder: Builder) -> None:
+    node = builder.node
+    link = node.connect()
+    with pytest.raises(AgentError, match="is not on this node") as refused:
+        node.lease(link, venv=DIGEST)
+    assert refused.value.kind == "no_venv"
+    assert [builder.build(), builder.build()] == ["uv", ""]
+    env = builder.directory / "env"
+    calls = builder.calls.read_text().splitlines()
+    assert calls[0].startswith("venv --no-project --python ")
+    assert calls[1:] == [f"pip install --python {env}/bin/python -r requirements.txt -c constraints.txt"]
+    assert (builder.directory.stat().st_mode & 0o777, builder.directory.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+    end, said = node.run(link, ["sh", "-c", "command -v python; echo $VIRTUAL_ENV"], lease={"venv": DIGEST}, venv=DIGEST)
+    assert (end["exit_code"], said) == (0, f"{env}/bin/python\n{env}\n")
+    # While a task runs, the environment stays.
+    task = node.start(link, ["sleep", "60"], lease={"venv": DIGEST}, venv=DIGEST)
+    (found,) = link.request("survey")["venvs"]
+    assert (found["file"], found["in_use"]) == ("requirements.txt", True)
+    with pytest.raises(AgentError, match="in use"):
+        link.request("clean", venv=found["key"])
+    link.request("stop", attempt=task, grace_s=0, why="")
+    node.end(task)
+    wait_until(lambda: not link.request("survey")["venvs"][0]["in_use"], 20)
+    assert link.request("clean", venv=found["key"])["freed_bytes"] > 0
+    assert list((node.root / venvs.VENVS).iterdir()) == []
+    attempt = node.lease(link)
+    with pytest.raises(AgentError, match="was removed"):
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"], venv=DIGEST))
+
+
+def test_other_packages_or_another_python_are_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {venvs.directory_of("/root", DIGEST), venvs.directory_of("/root", DIGEST[::-1])}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found.add(venvs.directory_of("/root", DIGEST))
+    assert len(found) == 3
+
+
+def test_a_failed_build_ends_with_the_last_lines_and_leaves_nothing(builder: Builder) -> None:
+    builder.install_by("echo 'trying https://me:secret@host/simple'; echo 'no version of torch'; exit 3")
+    with pytest.raises(AgentError) as failed:
+        builder.build()
+    assert failed.value.kind == "venv_failed"
+    assert failed.value.detail == "uv failed with exit code 3:\ntrying https://****@host/simple\nno version of torch"
+    assert builder.is_gone
+
+
+def test_a_build_that_takes_too_long_is_stopped(builder: Builder, tmp_path: Path) -> None:
+    builder.install_by(waits_for(tmp_path / "never", "torch"))
+    with pytest.raises(AgentError, match="installing torch") as late:
+        builder.build(limit_s=1)
+    assert late.value.kind == "timeout"
+    assert builder.is_gone
+    assert not is_alive(int((tmp_path / "never.pid").read_text()))
+
+
+def test_a_second_builder_waits_for_the_first(builder: Builder, tmp_path: Path) -> None:
+    builder.install_by(waits_for(tmp_path / "go", "torch"))
+    tools: list[str] = []
+    first = threading.Thread(target=lambda: tools.append(builder.build()))
+    first.start()
+    wait_until((tmp_path / "go.pid").exists, 20)
+    second = threading.Thread(target=lambda: tools.append(builder.build()))
+    second.start()
+    wait_until(lambda: "waiting for another workflow that builds it" in builder.progress, 20)
+    (tmp_path / "go").touch()
+    first.join(20)
+    second.join(20)
+    assert sorted(tools) == ["", "uv"]
+    assert len(builder.calls.read_text().splitlines()) == 2
+
+
+def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: Path) -> None:
+    builder.install_by(waits_for(tmp_path / "never", "torch"))
+    errors: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            builder.build()
+        except BaseException as error:  # noqa: BLE001  the test checks it
+            errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    wait_until((tmp_path / "never.pid").exists, 20)
+    uv = int((tmp_path / "never.pid").read_text())
+    parent = int(Path(f"/proc/{uv}/stat").read_text().rpartition(")")[2].split()[1])
+    assert Path(f"/proc/{parent}/comm").read_text() == "df-venv\n"
+    os.kill(parent, signal.SIGKILL)
+    thread.join(20)
+    assert errors
+    wait_until(lambda: not is_alive(uv), 20)
+    assert not venvs.is_complete(str(builder.directory))
+    link = builder.node.connect()
+    with pytest.raises(AgentError, match="is not on this node"):
+        builder.node.lease(link, venv=DIGEST)
+    builder.install_by("true")
+    (builder.directory / "env" / "left").touch()
+    assert builder.build() == "uv"
+    assert not (builder.directory / "env" / "left").exists()
+
+
+def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> None:
+    builder.install_by(waits_for(tmp_path / "never", "torch"))
+
+    class Canceled(Exception):
+        pass
+
+    def cancel(text: str, _seconds: float) -> None:
+        raise Canceled(text)
+
+    request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "env": {}, "limit_s": 60}
+    request["path_prepend"] = [str(tmp_path / "bin")]
+    with pytest.raises(Canceled):
+        build_venv_there(builder.node.transport, str(builder.node.top), sys.executable, request, timeout_s=20, progress=cancel)
+    wait_until(lambda: builder.is_gone, 20)
+
+
+def test_a_directory_of_somebody_else_is_not_removed(builder: Builder) -> None:
+    assert builder.build() == "uv"
+    directory = builder.directory
+    (directory / ".distflow").unlink()
+    with pytest.raises(AgentError, match="does not belong to distflow"):
+        builder.build()
+    assert (directory / "env").exists()
+    link = builder.node.connect()
+    assert link.request("survey")["venvs"] == []
+
+
+@pytest.mark.parametrize("fields", [{"digest": "../x"}, {"limit_s": "x"}, {"env": 3}])
+def test_a_malformed_request_is_refused(builder: Builder, fields: dict[str, Any]) -> None:
+    with pytest.raises(AgentError) as refused:
+        builder.build(**fields)
+    assert refused.value.kind == "bad_request"

@@ -1,0 +1,71 @@
+"""Requirements files are read with everything that they include. Lines that only this machine can install are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import ProblemsFound
+from distflow.documents.requirements_file import read_requirements
+
+ACCEPTED = """\
+# for training
+torch==2.4.0  # the newest
+numpy>=1.2 \\
+    --hash=sha256:abc \\
+    --hash=sha256:def
+-r more/base.txt
+--constraint=limits.txt
+--index-url https://user:${TOKEN}@host/simple
+--find-links /shared/wheels
+-e git+https://github.com/x/y
+tools @ git+ssh://git@github.com/x/tools
+foo[bar, baz] ; python_version < "3.9"
+/shared/own-1.0-py3-none-any.whl
+requests
+"""
+
+
+def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "base.txt").write_text("einops\n-c../limits.txt\n")
+    (tmp_path / "limits.txt").write_text("scipy<2\n")
+    path = tmp_path / "requirements.txt"
+    path.write_text(ACCEPTED)
+    found = read_requirements(str(path), "requirements.txt")
+    assert found.lines[:3] == ("torch==2.4.0", "numpy>=1.2 --hash=sha256:abc --hash=sha256:def", "einops")
+    assert (len(found.lines), found.constraints) == (10, ("scipy<2", "scipy<2"))
+    # Comments and blanks do not make another environment; packages and settings of pip do.
+    path.write_text("\n# a comment\n" + ACCEPTED.replace("  # the newest", ""))
+    assert read_requirements(str(path)).digest({"OTHER": "x"}) == found.digest({})
+    assert found.digest({"PIP_INDEX_URL": "x"}) != found.digest({})
+    path.write_text(ACCEPTED.replace("2.4.0", "2.4.1"))
+    assert read_requirements(str(path)).digest({}) != found.digest({})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-e .", "`.` is a file of this machine, which nodes cannot install"),
+        ("./own", "`./own` is a file of this machine"),
+        ("own-1.0-py3-none-any.whl", "`own-1.0-py3-none-any.whl` is a file of this machine"),
+        ("own @ file:wheels/own.whl", "`file:wheels/own.whl` is a file of this machine"),
+        ("--find-links wheels", "`wheels` is a file of this machine"),
+        ("-r requirements.txt", "`requirements.txt` includes itself"),
+        ("-r https://host/base.txt", "a URL cannot be included"),
+        ("-c missing.txt", "the file does not exist"),
+        ("--index-url https://user:secret@host/simple", "the URL contains a password"),
+        ("own @ https://token@host/own.whl", "the URL contains a password"),
+        ("# nothing", "the file names no packages"),
+    ],
+)
+def test_lines_that_nodes_cannot_install_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "requirements.txt"
+    path.write_text(f"{line}\n")
+    with pytest.raises(ProblemsFound) as refused:
+        read_requirements(str(path), "requirements.txt")
+    (problem,) = refused.value.problems
+    assert message in problem.message
+    assert problem.where.file in ("requirements.txt", "missing.txt")
+    assert "secret" not in str(refused.value)
