@@ -103,6 +103,14 @@ def _clean_environment(_homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def forking_site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the ``PYTHONPATH`` of tasks needs, so that processes that already have torch run launchers and their ranks."""
+    from preloaded import write_forking_site
+
+    return write_forking_site(tmp_path, tmp_path_factory)
+
+
+@pytest.fixture
 def repository() -> Path:
     """The checkout."""
     return Path(__file__).resolve().parent.parent

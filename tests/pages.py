@@ -187,14 +187,15 @@ def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = Fa
 
 
 @contextmanager
-def ssh_hosts(home: Path, names: list[str]) -> Iterator[None]:
+def ssh_hosts(home: Path, names: list[str], **variables: str) -> Iterator[None]:
     """Start an OpenSSH server for each name, which `ssh NAME` reaches with the configuration in `home`."""
+    more = "".join(f" {name}={value}" for name, value in variables.items())
     key = make_key(home / "key")
     with ExitStack() as stack:
         stanzas = []
         for number, name in enumerate(names, 1):
             # What `python3` is there: one that has torch, as on the machines that people train on.
-            environment = f"HOME={home / name / 'home'} PATH={Path(sys.executable).parent}:/usr/bin:/bin"
+            environment = f"HOME={home / name / 'home'} PATH={Path(sys.executable).parent}:/usr/bin:/bin{more}"
             server = Sshd(home / name, f"127.0.3.{number}", alias=name, user_key=key, options={"SetEnv": environment})
             stanzas.append(stack.enter_context(server).client_stanza())
         (home / ".ssh").mkdir(mode=0o700)

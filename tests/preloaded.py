@@ -5,6 +5,10 @@ processes in everything else: each has its own pid, session, arguments, environm
 The interpreters that such a process starts in turn (the ranks of a launcher) are forked from it. Only torch is imported
 beforehand, so each process imports distflow for itself. A test of the start or of the end of an interpreter, of torchrun, or of
 what torch reads from its environment uses ``sys.executable`` instead.
+
+``start_preloaded`` starts such a process from a test. With the fixture ``forking_site`` in the ``PYTHONPATH`` of a task, the
+interpreters of scripts and launchers let such a process work in their place: they pass on their streams, wait, forward signals,
+and end as it does.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Preloaded", "fork_interpreters", "forking_site", "start_preloaded"]
+__all__ = ["Preloaded", "fork_interpreters", "start_preloaded", "write_forking_site"]
 
 _BASIC = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
@@ -60,13 +64,13 @@ class Preloaded:
             self.wait(0.0)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None) -> int:
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
                 self.returncode = int(self._connection.recv(32) or _ended())
             except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired("preloaded Python", timeout) from None
+                raise subprocess.TimeoutExpired("preloaded Python", timeout or 0.0) from None
             self._connection.close()
         return self.returncode
 
@@ -90,16 +94,26 @@ def start_preloaded(
     stdin: int, stdout: int, stderr: int,
 ) -> Preloaded:  # fmt: skip
     """Start ``python ARGUMENTS`` in a session of its own, forked from the process that all workers of pytest-xdist share."""
+    connection, _ = _server(temporary)
+    _ask(connection, arguments, str(folder), environment, [stdin, stdout, stderr])
+    return Preloaded(connection)
+
+
+def _server(temporary: pytest.TempPathFactory) -> tuple[socket.socket, str]:
+    """Return a connection to the process that others are forked from, which is started if necessary, and its address."""
     top, owner = temporary.getbasetemp(), os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
         top, owner = top.parent, os.getppid()
     address = f"\0distflow-preloaded-{owner}-{top}"[:100]
     with (top / "preloaded.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        connection = _connected(address) or _after_start(address, owner, top)
-    asked = json.dumps([list(arguments), str(folder), dict(environment)]).encode()
-    socket.send_fds(connection, [asked], [stdin, stdout, stderr])
-    return Preloaded(connection)
+        return _connected(address) or _after_start(address, owner, top), address
+
+
+def _ask(
+    connection: socket.socket, arguments: Sequence[str], folder: str, environment: Mapping[str, str], handles: Sequence[int]
+) -> None:
+    socket.send_fds(connection, [json.dumps([list(arguments), folder, dict(environment)]).encode()], handles)
 
 
 def _connected(address: str) -> socket.socket | None:
@@ -133,34 +147,62 @@ def _after_start(address: str, owner: int, top: Path) -> socket.socket:
     return connection
 
 
-def forking_site(folder: Path) -> str:
-    """Return what ``PYTHONPATH`` needs so that launchers import torch once, and fork their ranks."""
+def write_forking_site(folder: Path, temporary: pytest.TempPathFactory) -> str:
+    """Return what ``PYTHONPATH`` needs so that processes forked from the shared one run scripts and launchers with their ranks.
+
+    A launcher in other namespaces, such as those of a container, imports torch once instead, and forks its ranks.
+    """
+    connection, address = _server(temporary)
+    connection.close()
     place = folder / "forking-site"
     place.mkdir()
-    (place / "sitecustomize.py").write_text(_SITE.format(folder=str(Path(__file__).parent), basic=_BASIC))
+    text = _SITE.format(folder=str(Path(__file__).parent), address=address, namespaces=_namespaces(), basic=_BASIC)
+    (place / "sitecustomize.py").write_text(text)
     return str(place)
 
 
 _SITE = """
-import sys
-modules = None
-if sys.orig_argv[1:3] in (["-m", "distflow.train.launch"], ["-m", "torch.distributed.run"]):
-    modules = {basic}
-elif sys.orig_argv[1:] and sys.orig_argv[1].endswith("train_dist.py"):
-    modules = ["torch", "torch._dynamo"]
-if modules:
+import os, sys
+command = [one for one in sys.orig_argv[1:] if one != "-u"]
+is_launcher = command[:2] in (["-m", "distflow.train.launch"], ["-m", "torch.distributed.run"])
+if is_launcher or command[:1] and command[0].endswith((".py", "/torchrun")):
     sys.path.insert(0, {folder!r})
     import preloaded
     sys.path.remove({folder!r})
-    preloaded.fork_interpreters(modules)
+    if preloaded._namespaces() == {namespaces!r}:
+        preloaded.delegate({address!r}, sys.orig_argv[1:])
+    elif is_launcher or command[0].endswith("train_dist.py"):
+        preloaded.fork_interpreters({basic!r})
 """
+
+
+def _namespaces() -> list[str]:
+    return [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+
+
+def delegate(address: str, arguments: Sequence[str]) -> NoReturn:
+    """Have ``python ARGUMENTS`` run by a process that is forked from the shared one, and end as it does."""
+    connection = _connected(address)
+    assert connection is not None
+    _ask(connection, arguments, os.getcwd(), os.environ, [0, 1, 2])
+    started = Preloaded(connection)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(started.pid, number))
+    code = started.wait(None)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 # -- in the process that others are forked from, and in these ---------------------------------------------------------
 
 
 def _serve(server: socket.socket, owner: int) -> None:
-    """Fork for each connection, and send the pid, then the exit code, until the process ``owner`` has ended."""
+    """Fork for each connection, and send the pid, then the exit code, until the process ``owner`` has ended.
+
+    A process whose connection is closed before its end is killed.
+    """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
@@ -183,13 +225,21 @@ def _serve(server: socket.socket, owner: int) -> None:
                 for handle in handles:
                     os.close(handle)
                 running[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
                 _send(connection, pid)
-            else:
+            elif key.fileobj is reader:
                 reader.recv(4096)
+            else:
+                selector.unregister(key.fileobj)
+                for kill in (os.kill, os.killpg):
+                    with suppress(ProcessLookupError):
+                        kill(key.data, signal.SIGKILL)
         for pid in tuple(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 with running.pop(pid) as connection:
+                    with suppress(KeyError):  # the other end is closed
+                        selector.unregister(connection)
                     _send(connection, os.waitstatus_to_exitcode(status))
 
 
@@ -234,6 +284,8 @@ def _become(
         del sys.modules[name]
     process._children.clear()  # type: ignore[attr-defined]
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    if debug := sys.modules.get("torch.distributed"):
+        debug.set_debug_level_from_env()  # which torch reads when it is imported
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as a temporary directory, which its parent removes
     code = _exit_code(arguments)
     threading._shutdown()  # type: ignore[attr-defined]

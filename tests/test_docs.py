@@ -17,9 +17,10 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -46,12 +47,15 @@ from pages import (
     shown_in,
     ssh_hosts,
 )
-from preloaded import forking_site
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+TRAINING = ("training.md", "strategies.md", "find-a-hang.md")
+"""Pages that train with torch."""
 
 # -- running commands as on a terminal --------------------------------------------------------------------------------
 
@@ -59,7 +63,8 @@ else:
 class Terminal:
     """The directory in which a page's commands run, and what runs them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING) -> None:
+        """With ``environment``, commands and tasks have more variables."""
         self.folder = folder / "project"
         self.folder.mkdir()
         shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
@@ -70,12 +75,13 @@ class Terminal:
         # Pages that run side by side do not share this machine's CPUs, and see nothing of one another.
         settings = folder / ".config" / "distflow"
         settings.mkdir(parents=True)
-        (settings / "distflow.yaml").write_text(f"pools: {{local: {{backend: local, lease_dir: {folder}/leases}}}}\n")
+        local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment)}
+        (settings / "distflow.yaml").write_text(yaml.safe_dump({"pools": {"local": local}}))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {
             **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",
             "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "TZ": "UTC",
-            "LC_ALL": "C.UTF-8",
+            "LC_ALL": "C.UTF-8", **environment,
         }  # fmt: skip
         self._code = 0
 
@@ -139,10 +145,9 @@ def _with_commands() -> list[Path]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _with_commands(), ids=lambda page: page.name)
-def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path)
-    if page.name in ("training.md", "strategies.md", "find-a-hang.md"):
-        terminal.environment["PYTHONPATH"] = forking_site(tmp_path)
+def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NOTHING
+    terminal = Terminal(tmp_path, site)
     _run_page(terminal, [block for block in all_blocks() if block.page == page and _is_run_here(block)])
 
 
@@ -150,11 +155,11 @@ def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", [block for block in all_blocks() if block.note("hosts")], ids=lambda block: block.place)
-def test_commands_do_on_ssh_hosts_what_the_page_shows(block: Block, tmp_path: Path) -> None:
+def test_commands_do_on_ssh_hosts_what_the_page_shows(block: Block, tmp_path: Path, forking_site: str) -> None:
     if why := missing_sshd():
         pytest.skip(why)
     terminal = Terminal(tmp_path)
-    with ssh_hosts(tmp_path, str(block.note("hosts")).split()):
+    with ssh_hosts(tmp_path, str(block.note("hosts")).split(), PYTHONPATH=forking_site):
         files = [one for one in all_blocks() if one.page == block.page and one.language != "console"]
         _run_page(terminal, [*files, block])
 

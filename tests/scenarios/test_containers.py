@@ -15,7 +15,6 @@ import pytest
 
 from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman, skeleton
 from distflow.testing.waiting import wait_until
-from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
 from scenarios.registry import Registry
@@ -91,13 +90,14 @@ def test_a_task_in_a_container_sees_the_same_as_without_one(cli: Cli, engine: En
 
 
 @pytest.mark.timeout(400)
-def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
+def test_two_containers_train_as_one_world(cli: Cli, engine: Engine, forking_site: str) -> None:
     specs = checkout(cli, REPOSITORY)
     text = (specs / "pytorch_dist.yaml").read_text()
-    site = forking_site(cli.folder)
-    mounts = json.dumps([*json.loads(MOUNTS), site])
+    mounts = json.dumps([*json.loads(MOUNTS), forking_site])
     image = f"image: {IMAGE}\n      volumeMounts: {mounts}\n      command: [{sys.executable}, "
-    text = text.replace("command: [python3, ", image).replace("environment:\n", f"environment:\n        PYTHONPATH: {site}\n")
+    text = text.replace("command: [python3, ", image).replace(
+        "environment:\n", f"environment:\n        PYTHONPATH: {forking_site}\n"
+    )
     (specs / "boxed.yaml").write_text(text)
     done = cli.run("workflow", "submit", str(specs / "boxed.yaml"), "--wait", timeout=300)
     assert done.code == 0, done.out + done.err

@@ -38,15 +38,21 @@ workflow:
       lead: true
       ranks: {size: 1}
       command: [python3, /join.py, differ]
+      environment: &environment {PYTHONPATH: SITE}
       files: &files [{path: /join.py, localpath: join.py}]
-    - {name: differ-1, ranks: {size: 1}, command: [python3, /join.py, differ], files: *files}
+    - {name: differ-1, ranks: {size: 1}, command: [python3, /join.py, differ], environment: *environment, files: *files}
   - name: die
     tasks:
     - {name: die-0, lead: true, ranks: {size: 1}, command: [python3, /join.py, die], files: *files}
     - {name: die-1, ranks: {size: 1}, command: [python3, /join.py, die], files: *files}
   - name: absent
     tasks:
-    - {name: absent-0, lead: true, ranks: {size: 1}, command: [python3, /join.py, meet, "3"], files: *files}
+    - name: absent-0
+      lead: true
+      ranks: {size: 1}
+      command: [python3, /join.py, meet, "3"]
+      environment: *environment
+      files: *files
     - {name: absent-1, ranks: {size: 1}, command: [sleep, "600"]}
   - name: module
     tasks:
@@ -71,9 +77,9 @@ def diagnosed(cli: Cli, workflow: str, *arguments: str) -> dict[str, dict[str, A
     return {group["name"]: group for group in json.loads(done.out)["groups"]}
 
 
-def test_each_fault_of_a_gang_is_reported_with_its_remedy(cli: Cli) -> None:
+def test_each_fault_of_a_gang_is_reported_with_its_remedy(cli: Cli, forking_site: str) -> None:
     (cli.folder / "join.py").write_text(JOIN)
-    workflow = cli.submit(cli.spec(FAULTS))
+    workflow = cli.submit(cli.spec(FAULTS.replace("SITE", forking_site)))
     cli.await_status(workflow, "FAILED", "FAILED_EXEC_TIMEOUT", timeout=150)
     groups = diagnosed(cli, workflow)
     told = {name: [one["key"] for one in group["diagnoses"]] for name, group in groups.items()}

@@ -105,7 +105,8 @@ def _run(
 
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank a task", "two ranks a task"])
-def test_accelerate_joins_its_processes(cli: Cli, size: int) -> None:
+def test_accelerate_joins_its_processes(cli: Cli, size: int, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     rows = sorted(_run(cli, "accelerate", ACCELERATE, size=size), key=lambda row: int(row["rank"]))
     ranks = list(range(2 * size))
     assert [(row["rank"], row["of"], row["sum"], row["device"]) for row in rows] == [

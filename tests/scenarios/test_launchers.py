@@ -142,7 +142,8 @@ def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str) -> None:
+def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     rows = _trained(cli, launcher)
     assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(rank, 3, 3.0) for rank in range(3)]
     assert [row["task"] for row in rows] == ["master", "master", "worker"]
@@ -204,7 +205,8 @@ workflow:
 
 
 @pytest.mark.torch
-def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli) -> None:
+def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     (cli.folder / "sharded.py").write_text(SHARDED)
     done = cli.run("workflow", "submit", cli.spec(STRATEGY.replace("PYTHON", sys.executable)), "--wait", timeout=170)
     assert done.code == 0, done.out + done.err
@@ -223,7 +225,8 @@ dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
 
 @pytest.mark.torch
-def test_with_debug_a_collective_that_does_not_match_names_both_ranks(cli: Cli) -> None:
+def test_with_debug_a_collective_that_does_not_match_names_both_ranks(cli: Cli, forking_site: str) -> None:
+    cli.configure(environment={"PYTHONPATH": forking_site})
     (cli.folder / "sharded.py").write_text(MISMATCH)
     text = STRATEGY.replace("PYTHON", sys.executable).replace("strategy: {kind: fsdp}", "debug: true")
     done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=170)

@@ -12,7 +12,7 @@ import pytest
 
 from distflow.layout.strategy.model import parse_strategy
 from distflow.testing.waiting import wait_until
-from preloaded import forking_site, start_preloaded
+from preloaded import start_preloaded
 from scenarios.conftest import Cli
 from scenarios.lab import checkout, json_lines
 
@@ -56,10 +56,10 @@ def weights(cli: Cli, workflow: str) -> str:
     ],
 )
 def test_a_killed_rank_changes_nothing_in_the_end(
-    cli: Cli, strategy: dict[str, Any], size: int, tmp_path_factory: pytest.TempPathFactory
+    cli: Cli, strategy: dict[str, Any], size: int, forking_site: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     spec = checkout(cli, REPOSITORY) / "resume.yaml"
-    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
+    cli.configure(environment={"PYTHONPATH": forking_site})
     values = [f"strategy={json.dumps(strategy)}", f"size={size}", "epochs=3", "pause=0.4", f"store=file://{cli.folder}/store"]
     workflow = cli.submit(str(spec), "--set", *values)
     # An epoch has six steps, of which every third is saved.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -42,8 +41,8 @@ def project(cli: Cli) -> Path:
 
 @pytest.mark.torch
 @pytest.mark.ssh
-def test_a_script_trains_on_two_hosts_and_its_model_arrives(lab: Lab, project: Path) -> None:
-    lab.configure(environment={"PYTHONPATH": forking_site(lab.cli.folder)})
+def test_a_script_trains_on_two_hosts_and_its_model_arrives(lab: Lab, project: Path, forking_site: str) -> None:
+    lab.configure(environment={"PYTHONPATH": forking_site})
     (project / "train.py").write_text(TRAIN)
     (project / "hosts.txt").write_text("gpu1\ngpu2\n")
     done = lab.cli.run("run", "train.py", "--gpus", "0", "--hostfile", "hosts.txt", "--", "3", cwd=project)

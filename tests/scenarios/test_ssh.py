@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from distflow.testing.sshd import Sshd, missing_sshd
-from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import GANG, TRAINING, Lab, checkout, pipeline, train
 
@@ -36,17 +35,19 @@ def test_each_task_of_a_world_has_a_host_of_its_own(lab: Lab) -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_training_spec_completes_with_each_task_on_its_own_host(lab: Lab, repository: Path, name: str) -> None:
-    lab.configure(environment={"PYTHONPATH": forking_site(lab.cli.folder)})
-    tasks, finished = train(lab.cli, checkout(lab.cli, repository) / f"{name}.yaml", epochs=15)
+def test_a_training_spec_completes_with_each_task_on_its_own_host(
+    lab: Lab, repository: Path, name: str, forking_site: str
+) -> None:
+    lab.configure(environment={"PYTHONPATH": forking_site})
+    tasks, finished = train(lab.cli, checkout(lab.cli, repository) / f"{name}.yaml", epochs=6)
     assert finished["accuracy"] > 0.95
     assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
 
 
 @pytest.mark.torch
-def test_the_pipeline_hands_its_data_on_from_host_to_host(lab: Lab, repository: Path) -> None:
+def test_the_pipeline_hands_its_data_on_from_host_to_host(lab: Lab, repository: Path, forking_site: str) -> None:
     # Each stage has a host of its own, so that all of its inputs have to come from elsewhere.
-    lab.configure(environment={"PYTHONPATH": forking_site(lab.cli.folder)})
+    lab.configure(environment={"PYTHONPATH": forking_site})
     specs = checkout(lab.cli, repository)
     text = (specs / "pipeline.yaml").read_text()
     for task, host in (("prepare", "gpu1"), ("evaluate", "gpu3")):
@@ -54,7 +55,7 @@ def test_the_pipeline_hands_its_data_on_from_host_to_host(lab: Lab, repository: 
     others = {f"on-{host}": {"nodesExcluded": [f"gpu{i}" for i in (1, 2, 3) if f"gpu{i}" != host]} for host in ("gpu1", "gpu3")}
     resources = {"default": {"nodesExcluded": ["gpu1"]}, **others}
     (specs / "pipeline.yaml").write_text(text.replace("  groups:\n", f"  resources: {json.dumps(resources)}\n  groups:\n", 1))
-    assert pipeline(lab.cli, specs, epochs=15) > 0.95
+    assert pipeline(lab.cli, specs, epochs=6) > 0.95
     nodes = {name: task["node_name"] for name, task in lab.cli.tasks("pipeline-1").items()}
     assert nodes == {"prepare": "gpu1", "master": "gpu2", "worker": "gpu3", "evaluate": "gpu3"}
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import json_lines
 
@@ -22,11 +21,11 @@ KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "pipeline": 2, "hybrid, tp_size: 2": 4}
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def test_the_sample_of_the_page_trains_alike_under_every_strategy(cli: Cli) -> None:
+def test_the_sample_of_the_page_trains_alike_under_every_strategy(cli: Cli, forking_site: str) -> None:
     found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     spec = found[1]
-    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
+    cli.configure(environment={"PYTHONPATH": forking_site})
     losses = {}
     for kind, ranks in KINDS.items():
         changed = spec.replace("kind: fsdp", f"kind: {kind}").replace("ranks: {size: 2}", f"ranks: {{size: {ranks}}}")
