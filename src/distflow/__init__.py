@@ -7,6 +7,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # type checkers know this name; `typing` would take longer to import than everything else here
 if TYPE_CHECKING:
+    from distflow.api.functions import FunctionJob, Launcher, Results, run
     from distflow.api.spec import (
         Checkpoint,
         Dataset,
@@ -37,13 +38,16 @@ __all__ = [
     "DistflowError",
     "Elastic",
     "File",
+    "FunctionJob",
     "Group",
     "GroupInfo",
     "Input",
+    "Launcher",
     "LauncherOptions",
     "Output",
     "Ranks",
     "Resources",
+    "Results",
     "Retry",
     "Shared",
     "Spec",
@@ -57,13 +61,16 @@ __all__ = [
     "__version__",
     "get",
     "list",
+    "run",
     "submit",
 ]
 
 __version__ = "0.2.0"
 
-_OTHER_MODULES = {"DistflowError": "errors", "WaitTimeout": "errors", "WorkflowEnded": "errors"} | dict.fromkeys(
-    ("GroupInfo", "TaskInfo", "Workflow", "get", "list", "submit"), "api.workflow"
+_OTHER_MODULES = (
+    dict.fromkeys(("DistflowError", "WaitTimeout", "WorkflowEnded"), "errors")
+    | dict.fromkeys(("GroupInfo", "TaskInfo", "Workflow", "get", "list", "submit"), "api.workflow")
+    | dict.fromkeys(("FunctionJob", "Launcher", "Results", "run"), "api.functions")
 )
 """The modules of names that are not in ``api.spec``."""
 

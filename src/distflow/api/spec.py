@@ -246,6 +246,7 @@ class Spec(_Part, frozen=True):
     tasks: list[Task] = field(default_factory=list)
     resources: dict[str, Resources] = field(default_factory=dict)
     pool: Text | None = None
+    venv: Text | None = None
     labels: dict[str, Text] = field(default_factory=dict)
     timeout: Timeouts | None = None
     retry: Retry | None = None

@@ -35,6 +35,7 @@ from distflow.errors import DistflowError, InputError, WaitTimeout, WorkflowEnde
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.pools.hostfile import Host, parse_hostfile
 from distflow.pools.load import load_hostfile
+from distflow.pools.model import NodeSettings
 from distflow.shell import Secret
 from distflow.state.metrics import Metric
 from distflow.state.record import Event, Priority, TaskRecord, WorkflowRecord
@@ -168,6 +169,10 @@ class Workflow:
             for _ in self._polls(client, timeout, on_update):
                 workflows.pause(_POLL_S)
         return self
+
+    def pause(self) -> None:
+        """Wait for the time between two polls of a workflow's status, 0.2 s."""
+        workflows.pause(_POLL_S)
 
     async def wait_async(self, timeout: float | None = None) -> Workflow:
         """Wait until the workflow has ended, without blocking the event loop. ``await workflow`` does the same.
@@ -503,6 +508,7 @@ def submit(
     pool: str | None = None,
     hosts: str | os.PathLike[str] | Sequence[str] | None = None,
     set: Mapping[str, object] | None = None,
+    python: str | None = None,
     secrets: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
     priority: str | None = None,
@@ -517,6 +523,7 @@ def submit(
         pool: The name of the pool. Default: that of the spec, or else the default pool.
         hosts: Machines to use instead of a pool: the path of a hostfile, or its lines, such as ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
+        python: The Python of the nodes for tasks and for distflow. Default: that of the pool.
         secrets: Secret environment variables for every task. They are not stored with the workflow.
         labels: Labels in addition to those of the spec.
         priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: ``NORMAL``.
@@ -539,6 +546,7 @@ def submit(
             overrides=_overrides(set, secrets),
             pool=pool,
             hosts=_hosts(hosts),
+            settings=NodeSettings(python=python),
             labels=labels or {},
             priority=_priority(priority),
         )

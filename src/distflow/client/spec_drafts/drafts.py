@@ -19,7 +19,16 @@ from distflow.layout.checks.launchers import PythonCommand, python_command
 from distflow.pools.model import Node
 from distflow.structs import replace
 
-__all__ = ["Draft", "complete_draft", "draft_command", "draft_torchrun", "name_of", "spec_text"]
+__all__ = [
+    "Draft",
+    "complete_draft",
+    "draft_command",
+    "draft_torchrun",
+    "excluded_files",
+    "name_of",
+    "project_directory",
+    "spec_text",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +82,10 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
     draft = draft_torchrun(words) or _draft_python(words) or Draft(name=name_of(words[0]), command=tuple(words))
     python = python_command(draft.command)
     if not isinstance(python, PythonCommand) or python.is_module:
-        return _sending(draft, _project(folder, None, project), folder)
+        return _sending(draft, project_directory(folder, None, project), folder)
     if not must_exist and not (folder / python.target).is_file():
         note = f"the script `{python.target}` does not exist in the project"
-        return replace(_sending(draft, _project(folder, None, project), folder), notes=(*draft.notes, note))
+        return replace(_sending(draft, project_directory(folder, None, project), folder), notes=(*draft.notes, note))
     return _with_script(draft, python.target, folder, project)
 
 
@@ -95,7 +104,7 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
     if not script.is_file():
         hint = did_you_mean(target, [path.name for path in folder.glob("*.py")], what="Python scripts")
         raise InputError(f"the script `{target}` does not exist in {folder}", hint=hint)
-    root = _project(folder, script, project)
+    root = project_directory(folder, script, project)
     if not script.is_relative_to(root):
         raise InputError(f"the script `{target}` is not in the project `{root}`", hint="name a directory that contains it")
     moved = target if root == folder and not os.path.isabs(target) else script.relative_to(root).as_posix()
@@ -103,8 +112,13 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
     return _sending(replace(draft, command=command), root, folder)
 
 
-def _project(folder: Path, script: Path | None, given: Path | None) -> Path:
-    """Return the directory to send."""
+def project_directory(folder: Path, script: Path | None, given: Path | None) -> Path:
+    """Return the directory to send: the given one, or the working directory, or for a script elsewhere its git repository.
+
+    Raises:
+        InputError: if the given one is not a directory, or if the other one is a home directory.
+
+    """
     if given is not None:
         root = Path(os.path.abspath(folder / given))
         if not root.is_dir():
@@ -122,10 +136,14 @@ def _project(folder: Path, script: Path | None, given: Path | None) -> Path:
 
 def _sending(draft: Draft, root: Path, folder: Path) -> Draft:
     """Return a draft that sends ``root`` without its virtual environments and the results of earlier runs."""
+    return replace(draft, project=os.path.relpath(root, folder), exclude=excluded_files(root, draft.output_dir))
+
+
+def excluded_files(root: Path, output_dir: str | None) -> tuple[str, ...]:
+    """Return the patterns for files of a project that are not sent."""
     environments = sorted(f"/{path.parent.name}" for path in root.glob("*/pyvenv.cfg") if path.parent.name != ".venv")
-    output = [f"/{draft.output_dir}"] if draft.output_dir is not None else []
-    exclude = (*output, ".venv", *environments, "__pycache__")
-    return replace(draft, project=os.path.relpath(root, folder), exclude=exclude)
+    output = [f"/{output_dir}"] if output_dir is not None else []
+    return (*output, ".venv", *environments, "__pycache__")
 
 
 def name_of(program: str) -> str:

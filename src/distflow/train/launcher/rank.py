@@ -111,8 +111,28 @@ def _main() -> None:
     take_own_output()
     kind, target, *arguments = sys.argv[1:]
     run: Callable[[str, list[str]], None] = {"script": run_script, "module": _run_module}[kind]
+    sys.excepthook = _show_exception
     with RecordedFailure():
         run(target, arguments)
+
+
+def _show_exception(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    shown = _frames_of_script(frames)
+    sys.__excepthook__(kind, error.with_traceback(shown), shown)
+
+
+def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the launcher, which come before those of the script.
+
+    A module with ``__tracebackhide__`` belongs to distflow, too.
+    """
+    inner = frames
+    while inner is not None:
+        names = inner.tb_frame.f_globals
+        if names is not globals() and names.get("__name__") != "runpy" and "__tracebackhide__" not in names:
+            return inner
+        inner = inner.tb_next
+    return frames
 
 
 def threads_per_rank(size: int) -> int:
@@ -186,7 +206,7 @@ def write_exception(error: BaseException, *, rank: int) -> None:
     """Write the exception of this process, unless the file is there already (torch's ``@record`` may have written it)."""
     path = os.environ.get(VARIABLE)
     if path:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(type(error), error, _frames_of_script(error.__traceback__)))
         write_failure(Path(path), f"{type(error).__name__}: {error}", text, {"rank": rank, "pid": os.getpid()}, mode="x")
 
 

@@ -1,0 +1,399 @@
+"""Functions as gang jobs: a function runs on every rank of a gang, and the return values come back.
+
+The function and its arguments travel as a pickle (cloudpickle: functions of a notebook or a script by value, functions of a
+module by name), and the project that contains its module travels with them. The same minor version of Python is needed on the
+nodes. Results are pickles, too, and reading a pickle runs code: run functions only on nodes that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+import cloudpickle
+
+from distflow.api import function_rank
+from distflow.api.spec import File, Group, Ranks, Resources, Spec, Task, Timeouts
+from distflow.api.workflow import Workflow, submit
+from distflow.client.logs import LogLine
+from distflow.client.spec_drafts.drafts import excluded_files, name_of, project_directory
+from distflow.errors import InputError, NotFound, WorkflowEnded
+
+__all__ = ["FunctionJob", "Launcher", "RemoteTraceback", "Results", "print_line", "run"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = logging.getLogger("distflow")
+_DIRECTORY = "distflow_function"
+"""The directory of the function in the working directory of a task."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception on a node, as the ``__cause__`` of that exception."""
+
+
+class Results(Sequence[T]):
+    """The return values of all ranks: ``results[3]`` is that of rank 3."""
+
+    def __init__(self, values: Sequence[T], workflow: Workflow) -> None:
+        """Store the values in the order of the ranks, and the workflow that made them."""
+        self._values = tuple(values)
+        self.workflow = workflow
+
+    @overload
+    def __getitem__(self, rank: int) -> T: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[T]: ...
+    def __getitem__(self, rank: int | slice) -> T | Sequence[T]:
+        """Return the value of a rank."""
+        return self._values[rank]
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        """Return the values and the id of the workflow."""
+        return f"<Results of {self.workflow.id}: {list(self._values)!r}>"
+
+
+class FunctionJob(Generic[T]):
+    """A function that runs on nodes."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        """Keep the workflow."""
+        self.workflow = workflow
+
+    def __repr__(self) -> str:
+        """Return the id and the present status."""
+        return repr(self.workflow).replace("Workflow", "FunctionJob", 1)
+
+    def result(self, timeout: float | None = None) -> Results[T]:
+        """Wait for the end of the job, and return the values of all ranks.
+
+        Args:
+            timeout: The maximum time to wait, in seconds. Default: no limit.
+
+        Raises:
+            Exception: the exception of the rank that failed first. Its ``__cause__`` has the traceback of the node.
+            WaitTimeout: if the job has not ended after ``timeout``. It continues to run.
+            WorkflowEnded: if the job ended without an exception of the function: it was canceled, a rank was killed, the
+                function cannot be loaded on a node, or the exception cannot be sent.
+
+        """
+        self.workflow.wait(timeout)
+        with tempfile.TemporaryDirectory(prefix="distflow-results-") as folder:
+            stored = self._fetch(Path(folder))
+        try:
+            self.workflow.raise_for_status()
+        except WorkflowEnded as ended:
+            failure = self._failure(stored) or ended
+            raise failure from failure.__cause__
+        size = sum(len(task.ranks) for task in self.workflow.tasks)
+        missing = [rank for rank in range(size) if rank not in stored]
+        if missing:
+            raise WorkflowEnded(f"{self.workflow.id}: rank {missing[0]} ended without a return value")
+        return Results([pickle.loads(stored[rank]["value"]) for rank in range(size)], self.workflow)
+
+    def _fetch(self, folder: Path) -> dict[int, dict[str, Any]]:
+        """Return what each rank has stored (see ``function_rank``)."""
+        try:
+            fetched = self.workflow.fetch(function_rank.RESULTS, to=folder)
+        except (InputError, NotFound):  # no task has run, or none has stored anything
+            return {}
+        stored = {}
+        for task in self.workflow.tasks:
+            for rank in task.ranks:
+                path = fetched.folders.get(task.name, folder) / function_rank.RESULTS / function_rank.result_name(rank)
+                if path.is_file():
+                    stored[rank] = pickle.loads(path.read_bytes())
+        return stored
+
+    def _failure(self, stored: Mapping[int, dict[str, Any]]) -> BaseException | None:
+        """Return the exception of the rank that failed first: by the verdict, or else the earliest one."""
+        failed = {rank: one for rank, one in stored.items() if "error" in one}
+        first = next((failure.cause for failure in self.workflow.why() if failure.cause), None)
+        named = {rank: one for rank, one in failed.items() if first is not None and first.ranks == str(rank)}
+        if not failed:
+            return None
+        rank, error = min((named or failed).items(), key=lambda item: item[1]["at"])
+        task = next(task for task in self.workflow.tasks if rank in task.ranks)
+        where = f"rank {rank} of {self.workflow.id} ({task.name} on {task.node})"
+        if not error["error"]:
+            return WorkflowEnded(f"{where}: {error['name']}", hint=error["traceback"])
+        raised: BaseException = pickle.loads(error["error"])
+        raised.__cause__ = RemoteTraceback(f"\n\n{where}:\n{error['traceback']}")
+        return raised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Where and how functions run; reusable. ``distflow.run`` is a launcher that is used once.
+
+    ::
+
+        lab = Launcher(nodes=2, gpus=8, pool="lab")
+        results = lab.run(train, 0.1, epochs=3)
+        job = lab.submit(train, 0.2, epochs=3)
+        print(job.result()[0])
+    """
+
+    nodes: int = 1
+    gpus: int | None = None
+    """GPUs of each node. Default: none are reserved, and the job sees all of them."""
+    ranks: int | None = None
+    """Processes on each node. Default: one for each GPU, or else one."""
+    pool: str | None = None
+    hosts: str | Sequence[str] | None = None
+    """A hostfile, or its lines, instead of a pool."""
+    python: str | None = None
+    """The Python of the nodes. Default: that of the pool."""
+    venv: str | None = None
+    """A requirements file, from which each node builds an environment once."""
+    name: str | None = None
+    """The name of the workflows. Default: that of the function."""
+    project: str | None = "auto"
+    """The directory to send, or ``None``. ``auto``: the working directory, or for a module elsewhere its git repository, but
+    never a home directory. Files that ``.gitignore`` names are not sent."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Secret environment variables, which are not stored with the workflow."""
+    memory: str | None = None
+    """Memory of each node that is reserved, such as ``64Gi``."""
+    timeout: str | float | None = None
+    """The maximum time from start to end, such as ``2h``, or in seconds."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> FunctionJob[T]:
+        """Start a function on all ranks, and return at once.
+
+        Args:
+            function: The function. It is called with the arguments on each rank, which finds its place in ``RANK``,
+                ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            InputError: if the function or an argument cannot be pickled, or if the project is not a directory.
+            ProblemsFound: if the pool cannot hold the job.
+
+        """
+        with tempfile.TemporaryDirectory(prefix="distflow-function-") as folder:
+            spec = self._spec(function, args, kwargs, Path(folder))
+            workflow = submit(spec, pool=self.pool, hosts=self.hosts, python=self.python, secrets=self.secrets)
+        return FunctionJob(workflow)
+
+    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Results[T]:
+        """Run a function on all ranks, and return the values of all ranks. See ``distflow.run`` for the errors."""
+        return self.submit(function, *args, **kwargs).result()
+
+    @overload
+    def map_array(
+        self,
+        function: Callable[..., T],
+        *iterables: Iterable[Any],
+        limit: int = 16,
+        return_exceptions: Literal[False] = False,
+    ) -> Iterator[Results[T]]: ...
+    @overload
+    def map_array(
+        self, function: Callable[..., T], *iterables: Iterable[Any], limit: int = 16, return_exceptions: Literal[True]
+    ) -> Iterator[Results[T] | Exception]: ...
+    def map_array(
+        self, function: Callable[..., T], *iterables: Iterable[Any], limit: int = 16, return_exceptions: bool = False
+    ) -> Iterator[Results[T] | Exception]:
+        """Run a function once for each item, as independent jobs, and yield the results in the order of the items.
+
+        Args:
+            function: The function, called as ``map`` calls it: with one item of each iterable.
+            iterables: The items.
+            limit: The maximum number of jobs that are submitted and have not ended.
+            return_exceptions: Whether to yield exceptions instead of raising the first one.
+
+        Raises:
+            Exception: the exception of a job. Jobs that are submitted continue to run, and no more are submitted.
+
+        """
+        items, jobs = iter(zip(*iterables, strict=False)), list[FunctionJob[T]]()
+        position, is_over = 0, False
+        while True:
+            while not is_over and sum(not job.workflow.is_finished for job in jobs[position:]) < limit:
+                item = next(items, None)
+                if item is None:
+                    is_over = True
+                else:
+                    jobs.append(self.submit(function, *item))
+            if position == len(jobs):
+                return
+            if not jobs[position].workflow.is_finished:
+                jobs[position].workflow.pause()
+                continue
+            try:
+                result: Results[T] | Exception = jobs[position].result()
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                result = error
+            position += 1
+            yield result
+
+    def _spec(
+        self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], folder: Path
+    ) -> Spec:
+        """Return the spec of a job whose files are written to ``folder``."""
+        root = self._project(function)
+        (folder / "function.pkl").write_bytes(_pickled(function, args, kwargs))
+        about = {
+            "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+            "executable": sys.executable,
+            "paths": [] if root is None else _paths_in(root),
+        }
+        (folder / "function.json").write_text(json.dumps(about), encoding="utf-8")
+        sent = {
+            "main.py": Path(function_rank.__file__),
+            "function.pkl": folder / "function.pkl",
+            "function.json": folder / "function.json",
+            "cloudpickle": Path(cloudpickle.__file__).parent,
+        }
+        files = [File(path=f"{_DIRECTORY}/{path}", localpath=str(local)) for path, local in sent.items()]
+        if root is not None:
+            files.insert(0, File(path=".", localpath=str(root), exclude=[*excluded_files(root, None)]))
+        task = Task(
+            name="node",
+            command=["python3", f"{_DIRECTORY}/main.py"],
+            replicas=self.nodes,
+            ranks=Ranks(size=self.ranks or self.gpus or 1),
+            environment=dict(self.environment),
+            files=files,
+        )
+        return Spec(
+            name=self.name or name_of(getattr(function, "__name__", "function").strip("<>_") or "function"),
+            groups=[Group(name="function", launcher="spawn", tasks=[task])],
+            venv=self.venv,
+            resources={"default": Resources(gpu=self.gpus, memory=self.memory)},
+            timeout=None if self.timeout is None else Timeouts(exec_timeout=self.timeout),
+        )
+
+    def _project(self, function: Callable[..., object]) -> Path | None:
+        if self.project is None:
+            return None
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        file = getattr(module, "__file__", None)
+        is_installed = file is not None and any(
+            Path(file).is_relative_to(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")
+        )
+        script = None if file is None or is_installed else Path(file).resolve()
+        if self.project != "auto":
+            return project_directory(Path.cwd(), script, Path(self.project))
+        try:
+            return project_directory(Path.cwd(), script, None)
+        except InputError as error:
+            _log.warning("no files are sent with the function: %s", error.message)
+            return None
+
+
+def run(
+    function: Callable[..., T],
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    on_line: Callable[[LogLine], object] | None = None,
+    on_interrupt: Literal["cancel", "detach"] = "cancel",
+    nodes: int = 1,
+    gpus: int | None = None,
+    ranks: int | None = None,
+    pool: str | None = None,
+    hosts: str | Sequence[str] | None = None,
+    python: str | None = None,
+    venv: str | None = None,
+    name: str | None = None,
+    project: str | None = "auto",
+    environment: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    memory: str | None = None,
+    timeout: str | float | None = None,
+) -> Results[T]:
+    """Run a function on all ranks of a gang, and return the values of all ranks.
+
+    ::
+
+        def train(lr):
+            torch.distributed.init_process_group()
+            ...
+            return loss
+
+        results = distflow.run(train, args=(0.1,), nodes=2, gpus=8, pool="lab")
+        print(results[0])
+
+    Args:
+        function: The function. It is called with the arguments on each rank, which finds its place in ``RANK``, ``LOCAL_RANK``,
+            ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        on_line: Called with each line of the output. Default: print it (``print_line``).
+        on_interrupt: What Ctrl-C does with the job: ``cancel``, or ``detach``, after which it continues to run.
+        nodes: The number of nodes. This and the other arguments are the fields of ``Launcher``.
+        gpus: GPUs of each node.
+        ranks: Processes on each node. Default: one for each GPU, or else one.
+        pool: The name of the pool.
+        hosts: A hostfile, or its lines, instead of a pool.
+        python: The Python of the nodes.
+        venv: A requirements file, from which each node builds an environment once.
+        name: The name of the workflow. Default: that of the function.
+        project: The directory to send, or ``None``. Default: as ``distflow run`` chooses it.
+        environment: Environment variables.
+        secrets: Secret environment variables.
+        memory: Memory of each node that is reserved.
+        timeout: The maximum time from start to end.
+
+    Raises:
+        Exception: the exception of the rank that failed first. Its ``__cause__`` has the traceback of the node.
+        InputError: if the function or an argument cannot be pickled.
+        ProblemsFound: if the pool cannot hold the job.
+        WorkflowEnded: if the job ended without an exception of the function (see ``FunctionJob.result``).
+
+    """
+    launcher = Launcher(
+        nodes=nodes, gpus=gpus, ranks=ranks, pool=pool, hosts=hosts, python=python, venv=venv, name=name, project=project,
+        environment=environment or {}, secrets=secrets or {}, memory=memory, timeout=timeout,
+    )  # fmt: skip
+    job = launcher.submit(function, *args, **(kwargs or {}))
+    try:
+        for line in job.workflow.logs(follow=True):
+            (on_line or print_line)(line)
+        return job.result()
+    except KeyboardInterrupt:
+        if on_interrupt == "cancel":
+            job.workflow.cancel("Ctrl-C in distflow.run")
+        else:
+            _log.warning("%s continues: distflow.get(%r)", job.workflow.id, job.workflow.id)
+        raise
+
+
+def print_line(line: LogLine) -> None:
+    """Print a line of output with the rank or the task that printed it."""
+    print(f"[{line.task if line.rank is None else f'rank {line.rank}'}] {line.text}")  # noqa: T201  it is its purpose
+
+
+def _pickled(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        hint = "create files, locks, connections and models inside of the function instead of passing them to it"
+        raise InputError(f"the function or an argument cannot be pickled: {error}", hint=hint) from error
+    return data
+
+
+def _paths_in(root: Path) -> list[str]:
+    """Return the import directories of this process that are in the project, relative to it."""
+    places = [Path(path or ".").resolve() for path in sys.path]
+    return [
+        path.relative_to(root).as_posix() for path in places if path.is_relative_to(root) and path != root and path.is_dir()
+    ]

@@ -1,0 +1,149 @@
+"""Functions as gang jobs: ``distflow.run`` in a program, on two SSH hosts and on this machine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distflow
+from distflow.errors import InputError
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+TRAIN = """
+import json, sys
+import distflow
+from helpers.words import greeting
+
+
+def train(scale, fails):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if fails and rank == 3:
+        raise KeyError("no label")
+    total = torch.ones(1) * (rank + 1)
+    dist.all_reduce(total)
+    print(greeting(rank), flush=True)
+    return rank, total.item() * scale
+
+
+if __name__ == "__main__":
+    lab = distflow.Launcher(nodes=2, ranks=2, gpus=0)
+    job = lab.submit(train, 10, fails=True)
+    try:
+        job.result(60)
+    except KeyError as error:
+        print(json.dumps([repr(error), str(error.__cause__)]))
+    results = distflow.run(train, args=(10,), kwargs={"fails": False}, nodes=2, ranks=2, gpus=0, on_line=lambda line: None)
+    print(json.dumps([list(results), results[1][0], [task.node for task in results.workflow.tasks]]))
+    print(json.dumps(sorted(line.text for line in results.workflow.logs())))
+"""
+
+
+@pytest.fixture
+def project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of a program whose environment is that of ``cli``."""
+    for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG", "HOME"):
+        monkeypatch.setenv(name, cli.environment[name])
+    made = cli.folder / "project"
+    made.mkdir()
+    monkeypatch.chdir(made)
+    return made
+
+
+@pytest.mark.torch
+@pytest.mark.ssh
+def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: Lab, project: Path, forking_site: str) -> None:
+    lab.configure(names=("gpu1", "gpu2"), environment={"PYTHONPATH": forking_site})
+    (project / "helpers").mkdir()
+    (project / "helpers" / "words.py").write_text("def greeting(rank):\n    return f'hello from {rank}'\n")
+    (project / "train.py").write_text(TRAIN)
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    failed, values, lines = map(json.loads, done.stdout.splitlines())
+    assert failed[0] == "KeyError('no label')"
+    assert "rank 3 of train-1 (node-1 on gpu2):\nTraceback" in failed[1]
+    assert 'train.py", line 14, in train' in failed[1]
+    assert "runpy" not in failed[1]
+    assert values == [[[rank, 100.0] for rank in range(4)], 1, ["gpu1", "gpu2"]]
+    assert lines == [f"hello from {rank}" for rank in range(4)]
+
+
+def test_errors_of_functions(cli: Cli, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(how: str) -> None:
+        import os
+
+        print("about to fail")
+        if how == "unpicklable":
+
+            class TwoArguments(Exception):
+                def __init__(self, text: str, number: int) -> None:
+                    super().__init__(text)
+
+            raise TwoArguments("with two arguments", 2)
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        raise SystemExit
+
+    with pytest.raises(
+        distflow.WorkflowEnded, match=r"(?s)rank 0 of fails-1 \(node-0 on local\): .*TwoArguments: with two arg"
+    ):
+        distflow.run(fails, args=("unpicklable",))
+    assert "[node-0] about to fail\n" in capsys.readouterr().out
+    with pytest.raises(distflow.WorkflowEnded, match="rank 0 ended with SIGKILL"):
+        distflow.run(fails, args=("killed",))
+    with pytest.raises(distflow.WorkflowEnded, match="fails-3: rank 0 ended without a return value"):
+        distflow.run(fails, args=("exits",))
+    with pytest.raises(InputError, match=r"(?s)cannot be pickled: .*create files, locks"):
+        distflow.run(fails, args=(sys.stdout,))
+
+    # A function of a module that the node does not have.
+    sys.modules["only_here"] = module = type(sys)("only_here")
+    exec("def lost():\n    pass\n", module.__dict__)
+    with pytest.raises(distflow.WorkflowEnded, match=r"the function cannot be loaded with .*No module named 'only_here'"):
+        distflow.run(module.lost)
+    del sys.modules["only_here"]
+    assert distflow.list(status="COMPLETED")[0].id == "fails-3"
+
+
+def test_an_array_of_functions_runs_a_few_at_a_time(cli: Cli, project: Path) -> None:
+    def invert(number: int, sign: int) -> float:
+        return sign / number
+
+    launcher = distflow.Launcher(project=None)
+    assert [one[0] for one in launcher.map_array(invert, [1, 2, 4], [1, -1, 1], limit=2)] == [1.0, -0.5, 0.25]
+    values = launcher.map_array(invert, [0, 5], [1, 1], limit=1, return_exceptions=True)
+    assert isinstance(next(values), ZeroDivisionError)
+    assert [one.id for one in distflow.list(name="invert")] == ["invert-5", "invert-4", "invert-3", "invert-2", "invert-1"]
+    last = next(values)
+    assert not isinstance(last, Exception)
+    assert last[0] == 0.2
+
+
+def test_ctrl_c_cancels_or_detaches(cli: Cli, project: Path) -> None:
+    program = (
+        "import distflow, sys, time\n"
+        "def sleeps():\n    print('sleeping', flush=True)\n    time.sleep(600)\n"
+        "distflow.run(sleeps, on_interrupt=sys.argv[1], on_line=lambda line: print(line.text, flush=True))\n"
+    )
+    for way in ("cancel", "detach"):
+        with subprocess.Popen([sys.executable, "-c", program, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"sleeping\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+            assert b"KeyboardInterrupt" in errors
+    canceled, detached = distflow.get("sleeps-1"), distflow.get("sleeps-2")
+    assert canceled.wait(60).status == "FAILED_CANCELED"
+    assert detached.status == "RUNNING"
+    detached.cancel(force=True).wait(60)
+    wait_until(lambda: detached.is_finished)
