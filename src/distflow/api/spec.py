@@ -25,6 +25,7 @@ __all__ = [
     "File",
     "Group",
     "Input",
+    "Kpi",
     "LauncherOptions",
     "Output",
     "Ranks",
@@ -35,6 +36,7 @@ __all__ = [
     "Task",
     "Timeouts",
     "Topology",
+    "yaml_text",
 ]
 
 Text = str | int | float | bool
