@@ -18,6 +18,7 @@
     │   ├── StorageUnreachable          3    no connection to the store, or it broke
     │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
     │   └── StorageMissing              3    there is no such bucket, object or file
+    ├── NotifyError                     3    a notification was not delivered
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
@@ -46,6 +47,7 @@ __all__ = [
     "NodeError",
     "NodeUnreachable",
     "NotFound",
+    "NotifyError",
     "RecordUnreadable",
     "StateError",
     "StorageError",
@@ -165,6 +167,17 @@ class StorageRefused(StorageError):
 
 class StorageMissing(StorageError):
     """There is no such bucket, object or file."""
+
+
+class NotifyError(DistflowError):
+    """A notification was not delivered."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, may_retry: bool = False) -> None:
+        """Say why in ``message``, which contains no URL, and whether a later try may succeed."""
+        super().__init__(message)
+        self.may_retry = may_retry
 
 
 class SupervisorError(DistflowError):

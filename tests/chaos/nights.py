@@ -12,6 +12,7 @@ from distflow.lifecycle.exits import Action, exit_code_of
 from distflow.lifecycle.states import Reason, State, is_legal
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
+from distflow.state.notices import Notice
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
@@ -74,9 +75,9 @@ class _MortalStore(Store):
 
     life: _Life
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event]) -> None:
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
         self.life.spend()
-        super().save(records, events)
+        super().save(records, events, notices)
         self.life.spend()
 
 

@@ -186,7 +186,10 @@ def _start_supervisor(
     socket.send_fds(starter, [json.dumps([command, dict(os.environ)]).encode()], [read, stdout.fileno(), *pass_fds])
     os.close(read)
     starter.recv(16)
-    return SimpleNamespace(stdin=None if write is None else open(write, "wb", buffering=0), returncode=None)
+    given = None if write is None else open(write, "wb", buffering=0)
+    # It is not a child of this process: it ends when its standard input does, and nothing is left to reap.
+    end = given.close if given is not None else None
+    return SimpleNamespace(stdin=given, returncode=None, pid=os.getpid(), kill=end, communicate=lambda: None)
 
 
 def _run_supervisor(handles: list[int], command: list[str], environment: dict[str, str]) -> int:

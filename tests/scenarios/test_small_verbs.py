@@ -96,8 +96,9 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
 def test_invalid_values_of_a_profile_are_reported(pools: Cli) -> None:
     for words, said in (
         (["set", "pool", "hree"], "there is no pool 'hree'\ndid you mean `here`?"),
-        (["set", "notifications", "email", "slack"], "distflow does not send notifications"),
-        (["set", "notifications"], "distflow does not send notifications"),
+        (["set", "notifications", "email", "slack"], "distflow profile set notify NAME"),
+        (["set", "notify"], "needs at least one target"),
+        (["set", "notify", "team"], "this machine has no credential `team`"),
         (["set", "pool"], "needs the name of one pool"),
         (["set", "pool", "here", "there"], "needs the name of one pool"),
         (["set", "colour", "green"], "`colour` is not a setting of the profile"),

@@ -27,6 +27,7 @@ __all__ = [
     "Input",
     "Kpi",
     "LauncherOptions",
+    "Notify",
     "Output",
     "Ranks",
     "Resources",
@@ -181,6 +182,17 @@ class Kpi(_Part, frozen=True):
     path: Text
 
 
+class Notify(_Part, frozen=True):
+    """Whom to notify of the workflow, and when: either ``url`` or ``credential``."""
+
+    on: list[Text] = field(default_factory=list)
+    url: Text | None = None
+    credential: Text | None = None
+    format: Text | None = None
+    after: Duration | None = None
+    name: Text | None = None
+
+
 class Task(_Part, frozen=True):
     """One command on one node."""
 
@@ -253,6 +265,7 @@ class Spec(_Part, frozen=True):
     timeout: Timeouts | None = None
     retry: Retry | None = None
     max_log: Amount | None = None
+    notify: list[Notify] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

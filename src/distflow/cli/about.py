@@ -22,13 +22,17 @@ schema_app = command_app()
 class _Output(str, Enum):
     QUERY = "query"
     LIST = "list"
+    NOTIFICATION = "notification"
 
 
 @schema_app.command(epilog="Examples: distflow schema > workflow.schema.json  ·  distflow schema --output query")
 def schema(
     config: Annotated[bool, typer.Option("--config", help="Print the schema of the configuration, distflow.yaml.")] = False,
     output: Annotated[
-        _Output | None, typer.Option("--output", help="Print the schema of this command's output with --format-type json.")
+        _Output | None,
+        typer.Option(
+            "--output", help="Print the schema of this command's output with --format-type json, or of notifications."
+        ),
     ] = None,
 ) -> None:
     """Print the JSON Schema of workflow specs, for editors and other tools."""

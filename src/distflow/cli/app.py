@@ -104,8 +104,9 @@ class _Root(LazyGroup):
                 "dataset": ("distflow.cli.dataset:app", "Manage named, versioned collections of files."),
             },
             "Manage": {
-                "profile": ("distflow.cli.pool:profile_app", "Set your default pool."),
+                "profile": ("distflow.cli.pool:profile_app", "Set your default pool and notifications."),
                 "credential": ("distflow.cli.credential:app", "Store secrets that tasks use by name."),
+                "notify": ("distflow.cli.notify:app", "List and test notifications about workflows."),
                 "schema": ("distflow.cli.about:schema_app", "Print the JSON Schema of workflow specs."),
                 "version": ("distflow.cli.about:version_app", "Print distflow's version."),
             },

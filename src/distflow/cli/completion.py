@@ -21,6 +21,7 @@ __all__ = [
     "complete_group",
     "complete_metric",
     "complete_node",
+    "complete_notify",
     "complete_pool",
     "complete_priority",
     "complete_sample",
@@ -140,6 +141,14 @@ def complete_credential(client: Client, params: Mapping[str, Any]) -> Iterable[s
     from distflow.client.completion import credential_names
 
     return credential_names(client)
+
+
+@_completer
+def complete_notify(client: Client, params: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
+    """Complete the name of a target of notifications."""
+    from distflow.client.completion import notify_names
+
+    return notify_names(client)
 
 
 @_completer

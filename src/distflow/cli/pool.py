@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.completion import complete_node, complete_pool
+from distflow.cli.completion import complete_credential, complete_node, complete_pool
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, command_app
@@ -27,6 +27,7 @@ from distflow.client.pools import (
     usage_by_node,
 )
 from distflow.client.workflows import workflow_ids
+from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NodeError
 from distflow.pools.model import Configuration, Node, Pool
 
@@ -295,30 +296,54 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
 
 profile_app = command_app(no_args_is_help=True)
 
-_NO_NOTIFICATIONS = "distflow does not send notifications; `distflow workflow submit --wait` returns when a workflow has ended"
+_KEYS = ("pool", "notify")
+_OSMO_NOTIFICATIONS = "name the credential that has the webhook or the address: distflow profile set notify NAME"
 _KeyArgument = Annotated[
-    str, typer.Argument(metavar="KEY", help="The setting. The only one is: pool.", autocompletion=lambda: ["pool"])
+    str, typer.Argument(metavar="KEY", help="The setting: pool or notify.", autocompletion=lambda: list(_KEYS))
 ]
+
+
+def _complete_value(ctx: typer.Context, incomplete: str) -> list[str]:
+    complete = complete_credential if ctx.params.get("key") == "notify" else complete_pool
+    return complete(ctx, incomplete)
 
 
 @profile_app.callback()
 def _profile() -> None:
-    """Set your default pool."""
+    """Set your default pool and notifications."""
 
 
-@profile_app.command("set", epilog="Example: distflow profile set pool lab")
+@profile_app.command(
+    "set",
+    epilog="Examples: distflow profile set pool lab  ·  distflow profile set notify team-slack"
+    "  ·  distflow profile set notify '{credential: team-slack, on: [failed, waiting], after: 1h}'",
+)
 def set_preference(
     key: _KeyArgument,
     values: Annotated[
-        list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.", autocompletion=complete_pool)
+        list[str] | None,
+        typer.Argument(metavar="VALUE", help="A pool, or targets of notifications.", autocompletion=_complete_value),
     ] = None,
 ) -> None:
-    """Set this user's default pool on this machine.
+    """Set this user's default pool or notifications on this machine.
 
-    It is used if neither --pool nor the spec names a pool. It takes precedence over `default_pool` in the configuration, if the
-    configuration has a pool of this name.
+    The default pool is used if neither --pool nor the spec names a pool. It takes precedence over `default_pool` in the
+    configuration, if the configuration has a pool of this name.
+
+    `notify` replaces the targets that are notified of each workflow that you submit, in addition to those of the configuration
+    and the spec. A target is the name of a credential whose value is a URL, or an entry as in a spec.
     """
     _check_key(key)
+    if key == "notify":
+        if not values:
+            hint = "`distflow credential list` shows the credentials; `distflow profile unset notify` removes all targets"
+            raise InputError("`distflow profile set notify` needs at least one target", hint=hint)
+        from distflow.client.notifications.targets import set_profile_notify
+
+        with open_client() as client:
+            targets = set_profile_notify(client, values)
+        print(f"Set notify to {', '.join(target.label for target in targets)}. To test it: distflow notify test")
+        return
     if values is None or len(values) != 1:
         raise InputError("`distflow profile set pool` needs the name of one pool", hint="`distflow pool list` shows the pools")
     with open_client() as client:
@@ -326,20 +351,26 @@ def set_preference(
     print(f"Set pool to {values[0]}.")
 
 
-@profile_app.command("unset", epilog="Example: distflow profile unset pool")
+@profile_app.command("unset", epilog="Examples: distflow profile unset pool  ·  distflow profile unset notify")
 def unset_preference(key: _KeyArgument) -> None:
-    """Use the default pool of the configuration again."""
+    """Use the default pool of the configuration again, or notify only targets of the configuration and specs."""
     _check_key(key)
     with open_client() as client:
-        prefer_pool(client, None)
-    print("Unset pool.")
+        if key == "notify":
+            from distflow.client.notifications.targets import set_profile_notify
+
+            set_profile_notify(client, ())
+        else:
+            prefer_pool(client, None)
+    print(f"Unset {key}.")
 
 
 @profile_app.command("list", epilog="Example: distflow profile list -t json")
 def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
-    """Show the default pool and all pools."""
+    """Show the default pool, all pools, and the targets of your notifications."""
     with open_client() as client:
         preferred, configuration = client.preferred_pool(), client.configuration()
+        notify = [target.label for target in client.profile_notify()]
     pools = list(configuration.pools)
     if format_type is Format.JSON:
         profile = {
@@ -347,15 +378,18 @@ def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
             "email_notification": False,
             "slack_notification": False,
             "pool": configuration.default_pool,
+            "notify": notify,
         }
         print(json.dumps({"profile": profile, "pools": pools, "roles": []}, indent=2))
         return
     source = "your profile" if preferred == configuration.default_pool else configuration.file or "built in"
     print(f"User:  {user_name()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
+    if notify:
+        print(f"Notify: {', '.join(notify)}")
 
 
 def _check_key(key: str) -> None:
     if key == "notifications":
-        raise InputError(_NO_NOTIFICATIONS)
-    if key != "pool":
-        raise InputError(f"`{key}` is not a setting of the profile", hint="the only setting is `pool`, the default pool")
+        raise InputError("`notifications` is not a setting of the profile", hint=_OSMO_NOTIFICATIONS)
+    if key not in _KEYS:
+        raise InputError(f"`{key}` is not a setting of the profile", hint=did_you_mean(key, _KEYS, what="settings"))

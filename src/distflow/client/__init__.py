@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from distflow.client.logs import stream_logs
     from distflow.client.metrics import find_metrics
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
+    from distflow.client.notifications.targets import find_notify_targets, send_test_notification, set_profile_notify
     from distflow.client.outputs import fetch_output_files, list_output_files
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
     from distflow.client.rsync import rsync_with_task, start_sync, stop_syncs
@@ -90,6 +91,7 @@ __all__ = [
     "fetch_output_files",
     "fetch_results",
     "find_metrics",
+    "find_notify_targets",
     "find_running_task",
     "find_workflow",
     "forward_ports",
@@ -113,7 +115,9 @@ __all__ = [
     "restart",
     "rsync_with_task",
     "run_on_tasks",
+    "send_test_notification",
     "set_credential",
+    "set_profile_notify",
     "spec_text",
     "start_sync",
     "stop_syncs",

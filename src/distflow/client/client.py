@@ -12,6 +12,7 @@ from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.structs import replace
 
 if TYPE_CHECKING:
+    from distflow.documents.notify import NotifyTarget
     from distflow.pools.hostfile import Host
     from distflow.pools.model import Configuration
     from distflow.state.mirror import Mirror
@@ -166,9 +167,22 @@ class Client:
 
     def preferred_pool(self) -> str | None:
         """Return the preferred pool of this user's profile, or ``None``. Raises ``StateError``."""
-        from distflow.state.directory import read_pool
+        from distflow.state.directory import read_profile
 
-        return read_pool(find_state_directory(self.environ).profile)
+        found = read_profile(find_state_directory(self.environ).profile).get("pool")
+        return str(found) if found else None
+
+    def profile_notify(self) -> tuple[NotifyTarget, ...]:
+        """Return the entries of ``notify`` in this user's profile. Raises ``ProblemsFound`` or ``StateError``."""
+        from distflow.state.directory import read_profile
+
+        file = find_state_directory(self.environ).profile
+        found = read_profile(file).get("notify")
+        if not found:
+            return ()
+        from distflow.pools.load import parse_profile_notify
+
+        return parse_profile_notify(found, str(file))
 
     def hosts(self, hostfile: str | None) -> tuple[Host, ...] | None:
         """Read a hostfile, or return ``None`` for ``None``. Raises ``ProblemsFound``."""
@@ -194,9 +208,14 @@ class Client:
     def wake(self) -> None:
         """Start a supervisor if there is unfinished work and none is running, and do not wait for it.
 
-        Warn through ``notify`` if it cannot be started. Raises ``StateError``.
+        Also send notifications that an earlier process could not send. Warn through ``notify`` if a process cannot be started.
+        Raises ``StateError``.
         """
-        if self.store.is_read_only or not self.store.has_unfinished():
+        if self.store.is_read_only:
+            return
+        if self.store.has_notices():
+            self._send_notices()
+        if not self.store.has_unfinished():
             return
         from distflow.supervisor.process import ensure_supervisor, is_running
 
@@ -205,6 +224,17 @@ class Client:
                 ensure_supervisor(self.directory, wait=False)
         except OSError as error:
             self.notify(f"warning: the supervisor could not be started: {error}")
+
+    def _send_notices(self) -> None:
+        from distflow.supervisor.sending import start_sender
+
+        try:
+            process = start_sender(self.directory)
+        except OSError as error:
+            self.notify(f"warning: notifications cannot be sent: {error}")
+            return
+        if process is not None:
+            process.returncode = 0  # init reaps the child, because this process exits before it
 
     def load_supervisor(self, backends: Iterable[str]) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.

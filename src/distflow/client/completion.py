@@ -21,6 +21,7 @@ __all__ = [
     "metric_names",
     "newest_ids",
     "node_names",
+    "notify_names",
     "pool_names",
     "tag_names",
     "task_names",
@@ -80,6 +81,15 @@ def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | N
 def credential_names(client: Client) -> list[str]:
     """Return the names of this user's credentials, without reading their values."""
     return sorted(path.stem for path in find_state_directory(client.environ).credentials.glob("*.json"))
+
+
+def notify_names(client: Client) -> list[str]:
+    """Return the names of the targets of notifications in the configuration and the profile."""
+    from distflow.state.directory import read_profile
+
+    profile = read_profile(find_state_directory(client.environ).profile).get("notify") or ()
+    configured = client.configuration(profile=False, names_only=True).notify
+    return [*(one.label for one in configured), *(one.get("name") or one.get("credential") or "" for one in profile)]
 
 
 def _find(client: Client, workflow: str) -> WorkflowRecord | None:

@@ -28,6 +28,7 @@ __all__ = [
     "diagnose_groups",
     "explain_failures",
     "missing_ranks",
+    "remedy_of",
 ]
 
 
@@ -70,6 +71,11 @@ class DiagnosedGroup:
     def status(self) -> str:
         """The status of the group as ``query`` shows it, or ``RESCHEDULED`` for an earlier attempt."""
         return self.group.status if self.attempt == self.group.attempt else State.RESCHEDULED.value
+
+
+def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
+    """Return the remedy of a diagnosis, with the workflow's id in its commands."""
+    return diagnosis.remedy.replace("<id>", record.id)
 
 
 def explain_failures(

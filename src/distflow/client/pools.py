@@ -15,7 +15,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.pools.hostfile import Host, choose_pool, with_hosts
 from distflow.pools.model import NO_SETTINGS, Configuration, Node, NodeSettings, Pool
-from distflow.state.directory import write_pool
+from distflow.state.directory import write_profile
 from distflow.structs import replace
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def prefer_pool(client: Client, name: str | None) -> None:
         known = client.configuration(profile=False).pools
         if name not in known:
             raise NotFound(f"there is no pool {name!r}", hint=did_you_mean(name, known, what="pools"))
-    write_pool(client.writable_directory().profile, name)
+    write_profile(client.writable_directory().profile, "pool", name)
 
 
 def _pools(configuration: Configuration, names: Sequence[str], all_pools: bool) -> Iterator[Pool]:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from distflow.client.client import Client
 from distflow.client.credentials import credential_problems
+from distflow.client.notifications.targets import own_targets, target_problems
 from distflow.client.previous_outputs import previous_output_problems
+from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.schema import load_schema
 from distflow.documents.text import few
@@ -82,7 +84,13 @@ class CheckedSpec:
 
 
 def check_spec(
-    client: Client, file: str, overrides: Overrides, *, text: str | None = None, is_tolerant: bool = False
+    client: Client,
+    file: str,
+    overrides: Overrides,
+    *,
+    text: str | None = None,
+    is_tolerant: bool = False,
+    notify: Sequence[NotifyTarget] = (),
 ) -> CheckedSpec:
     """Read and check a spec, its rank layout and its credentials.
 
@@ -92,6 +100,7 @@ def check_spec(
         overrides: Values for the template and the tasks.
         text: The spec itself. Its files are relative to the working directory.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials at all.
+        notify: Entries of the configuration and the profile to check together with those of the spec.
 
     Returns:
         The spec with its warnings.
@@ -103,7 +112,7 @@ def check_spec(
     """
     if text is None and file.endswith(".py") and Path(file).is_file():
         raise InputError(f"{file} is a Python script, not a spec", hint=f"distflow run {shlex.quote(file)}")
-    checks = _SpecChecks(client, is_tolerant=is_tolerant)
+    checks = _SpecChecks(client, is_tolerant=is_tolerant, notify=notify)
     spec, warnings = load_spec(
         file,
         sets=overrides.sets,
@@ -169,7 +178,8 @@ def validate(
         ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
 
     """
-    checked = check_spec(client, file, overrides, text=text, is_tolerant=True)
+    notify = own_targets(client, configuration)
+    checked = check_spec(client, file, overrides, text=text, is_tolerant=True, notify=notify)
     chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
     with tempfile.TemporaryDirectory() as blobs:
         bundles, problems = bundle_files(checked.spec, Path(blobs))
@@ -235,7 +245,7 @@ def output_schema_text(command: str) -> str:
     """Return the JSON Schema of a command's JSON output.
 
     Args:
-        command: ``query`` or ``list``.
+        command: ``query``, ``list`` or ``notification``.
 
     """
     schema = load_schema("distflow.client", "output.schema.json")
@@ -250,9 +260,10 @@ def output_schema_text(command: str) -> str:
 class _SpecChecks:
     """Checks of a spec that the package ``spec`` cannot do: rank layout, credentials and outputs of other workflows."""
 
-    def __init__(self, client: Client, *, is_tolerant: bool = False) -> None:
+    def __init__(self, client: Client, *, is_tolerant: bool = False, notify: Sequence[NotifyTarget] = ()) -> None:
         """Create the checks for a client. The arguments are those of ``check_spec``."""
         self._client = client
+        self._notify = notify
         self._is_tolerant = is_tolerant
         self.worlds: dict[str, World] = {}
 
@@ -263,6 +274,7 @@ class _SpecChecks:
         problems += (
             *unused_reschedules(spec, found),
             *credential_problems(self._client, spec, is_tolerant=self._is_tolerant),
+            *target_problems(self._client, (*self._notify, *spec.notify), is_tolerant=self._is_tolerant),
         )
         return [*problems, *previous_output_problems(self._client, spec)]
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from distflow.backends.registry import require_supported, unknown_hosts
 from distflow.client.client import Client, now, user_name
 from distflow.client.credentials import gather_secrets
+from distflow.client.notifications.targets import own_targets, target_problems
 from distflow.client.pools import PoolCheck, check_pool_nodes
 from distflow.client.previous_outputs import (
     OnFetch,
@@ -23,6 +24,7 @@ from distflow.client.previous_outputs import (
 )
 from distflow.client.specs import CheckedSpec, Overrides, PreviousWorkflow, check_spec, find_previous, propose_placement
 from distflow.documents.document import Text
+from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
@@ -95,6 +97,8 @@ class PlannedWorkflow:
     """The directory with the files that the spec sends, named by their digests."""
     labels: Mapping[str, str] = field(default_factory=dict)
     priority: Priority = Priority.NORMAL
+    notify: tuple[NotifyTarget, ...] = ()
+    """Whom to notify of the workflow: the entries of the configuration, of this user's profile and of the spec."""
 
 
 def plan(
@@ -127,11 +131,13 @@ def plan(
 
     """
     configuration = configuration or client.configuration()
+    notify = own_targets(client, configuration)
     previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
     if previous is not None:
+        raise_errors(target_problems(client, notify))
         checked, chosen = previous.checked, previous.choose_pool(configuration, request.pool, request.hosts)
     else:
-        checked = check_spec(client, request.spec, request.overrides, text=request.text)
+        checked = check_spec(client, request.spec, request.overrides, text=request.text, notify=notify)
         chosen = choose_pool(configuration, given=request.pool, wanted=checked.spec.pool, hosts=request.hosts)
     require_supported(chosen)
     _check_hosts(chosen, request.hosts or ())
@@ -147,6 +153,7 @@ def plan(
             on_pack,
         ),
         labels=labels,
+        notify=(*notify, *checked.spec.notify),
         priority=request.priority or (previous.record.priority if previous else Priority.NORMAL),
     )
 
@@ -327,6 +334,7 @@ def _insert(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRe
             plan=planned.plan,
             pool=planned.pool,
             folder=str(planned.checked.folder),
+            notify=planned.notify,
             events=[event],
         )
     except BaseException:
@@ -431,9 +439,13 @@ def plan_restart(
     if record.state is WorkflowState.COMPLETED:
         hint = f"to run the whole workflow again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed, so there is nothing to restart", hint=hint)
+    notify = own_targets(client, configuration)
+    raise_errors(target_problems(client, notify))
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
     planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets, on_pack)
-    return PlannedRestart(previous=previous, planned=replace(planned, labels=record.labels, priority=record.priority))
+    notify = (*notify, *previous.checked.spec.notify)
+    planned = replace(planned, labels=record.labels, priority=record.priority, notify=notify)
+    return PlannedRestart(previous=previous, planned=planned)
 
 
 def restart(

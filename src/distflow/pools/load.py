@@ -8,6 +8,7 @@ variables of ``environment`` are merged in that order.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
+from distflow.documents.notify import NotifyTarget, parse_notify
 from distflow.documents.problems import ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.requirements import Requirements
@@ -41,6 +43,7 @@ __all__ = [
     "load_hostfile",
     "parse_configuration",
     "parse_memory",
+    "parse_profile_notify",
     "this_machine",
 ]
 
@@ -130,11 +133,24 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine, na
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}
     default = _default_pool(top, names)
     datasets = _datasets(top)
+    notify = parse_notify(top, allows_commands=True)
     raise_errors(problems)
     bases = {name: _base_node(top.view("pools", name)) for name in names if pools[name].backend == "ssh"}
     return Configuration(
-        pools=MappingProxyType(pools), default_pool=default, file=file, datasets=datasets, bases=MappingProxyType(bases)
-    )
+        pools=MappingProxyType(pools), default_pool=default, file=file, datasets=datasets, notify=notify,
+        bases=MappingProxyType(bases),
+    )  # fmt: skip
+
+
+def parse_profile_notify(entries: object, file: str) -> tuple[NotifyTarget, ...]:
+    """Return the entries of ``notify`` in a profile, from its JSON. Raises ``ProblemsFound`` with all findings."""
+    document = parse_yaml(json.dumps({"notify": entries}), file)
+    whole = load_schema(_PACKAGE, _SCHEMA)
+    rule = {"type": "object", "properties": {"notify": whole["properties"]["notify"]}, "$defs": whole["$defs"]}
+    problems = [*document.warnings, *schema_problems(document, rule)]
+    found = parse_notify(View(document, (), problems), allows_commands=True)
+    raise_errors(problems)
+    return found
 
 
 def configuration_schema_text() -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from distflow.documents.requirements import Requirements
 from distflow.structs import replace
+
+if TYPE_CHECKING:
+    from distflow.documents.notify import NotifyTarget
 
 __all__ = [
     "DEFAULT_MAX_LOG",
@@ -181,6 +184,8 @@ class Configuration:
     """The path of the file; ``None`` for the built-in one."""
     datasets: str | None = None
     """The URL of the directory of all datasets; ``None``: in the state directory."""
+    notify: tuple[NotifyTarget, ...] = ()
+    """Whom to notify of every workflow, and when."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     """For each pool over SSH, the settings of a node without settings of its own, such as a host of a hostfile."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distflow.documents.document import Path, Text
 from distflow.documents.problems import Mark
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.exits import ExitActions
+
+if TYPE_CHECKING:
+    from distflow.documents.notify import NotifyTarget
 
 __all__ = [
     "CheckpointSpec",
@@ -330,6 +333,8 @@ class WorkflowSpec:
     """The maximum size of each attempt's log in bytes; ``None``: that of the pool."""
     venv: Requirements | None = None
     """The packages of the tasks' Python environment."""
+    notify: tuple[NotifyTarget, ...] = ()
+    """Whom to notify of the workflow, and when."""
     environment_names: tuple[str, ...] = ()
     """Names of the variables that ``--set-env`` sets for every task. Their values are secrets, which a spec never contains."""
     mark: Mark = Mark("")

@@ -15,6 +15,7 @@ from typing import Any
 
 from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
+from distflow.documents.notify import parse_notify
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.requirements import Requirements
@@ -122,6 +123,7 @@ def load_spec_text(
         resources=resources,
         max_log=top.parsed("max_log", parse_log_bytes),
         venv=_parse_venv(top, base_dir),
+        notify=parse_notify(top, allows_commands=False),
         file=file,
         rendered=rendered.text,
         environment_names=tuple(dict.fromkeys(environment_names)),
@@ -353,6 +355,9 @@ def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -
     if keyword == "type" and path and path[-1] == "args" and isinstance(value, str):
         hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
         return f"`{path_text(path)}` must be a list of strings, not one string", hint
+    if keyword == "additionalProperties" and path[1:2] == ("notify",) and "command" in value:
+        hint = "move the entry to `notify` of distflow.yaml, or of your profile (`distflow profile set notify`)"
+        return "`notify` of a spec cannot have a `command`, because commands run on the submitting machine", hint
     if path[-1:] == ("exitActions",) and isinstance(value, str) and value.upper() == "RESTART":
         return "`RESTART` is not an exit action", "write `RESCHEDULE`: the group is retried as often as its `retry` allows"
     if path == ("version",):

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -25,10 +26,10 @@ __all__ = [
     "has_room",
     "is_locked",
     "lock_at_once",
-    "read_pool",
+    "read_profile",
     "state_errors",
-    "write_pool",
     "write_private",
+    "write_profile",
 ]
 
 
@@ -91,6 +92,11 @@ class StateDirectory(Struct, frozen=True):
     def crash_log(self) -> Path:
         """The traceback of the last bug."""
         return self.path / "crash.log"
+
+    @property
+    def notify_lock(self) -> Path:
+        """The process that sends notifications keeps it locked."""
+        return self.path / "notify.lock"
 
     @property
     def socket(self) -> Path:
@@ -182,24 +188,24 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def read_pool(file: Path) -> str | None:
-    """Return the preferred pool; ``None`` if there is no preference. Raises ``StateError``."""
+def read_profile(file: Path) -> dict[str, Any]:
+    """Return the settings of the profile: ``pool``, the preferred pool, and ``notify``. Raises ``StateError``."""
     try:
         with state_errors(file):
-            found = json.loads(file.read_text()).get("pool")
+            return dict(json.loads(file.read_text()).items())
     except StateError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            return None
+            return {}
         raise
     except (ValueError, AttributeError):
         raise StateError(f"the profile cannot be read: {file} is damaged", hint="remove it") from None
-    return str(found) if found else None
 
 
-def write_pool(file: Path, pool: str | None) -> None:
-    """Store the preferred pool, or that there is none. Raises ``StateError``."""
+def write_profile(file: Path, key: str, value: object) -> None:
+    """Store a setting of the profile; ``None`` for no preference. Raises ``StateError``."""
+    found = read_profile(file) | {key: value}
     with state_errors(file):
-        write_private(file, json.dumps({"pool": pool}).encode())
+        write_private(file, json.dumps(found).encode())
 
 
 def write_private(path: Path, data: bytes) -> None:

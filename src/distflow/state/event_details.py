@@ -35,6 +35,8 @@ __all__ = [
     "Message",
     "NodeReachable",
     "NodeUnreachable",
+    "NotificationFailed",
+    "NotificationSent",
     "OrphanGone",
     "OrphanNotSeen",
     "OrphanStopping",
@@ -427,6 +429,29 @@ class CheckpointFilesLeftOut(_State):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotificationSent:
+    """A notification about the workflow was sent."""
+
+    code: ClassVar[str] = "notification_sent"
+    kind: ClassVar[str] = "notification"
+    on: str
+    """What it reports, such as ``failed``."""
+    target: str
+    """The name of the entry of ``notify``, without any secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotificationFailed:
+    """A notification about the workflow was not sent, and is not tried again."""
+
+    code: ClassVar[str] = "notification_failed"
+    kind: ClassVar[str] = "notification"
+    on: str
+    target: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten(_State):
     """A checkpoint was written to its URL."""
 
@@ -447,6 +472,7 @@ EventDetails = (
     | OutputCollected | OutputHeldBack | OutputLosing
     | InputFetched | InputEmpty | OutputWritten | OutputEmpty | DataRelayed | DataFailed
     | CheckpointFailed | CheckpointFilesLeftOut | CheckpointWritten
+    | NotificationSent | NotificationFailed
 )  # fmt: skip
 
 _BY_CODE: Mapping[str, type[EventDetails]] = MappingProxyType(

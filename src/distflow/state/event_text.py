@@ -86,6 +86,10 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             return f"stopping the abandoned attempt on {details.node}, which is reachable again"
         case of.OrphanGone():
             return f"the abandoned attempt on {details.node} has ended"
+        case of.NotificationSent():
+            return f"notified {details.target} (`{details.on}`)"
+        case of.NotificationFailed():
+            return f"could not notify {details.target} (`{details.on}`): {details.error}"
         case of.OrphanNotSeen():
             return f"the abandoned attempt on {details.node} was not stopped: the node stayed unreachable"
         case _:

@@ -481,7 +481,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """A category for filters: ``submitted``, ``state``, ``node``, ``cancel``."""
+        """A category for filters: ``submitted``, ``state``, ``node``, ``cancel``, ``notification``."""
         return self.details.kind
 
     @property

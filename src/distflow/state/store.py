@@ -25,8 +25,10 @@ from distflow.state.search import Search, where
 from distflow.structs import replace
 
 if TYPE_CHECKING:
+    from distflow.documents.notify import NotifyTarget
     from distflow.plan.model import Plan
     from distflow.pools.model import Pool
+    from distflow.state.notices import Notice
 
 __all__ = ["Store"]
 
@@ -72,6 +74,14 @@ _MIGRATIONS = (
     UPDATE events SET code = 'hang_over' WHERE text = grp || ': gives signs of life again'
     """,
     "ALTER TABLE events ADD COLUMN fields TEXT",
+    """
+    ALTER TABLE documents ADD COLUMN notify BLOB;
+    CREATE TABLE notices (
+        workflow TEXT NOT NULL REFERENCES workflows, target INTEGER NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
+        at REAL NOT NULL, pending INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (workflow, target, kind, subject)
+    );
+    CREATE INDEX notices_pending ON notices (at) WHERE pending = 1
+    """,
 )
 
 _FIELDS = (
@@ -143,6 +153,7 @@ class Store:
         plan: Plan,
         pool: Pool,
         folder: str | None = None,
+        notify: Sequence[NotifyTarget] = (),
         events: Sequence[Event] = (),
         keep_number: bool = False,
     ) -> WorkflowRecord:
@@ -164,15 +175,18 @@ class Store:
                 ),
             )  # fmt: skip
             self._db.execute(
-                "INSERT INTO documents (workflow, template, spec, plan, pool, folder) VALUES (?,?,?,?,?,?)",
-                (record.uuid, template, spec, encode(plan), encode(pool), folder),
+                "INSERT INTO documents (workflow, template, spec, plan, pool, folder, notify) VALUES (?,?,?,?,?,?,?)",
+                (record.uuid, template, spec, encode(plan), encode(pool), folder, encode(notify) if notify else None),
             )
             self._write_groups(record, record.groups)
             self._write_events(events)
         return record
 
-    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event]) -> None:
-        """Write the progress of workflows together with the events that report it. Only the supervisor may call this."""
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
+        """Write the progress of workflows together with its events and notifications. Only the supervisor may call this.
+
+        A notification that was stored before is not stored again, whether or not it has been sent.
+        """
         with self._transaction():
             for record in records:
                 self._db.execute(
@@ -185,6 +199,19 @@ class Store:
                 )  # fmt: skip
                 self._write_groups(record, record.groups)
             self._write_events(events)
+            self._db.executemany(
+                "INSERT OR IGNORE INTO notices (workflow, target, kind, subject, at) VALUES (?,?,?,?,?)",
+                [(one.workflow, one.target, one.on.value, one.subject, one.at) for one in notices],
+            )
+
+    def finish_notice(self, notice: Notice, event: Event) -> None:
+        """Record that a notification was sent or given up, together with the event that reports it."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE notices SET pending = 0 WHERE workflow = ? AND target = ? AND kind = ? AND subject = ?",
+                (notice.workflow, notice.target, notice.on.value, notice.subject),
+            )
+            self._write_events([event])
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
         """Record a user's request to cancel this workflow (uuid). A later request never revokes an earlier force."""
@@ -296,6 +323,32 @@ class Store:
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             return decode(row[0], Pool)
+
+    def notify_targets(self, workflow: str) -> tuple[NotifyTarget, ...]:
+        """Return whom to notify of a workflow (uuid)."""
+        with self._errors():
+            row = self._db.execute("SELECT notify FROM documents WHERE workflow = ?", (workflow,)).fetchone()
+            if row is None or row[0] is None:
+                return ()
+            from distflow.documents.notify import NotifyTarget  # noqa: PLC0415  readers of records do without
+
+            return decode(row[0], tuple[NotifyTarget, ...])
+
+    def has_notices(self) -> bool:
+        """Return whether notifications must still be sent."""
+        with self._errors():
+            return self._db.execute("SELECT 1 FROM notices WHERE pending = 1 LIMIT 1").fetchone() is not None
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notifications that must still be sent, oldest first."""
+        from distflow.state.notices import Notice  # noqa: PLC0415  only the process that sends them needs it
+
+        with self._errors():
+            rows = self._db.execute(
+                "SELECT workflow, target, kind, subject, at FROM notices WHERE pending = 1 ORDER BY at, rowid"
+            ).fetchall()
+            keys = ("workflow", "target", "on", "subject", "at")
+            return msgspec.convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
 
     def retention_s(self, workflow: str) -> float | None:
         """Return the ``retention_s`` of a workflow's pool, without importing the rest of the pool."""

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import queue
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from distflow.pools.model import Node, Pool
 from distflow.state.event_details import WorkflowRefused
 from distflow.state.event_text import event_text
 from distflow.state.mirror import LAST_LINES, Mirror
+from distflow.state.notices import Notice
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
@@ -60,6 +61,7 @@ from distflow.supervisor.commands import (
     answered,
 )
 from distflow.supervisor.decide import decide
+from distflow.supervisor.notices import notices
 from distflow.supervisor.observations import (
     adjust_cancel_time,
     adjust_times,
@@ -132,8 +134,12 @@ class Supervisor:
         open_backend: OpenBackend,
         open_transfers: OpenTransfers,
         log: Callable[[str], None],
+        on_notices: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store the arguments. The supervisor does nothing before ``run`` or ``step`` is called."""
+        """Store the arguments. The supervisor does nothing before ``run`` or ``step`` is called.
+
+        ``on_notices`` is called after notifications were stored, and must not block.
+        """
         self._store = store
         self._mirror = mirror
         self._secrets = secrets
@@ -148,6 +154,7 @@ class Supervisor:
         self._open_backend = open_backend
         self._transfers = open_transfers(self.report)
         self._log = log
+        self._on_notices = on_notices
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
         # These two are replaced, never changed: a decision uses their identity to see whether anything happened.
@@ -281,14 +288,14 @@ class Supervisor:
                 continue
             try:
                 backend = self._backend(record)
-                plan = self._store.plan(record.uuid)
+                plan, notify = self._store.plan(record.uuid), self._store.notify_targets(record.uuid)
             except InputError as error:
                 self._refuse(record, error.message)
                 continue
             except RecordUnreadable:
                 unreadable.add(record.uuid)
                 continue
-            self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan)
+            self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan, notify=notify)
             keys = [
                 key
                 for group in record.groups
@@ -309,7 +316,13 @@ class Supervisor:
             for group in record.groups
         )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
-        self._store.save([ended], [Event(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)])
+        due = tuple(notices(self._store.notify_targets(record.uuid), record, ended, now, now))
+        self._save([ended], [Event(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)], due)
+
+    def _save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], due: Sequence[Notice] = ()) -> None:
+        self._store.save(records, events, due)
+        if due:
+            self._on_notices()
 
     def _backend(self, record: WorkflowRecord) -> Backend:
         key = record.pool_key
@@ -336,8 +349,8 @@ class Supervisor:
         for _ in range(_ROUNDS):
             decision = self.decide()
             self._last_decision = decision.last_decision
-            if decision.records or decision.events:
-                self._store.save(decision.records.values(), decision.events)
+            if decision.records or decision.events or decision.notices:
+                self._save(decision.records.values(), decision.events, decision.notices)
                 for event in decision.events:
                     self._log(event.text)
             for uuid, record in decision.records.items():

@@ -26,6 +26,7 @@ from distflow.state.store import Store
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.process import Lock, open_wake_socket
+from distflow.supervisor.sending import SenderStarter, start_sender
 from distflow.supervisor.transfer_threads import ThreadedTransfers
 from distflow.transports.local import LocalTransport
 
@@ -142,7 +143,12 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
         return ThreadedTransfers(directory.blobs, directory.blobs.parent / "transfers", steady.now, sink, keys)
 
     sweep_secrets(directory.secrets, store, steady.now())
-    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log)
+    send_notices = SenderStarter(directory, _log)
+    if store.has_notices():
+        send_notices()  # an earlier process was killed before it sent all of them
+    supervisor = Supervisor(
+        store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log, send_notices
+    )
     wake_socket = open_wake_socket(directory)
 
     def listen(wake_socket: socket.socket) -> None:
@@ -161,6 +167,9 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     finally:
         if wake_socket is not None:
             wake_socket.close()
+    if store.has_notices():
+        with contextlib.suppress(OSError):
+            start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it has done that
     _log("all workflows have ended")
     return supervisor.unreadable
 

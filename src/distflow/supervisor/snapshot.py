@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distflow.backends.base import AttemptKey, NodeUp
+from distflow.documents.notify import NotifyTarget
 from distflow.documents.quantities import bytes_text
 from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
+from distflow.state.notices import Notice
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId
 
@@ -78,10 +80,11 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workflow:
-    """A workflow's record and its plan."""
+    """A workflow's record, its plan, and whom to notify of it."""
 
     record: WorkflowRecord
     plan: Plan
+    notify: tuple[NotifyTarget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +156,12 @@ class Snapshot:
 
 @dataclass(slots=True, kw_only=True)
 class Decision:
-    """The result of a decision: changed records with their events, commands, and the time of the next decision."""
+    """The result of a decision: changed records with their events, notifications and commands, and when to decide again."""
 
     records: dict[str, WorkflowRecord] = field(default_factory=dict)
     """Changed workflows by uuid."""
     events: list[Event] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
     """When something changes by itself; ``None`` for never."""

@@ -80,6 +80,7 @@ def test_the_parts_have_the_keys_of_the_schema() -> None:
         "timeout": _keys(parts.Timeouts),
         "retry": _keys(parts.Retry),
         "elastic": _keys(parts.Elastic),
+        "notify": _keys(parts.Notify),
         "file": _keys(parts.File),
         "input": _keys(parts.Input),
         "output": _keys(parts.Output),

@@ -20,6 +20,7 @@ pools:
   other:
     backend: ssh
     nodes: [{name: big, host: c}]
+notify: [{name: ci, url: "https://ci.example/hook"}]
 """
 
 
@@ -82,8 +83,10 @@ def completions(
         ("workflow list --status FAILED_IM", ["FAILED_IMAGE_PULL"]),
         ("task list --status SCH", ["SCHEDULING"]),
         ("list -p ", ["lab", "other"]),
-        ("profile set ", ["pool"]),
+        ("profile set ", ["pool", "notify"]),
         ("profile set pool o", ["other"]),
+        ("profile set notify w", ["wandb"]),
+        ("notify test --name ", ["ci"]),
         ("pool check --node ", ["gpu1", "gpu2", "big"]),
         ("pool check --pool lab --node ", ["gpu1", "gpu2"]),
         ("pool check --hostfile hosts --node f", ["far1", "far2"]),

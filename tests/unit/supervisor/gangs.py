@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -195,7 +196,8 @@ class Driver:
 
     def add(self, one: Workflow) -> None:
         """Submit a workflow."""
-        self.reader.submit(one.record, template="", spec="", plan=one.plan, pool=self._pool_document)  # type: ignore[arg-type]
+        document: Any = self._pool_document
+        self.reader.submit(one.record, template="", spec="", plan=one.plan, pool=document, notify=one.notify)
         self._plans[one.record.uuid] = self.reader.plan(one.record.uuid)
 
     def cancel(self, uuid: str = "u1", *, force: bool = False, message: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json
 from distflow.cli.render.workflow_text import cause_lines, output_words, written_words
-from distflow.client.failures import GroupFailure, missing_ranks
+from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
 from distflow.documents.quantities import duration, iso, local_milli
 from distflow.documents.text import plain, plain_lines
@@ -27,7 +27,6 @@ __all__ = [
     "end_text",
     "no_verdict",
     "remedies_of",
-    "remedy_of",
     "verdict_json",
     "verdict_text",
 ]
@@ -238,11 +237,6 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
     for number, line in enumerate(diagnosis.traceback.splitlines()):
         yield f"  {'' if number else 'Shown':<7} | {plain(line)}"
     yield f"  Remedy  {remedy_of(record, diagnosis)}"
-
-
-def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
-    """Return the remedy of a diagnosis, with the workflow's id in its commands."""
-    return diagnosis.remedy.replace("<id>", record.id)
 
 
 def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup]) -> dict[str, str]:

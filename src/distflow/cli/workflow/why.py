@@ -11,11 +11,11 @@ import typer
 from distflow.cli.completion import complete_group
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, TasksOption, command_app
-from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, remedy_of, verdict_json, verdict_text
+from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, verdict_json, verdict_text
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.client.client import Client
-from distflow.client.failures import check_attempt, diagnose_groups, explain_failures
+from distflow.client.failures import check_attempt, diagnose_groups, explain_failures, remedy_of
 from distflow.client.workflows import choose_tasks
 from distflow.errors import NodeError
 from distflow.state.record import WorkflowRecord

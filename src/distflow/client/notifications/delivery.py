@@ -1,0 +1,157 @@
+"""Deliver one message to one target: a web server, Slack, a command of this machine, or a service of Apprise.
+
+No error contains a URL, because a URL may be a secret: only the scheme and the host of plain web addresses are named.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import signal
+import ssl
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from distflow import __version__
+from distflow.client.notifications.message import Message
+from distflow.client.notifications.targets import INSTALL_APPRISE
+from distflow.documents.notify import NotifyTarget
+from distflow.documents.quantities import seconds_text
+from distflow.errors import NotifyError
+
+__all__ = ["ATTEMPT_S", "deliver"]
+
+ATTEMPT_S = 30.0
+"""The longest time of one delivery."""
+
+_ANSWER_S = 10.0
+_TRANSIENT = (408, 425, 429)
+"""Status codes that a later request may not get, in addition to those from 500."""
+_SLACK_HOST = "hooks.slack.com"
+_SLACK_LENGTH = 3000
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: they could lead the message, and the secret in its URL, to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no request, so that the redirect becomes an error."""
+
+
+def deliver(target: NotifyTarget, message: Message, url: str) -> None:
+    """Deliver a message.
+
+    Args:
+        target: Where to deliver it.
+        message: The message.
+        url: The URL of the target, which may come from a credential; empty for a command.
+
+    Raises:
+        NotifyError: if it was not delivered, or not confirmed.
+
+    """
+    if target.command:
+        _run(target.command, message)
+    elif urllib.parse.urlsplit(url).scheme.lower() in ("http", "https"):
+        _post(url, _body(target, message, url))
+    else:
+        _send_by_apprise(url, message)
+
+
+def _body(target: NotifyTarget, message: Message, url: str) -> dict[str, Any]:
+    is_slack = target.format == "slack" or (target.format is None and urllib.parse.urlsplit(url).hostname == _SLACK_HOST)
+    if not is_slack:
+        return dict(message)
+    text = message["text"]
+    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        text = text.replace(character, escaped)
+    return {"text": text[:_SLACK_LENGTH]}
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname
+    headers = {"Content-Type": "application/json", "User-Agent": f"distflow/{__version__}"}
+    if parts.username is not None:
+        login = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
+        headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    opener = urllib.request.build_opener(_NoRedirects)
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310  checked by `deliver`
+        with opener.open(request, timeout=_ANSWER_S):
+            pass  # the content of the answer is not read
+    except urllib.error.HTTPError as error:
+        code = error.code
+        error.close()
+        if 300 <= code < 400:
+            raise NotifyError(f"{host} answered {code}: redirects are not followed; use the final URL") from None
+        raise NotifyError(
+            f"{host} answered {code} {http.client.responses.get(code, '')}".rstrip(),
+            may_retry=code >= 500 or code in _TRANSIENT,
+        ) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _failure(host, error) from None
+
+
+def _failure(host: str | None, error: Exception) -> NotifyError:
+    """Return why a request failed. The texts of most exceptions are not shown, because they may contain the URL."""
+    reason = getattr(error, "reason", None)
+    reason = reason if isinstance(reason, Exception) else error
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return NotifyError(f"the certificate of {host} is not valid: {reason.verify_message}")
+    if isinstance(reason, TimeoutError):
+        return NotifyError(f"{host} did not answer within {seconds_text(_ANSWER_S)}", may_retry=True)
+    if isinstance(reason, OSError):
+        return NotifyError(f"cannot reach {host}: {reason.strerror or type(reason).__name__}", may_retry=True)
+    return NotifyError(f"{host} did not answer as a web server does ({type(reason).__name__})")
+
+
+def _run(command: tuple[str, ...], message: Message) -> None:
+    values = {"ON": "on", "ID": "name", "STATUS": "status", "SUMMARY": "summary"}
+    environment = {**os.environ, **{f"DISTFLOW_NOTIFY_{name}": str(message[key]) for name, key in values.items()}}
+    program = os.path.expanduser(command[0])
+    try:
+        process = subprocess.Popen(
+            [program, *command[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd=Path.home(),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NotifyError(f"{command[0]}: {error.strerror}") from None
+    try:
+        process.communicate(json.dumps(message).encode(), timeout=ATTEMPT_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise NotifyError(f"{command[0]} ran longer than {seconds_text(ATTEMPT_S)} and was killed") from None
+    if process.returncode:
+        raise NotifyError(f"{command[0]} ended with exit code {process.returncode}")
+
+
+def _send_by_apprise(url: str, message: Message) -> None:
+    try:
+        import apprise
+    except ImportError:
+        raise NotifyError(f"apprise is not installed: {INSTALL_APPRISE}") from None
+    try:
+        service = apprise.Apprise.instantiate(url, suppress_exceptions=True)
+        is_sent = service is not None and service.notify(title=message["summary"], body=message["text"])
+    except Exception as error:  # noqa: BLE001  plugins of others; their texts may contain the URL
+        raise NotifyError(f"apprise failed ({type(error).__name__})") from None
+    if service is None:
+        raise NotifyError("apprise does not know a service for this URL")
+    if not is_sent:
+        raise NotifyError("apprise could not deliver it", may_retry=True)

@@ -1,0 +1,201 @@
+"""Collect and check the entries of ``notify``: those of the configuration, of this user's profile, and of a spec."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from distflow.client.client import Client
+from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.documents.problems import Problem, Severity, raise_errors
+from distflow.documents.text import did_you_mean
+from distflow.errors import DistflowError, InputError, NotFound, NotifyError
+from distflow.pools.model import Configuration
+from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.directory import find_state_directory, write_profile
+
+__all__ = [
+    "INSTALL_APPRISE",
+    "find_notify_targets",
+    "own_targets",
+    "send_test_notification",
+    "set_profile_notify",
+    "target_problems",
+    "url_of",
+]
+
+INSTALL_APPRISE = "pip install 'distflow-cli[notify]'"
+_URL_KEY = "url"
+
+
+def find_notify_targets(client: Client, spec: str | None = None) -> tuple[NotifyTarget, ...]:
+    """Return the entries of ``notify`` that apply to this user's workflows.
+
+    Args:
+        client: The client whose configuration and profile are read.
+        spec: The path of a spec whose entries are included.
+
+    Raises:
+        ProblemsFound: if the configuration, the profile or the spec is wrong.
+        StateError: if the profile cannot be read.
+
+    """
+    own = own_targets(client, client.configuration())
+    if spec is None:
+        return own
+    from distflow.client.specs import Overrides, check_spec
+
+    return (*own, *check_spec(client, spec, Overrides(secrets={}), is_tolerant=True).spec.notify)
+
+
+def own_targets(client: Client, configuration: Configuration) -> tuple[NotifyTarget, ...]:
+    """Return the entries of the configuration and of this user's profile.
+
+    Raises ``ProblemsFound`` or ``StateError`` if the profile cannot be used.
+    """
+    return (*configuration.notify, *client.profile_notify())
+
+
+def set_profile_notify(client: Client, values: Sequence[str]) -> tuple[NotifyTarget, ...]:
+    """Replace the entries of ``notify`` in this user's profile.
+
+    Args:
+        client: The client whose state directory stores the profile.
+        values: The entries: names of credentials, or entries of ``notify`` in the form of YAML, such as
+            ``{credential: slack, on: [failed]}``. Without values, the profile has no entry.
+
+    Returns:
+        The new entries.
+
+    Raises:
+        ProblemsFound: if an entry is wrong or cannot work on this machine.
+        StateError: if the state directory is not writable.
+
+    """
+    from distflow.documents.yaml_parser import parse_yaml
+    from distflow.pools.load import parse_profile_notify
+
+    entries = [parse_yaml(value, "notify").value if value.startswith("{") else {"credential": value} for value in values]
+    found = parse_profile_notify(entries, "notify")
+    raise_errors(target_problems(client, found))
+    write_profile(client.writable_directory().profile, "notify", entries or None)
+    return found
+
+
+def target_problems(client: Client, targets: Sequence[NotifyTarget], *, is_tolerant: bool = False) -> list[Problem]:
+    """Return a problem for each entry that cannot work on this machine.
+
+    Args:
+        client: The client whose credentials the entries may use.
+        targets: The entries.
+        is_tolerant: Whether missing credentials are only warnings if this machine has no credentials, such as a CI machine.
+
+    Raises:
+        StateError: if the credentials cannot be read.
+
+    """
+    is_empty = is_tolerant and any(one.credential for one in targets) and not _credentials(client).all()
+    severity = Severity.WARNING if is_empty else Severity.ERROR
+    problems = []
+    for target in targets:
+        try:
+            if target.credential:
+                _check_url(target.credential, url_of(client, target))
+            elif target.command and shutil.which(os.path.expanduser(target.command[0])) is None:
+                hint = "give its absolute path, or install it on this machine"
+                raise InputError(f"the command `{target.command[0]}` does not exist", hint=hint)
+        except DistflowError as error:
+            severity_of = severity if isinstance(error, NotFound) else Severity.ERROR
+            problems.append(Problem(where=target.where, message=error.message, hint=error.hint, severity=severity_of))
+    return problems
+
+
+def url_of(client: Client, target: NotifyTarget) -> str:
+    """Return the URL of an entry, from one of this user's credentials if it names one; empty for a command.
+
+    Raises:
+        InputError: if the credential has no URL.
+        NotFound: if the credential does not exist.
+        StateError: if the credential cannot be read.
+
+    """
+    if not target.credential:
+        return target.url
+    found = _credentials(client).find(target.credential)
+    set_it = f"distflow credential set {target.credential} --payload-file {_URL_KEY}=-"
+    if found is None:
+        known = [one.name for one in _credentials(client).all()]
+        near = did_you_mean(target.credential, known, what="credentials") + "; or " if known else ""
+        raise NotFound(f"this machine has no credential `{target.credential}`", hint=f"{near}set it: `{set_it}`")
+    values = tuple(found.payload.values()) if len(found.payload) == 1 else (found.payload.get(_URL_KEY),)
+    if found.type is not CredentialType.GENERIC or values[0] is None:
+        again = f"distflow credential delete {target.credential} && {set_it}"
+        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{again}`")
+    return values[0].reveal().strip()
+
+
+def _check_url(credential: str, url: str) -> None:
+    """Raise ``InputError`` for the URL of a credential that cannot be used. The error does not contain it."""
+    set_it = f"distflow credential delete {credential} && distflow credential set {credential} --payload-file {_URL_KEY}=-"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if "://" not in url or not url.isprintable() or " " in url or not parts.scheme:
+        raise InputError(f"the value of the credential `{credential}` is not a URL", hint=f"set it again: `{set_it}`")
+    if parts.scheme in ("http", "https"):
+        if not parts.hostname:
+            raise InputError(f"the URL of the credential `{credential}` has no host", hint=f"set it again: `{set_it}`")
+        if parts.scheme == "http" and not _is_loopback(parts.hostname):
+            message = f"the URL of the credential `{credential}` is a secret, and http:// would send it without encryption"
+            raise InputError(message, hint="use https://")
+        return
+    if importlib.util.find_spec("apprise") is None:
+        message = f"the URL of the credential `{credential}` begins with `{parts.scheme}://`, which needs apprise"
+        raise InputError(message, hint=f"install it: {INSTALL_APPRISE}")
+    import apprise
+
+    if apprise.Apprise.instantiate(url, suppress_exceptions=True) is None:
+        message = f"apprise does not accept the URL of the credential `{credential}`, which begins with `{parts.scheme}://`"
+        raise InputError(message, hint=f"compare it with Apprise's documentation, and set it again: `{set_it}`")
+
+
+def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigger | None = None) -> str:
+    """Send a test message to an entry, once and without retries.
+
+    Args:
+        client: The client whose credentials the entry may use.
+        target: The entry.
+        trigger: What the message pretends to report. Default: the first trigger of the entry.
+
+    Returns:
+        The reason why it was not sent, or an empty text if it was sent.
+
+    Raises:
+        StateError: if the credentials cannot be read.
+
+    """
+    from distflow.client.notifications.delivery import deliver
+    from distflow.client.notifications.message import sample
+
+    if problems := target_problems(client, [target]):
+        return ": ".join(filter(None, (problems[0].message, problems[0].hint)))
+    try:
+        deliver(target, sample(trigger or target.on[0]), url_of(client, target))
+    except NotifyError as error:
+        return error.message
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _credentials(client: Client) -> Credentials:
+    directory = find_state_directory(client.environ)
+    if directory.credentials.exists():
+        directory.check_owner()  # another user's credentials could send messages to that user's servers
+    return Credentials(directory.credentials)

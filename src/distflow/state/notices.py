@@ -1,0 +1,28 @@
+"""Notifications that are due. The store keeps them until they are sent or given up."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from distflow.documents.notify import Trigger
+
+__all__ = ["Notice"]
+
+
+class Notice(Struct, frozen=True, kw_only=True):
+    """A notification that is due: what to report to one entry of ``notify``."""
+
+    workflow: str
+    """The workflow's uuid."""
+    target: int
+    """The position of the entry among those of the workflow, counted from 0."""
+    on: Trigger
+    subject: str = ""
+    """For ``waiting``: the group and its attempt, such as ``train/0``."""
+    at: float
+    """When it became due."""
+
+    @property
+    def id(self) -> str:
+        """A text that identifies it; each try to send it has the same one."""
+        return "/".join(filter(None, (self.workflow, str(self.target), self.on.value, self.subject)))

@@ -1,0 +1,54 @@
+"""Which notifications a decision makes due. Pure: the loop stores them, and another process sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.lifecycle.states import State, WorkflowState
+from distflow.state.notices import Notice
+from distflow.state.record import WorkflowRecord
+
+__all__ = ["next_wait_notice", "notices"]
+
+_ENDS = {
+    WorkflowState.COMPLETED: Trigger.COMPLETED,
+    WorkflowState.FAILED: Trigger.FAILED,
+    WorkflowState.CANCELED: Trigger.CANCELED,
+}
+
+
+def notices(
+    targets: tuple[NotifyTarget, ...], before: WorkflowRecord, after: WorkflowRecord, since: float, now: float
+) -> Iterator[Notice]:
+    """Yield the notifications that a step from ``before`` to ``after`` makes due.
+
+    A wait is reported by the first decision after its time is over. ``since`` is the time of the previous decision; in the
+    future if it is not known. A wait is then yielded again, and the store ignores it.
+    """
+    triggers = set()
+    if before.started_at is None and after.started_at is not None:
+        triggers.add(Trigger.STARTED)
+    if after.state.is_final and not before.state.is_final:
+        triggers.add(_ENDS[after.state])
+    for position, target in enumerate(targets):
+        for trigger in target.on:
+            if trigger in triggers:
+                yield Notice(workflow=after.uuid, target=position, on=trigger, at=now)
+        for subject, due_at in _waits(target, after):
+            if due_at <= now and not due_at <= since <= now:
+                yield Notice(workflow=after.uuid, target=position, on=Trigger.WAITING, subject=subject, at=now)
+
+
+def next_wait_notice(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, now: float) -> float | None:
+    """Return when the next wait must be reported if nothing changes; ``None`` for never."""
+    times = (due_at for target in targets for _, due_at in _waits(target, record) if due_at > now)
+    return min(times, default=None)
+
+
+def _waits(target: NotifyTarget, record: WorkflowRecord) -> Iterator[tuple[str, float]]:
+    """Yield each group that waits for nodes, with its attempt, and when that must be reported."""
+    if Trigger.WAITING in target.on:
+        for group in record.groups:
+            if group.state is State.SCHEDULING and group.scheduling_at is not None:
+                yield f"{group.name}/{group.attempt}", group.scheduling_at + target.after_s

@@ -1,0 +1,264 @@
+"""Notifications, delivered to a real web server and a real command."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import ssl
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from distflow.client.client import Client
+from distflow.client.notifications import delivery
+from distflow.client.notifications.message import compose, sample
+from distflow.client.notifications.sender import send_notices
+from distflow.client.notifications.targets import send_test_notification, set_profile_notify, target_problems
+from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.documents.problems import Mark, ProblemsFound
+from distflow.errors import NotifyError
+from distflow.lifecycle.states import Reason, WorkflowState
+from distflow.plan.model import Plan
+from distflow.pools.model import Pool
+from distflow.shell import Secret
+from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.event_details import NotificationFailed, NotificationSent
+from distflow.state.notices import Notice
+from distflow.state.record import WorkflowRecord
+from outputs import assert_documented
+from unit.state.stored import T0, failed_group, workflow
+from webhooks import SECRET, Receiver, running_receiver
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """A web server."""
+    with running_receiver() as made:
+        yield made
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    """A client on an empty state directory."""
+    with Client(environ={**os.environ, "DISTFLOW_STATE": str(tmp_path / "state")}) as made:
+        made.writable_directory()
+        yield made
+
+
+def set_url(client: Client, name: str, url: str, key: str = "url") -> None:
+    Credentials(client.directory.credentials).set(name, CredentialType.GENERIC, {key: Secret(url)})
+
+
+def stored(client: Client, *targets: NotifyTarget, on: Trigger = Trigger.FAILED) -> WorkflowRecord:
+    """Store a failed workflow whose notifications are due."""
+    record = workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE)
+    plan, pool = Plan(name="digits", pool="lab", groups=()), Pool(name="lab", backend="ssh", nodes=())
+    record = client.store.submit(record, template="", spec="", plan=plan, pool=pool, notify=targets)
+    due = [Notice(workflow=record.uuid, target=position, on=on, at=T0) for position in range(len(targets))]
+    client.store.save([record], [], due)
+    return record
+
+
+def outcomes(client: Client, record: WorkflowRecord) -> list[NotificationSent | NotificationFailed]:
+    details = (event.details for event in client.store.events(record.uuid))
+    return [one for one in details if isinstance(one, NotificationSent | NotificationFailed)]
+
+
+def test_a_failure_is_sent_with_its_cause_and_only_once(client: Client, receiver: Receiver) -> None:
+    set_url(client, "team", receiver.url)
+    record = stored(client, NotifyTarget(credential="team"))
+    receiver.answers.put(503)
+    send_notices(client, pauses_s=(0.01,))
+    first, second = receiver.received
+    assert first == second, "each try sends the same document"
+    assert_documented(second, "notification")
+    assert (second["name"], second["on"], second["group"], second["test"]) == ("digits-1", "failed", "training", False)
+    assert (second["first_cause"]["task"], second["first_cause"]["exit_code"]) == ("worker", 1)
+    assert second["end_time"] == "2025-04-11T21:32:42.000Z"
+    assert second["lines"][-1] == "RuntimeError: shapes differ"
+    assert second["summary"] == (
+        "digits-1 failed after 1:23: worker on worker-node, rank 11: exit code 1: RuntimeError: shapes differ"
+    )
+    assert second["text"].endswith("Details: distflow workflow why digits-1")
+    assert outcomes(client, record) == [NotificationSent(on="failed", target="team")]
+    send_notices(client)
+    assert len(receiver.received) == 2
+
+
+@pytest.mark.parametrize(
+    ("trigger", "summary"),
+    [
+        (Trigger.STARTED, "digits-1 started on master-node, worker-node"),
+        (Trigger.COMPLETED, "digits-1 completed after 1:23"),
+        (Trigger.CANCELED, "digits-1 was canceled"),
+        (Trigger.WAITING, "digits-1 is waiting for nodes: training: worker: exit code 1: RuntimeError: shapes differ"),
+    ],
+)
+def test_every_kind_of_message_is_documented(client: Client, trigger: Trigger, summary: str) -> None:
+    message = compose(
+        client, stored(client), trigger, notice_id="x", subject="training/0" if trigger.value == "waiting" else ""
+    )
+    assert_documented(message, "notification")
+    assert message["summary"] == summary
+    assert_documented(sample(trigger), "notification")
+
+
+def test_slack_gets_a_text(client: Client, receiver: Receiver) -> None:
+    set_url(client, "team", receiver.url)
+    stored(client, NotifyTarget(credential="team", format="slack"))
+    send_notices(client)
+    (body,) = receiver.received
+    assert list(body) == ["text"]
+    assert "RuntimeError: shapes differ" in body["text"]
+    assert delivery._body(NotifyTarget(), {"text": "a<b>&c"}, "https://hooks.slack.com/x") == {"text": "a&lt;b&gt;&amp;c"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "requests"),
+    [
+        ([404], "127.0.0.1 answered 404 Not Found", 1),
+        ([307, 307], "127.0.0.1 answered 307: redirects are not followed; use the final URL", 1),
+        ([302, 302], "127.0.0.1 answered 302: redirects are not followed; use the final URL", 1),
+        ([500, 429, 503], "127.0.0.1 answered 503 Service Unavailable (3 tries)", 3),
+    ],
+)
+def test_a_refusal_is_recorded_without_the_url(
+    client: Client, receiver: Receiver, answers: list[int], error: str, requests: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_url(client, "team", receiver.url)
+    record = stored(client, NotifyTarget(credential="team"))
+    for answer in answers:
+        receiver.answers.put(answer)
+    send_notices(client, pauses_s=(0.01, 0.01))
+    assert outcomes(client, record) == [NotificationFailed(on="failed", target="team", error=error)]
+    assert len(receiver.received) == requests
+    assert SECRET not in capfd.readouterr().err + "".join(event.text for event in client.store.events(record.uuid))
+    assert not client.store.has_notices()
+
+
+def test_a_target_that_does_not_answer_delays_no_other(
+    client: Client, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_ANSWER_S", 0.3)
+    receiver.is_silent.set()
+    command = ("sh", "-c", f'cat > {tmp_path}/body; echo "$DISTFLOW_NOTIFY_ON $DISTFLOW_NOTIFY_ID" > {tmp_path}/environment')
+    record = stored(client, NotifyTarget(url=receiver.url), NotifyTarget(command=command))
+    send_notices(client, pauses_s=())
+    assert outcomes(client, record) == [
+        NotificationSent(on="failed", target="sh"),
+        NotificationFailed(
+            on="failed", target=receiver.url.partition(f"/{SECRET}")[0], error="127.0.0.1 did not answer within 0.3 s"
+        ),
+    ]
+    assert (tmp_path / "environment").read_text() == "failed digits-1\n"
+    assert_documented(json.loads((tmp_path / "body").read_text()), "notification")
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (("sh", "-c", "exit 7"), "sh ended with exit code 7"),
+        (("/no/such/program",), "/no/such/program: No such file or directory"),
+        (("sh", "-c", "sleep 600 & wait"), "sh ran longer than 0.3 s and was killed"),
+    ],
+)
+def test_a_command_that_fails_or_hangs(command: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "ATTEMPT_S", 0.3)
+    with pytest.raises(NotifyError) as caught:
+        delivery.deliver(NotifyTarget(command=command), sample(Trigger.FAILED), "")
+    assert caught.value.message == error
+
+
+def test_a_login_in_the_url_becomes_a_header(receiver: Receiver) -> None:
+    url = receiver.url.replace("http://", "http://me:a%40b@")
+    delivery.deliver(NotifyTarget(credential="team"), sample(Trigger.FAILED), url)
+    assert receiver.logins == [f"Basic {base64.b64encode(b'me:a@b').decode()}"]
+
+
+def test_a_server_without_a_valid_certificate_gets_nothing(receiver: Receiver, tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    day, now = timedelta(days=1), datetime.now(timezone.utc)
+    unsigned = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    certificate = unsigned.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (tmp_path / "server.pem").write_bytes(certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    receiver.socket = context.wrap_socket(receiver.socket, server_side=True)
+    url = receiver.url.replace("http://127.0.0.1", "https://localhost")
+    with pytest.raises(NotifyError, match="the certificate of localhost is not valid: self-signed certificate") as caught:
+        delivery.deliver(NotifyTarget(credential="team"), sample(Trigger.FAILED), url)
+    assert not caught.value.may_retry
+    assert receiver.received == []
+
+
+def test_a_credential_that_is_gone_ends_the_notification(client: Client) -> None:
+    record = stored(client, NotifyTarget(credential="team"))
+    send_notices(client)
+    assert outcomes(client, record) == [
+        NotificationFailed(on="failed", target="team", error="this machine has no credential `team`")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (f"http://ci.example/{SECRET}", "http:// would send it without encryption"),
+        (f"https:///{SECRET}", "has no host"),
+        (SECRET, "is not a URL"),
+        (f"https://ci.example/{SECRET} x", "is not a URL"),
+        (f"https://[{SECRET}/", "is not a URL"),
+    ],
+)
+def test_a_credential_without_a_usable_url_is_refused(client: Client, url: str, words: str) -> None:
+    set_url(client, "team", url)
+    (problem,) = target_problems(client, [NotifyTarget(credential="team", where=Mark("spec.yaml", 4))])
+    assert words in problem.message
+    assert problem.as_text().startswith("spec.yaml:4: error: the ")
+    assert SECRET not in problem.as_text()
+
+
+def test_other_schemes_need_apprise(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    set_url(client, "mail", f"mailto://me:{SECRET}@example.com")
+    (problem,) = target_problems(client, [NotifyTarget(credential="mail")])
+    assert problem.message == "the URL of the credential `mail` begins with `mailto://`, which needs apprise"
+    assert problem.hint == "install it: pip install 'distflow-cli[notify]'"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # apprise imports imghdr
+def test_apprise_delivers(client: Client, receiver: Receiver) -> None:
+    pytest.importorskip("apprise")
+    set_url(client, "service", receiver.url.replace("http://", "json://"))
+    record = stored(client, NotifyTarget(credential="service"))
+    assert target_problems(client, [NotifyTarget(credential="service")]) == []
+    send_notices(client)
+    (body,) = receiver.received
+    assert body["title"].startswith("digits-1 failed")
+    assert "RuntimeError: shapes differ" in body["message"]
+    assert outcomes(client, record) == [NotificationSent(on="failed", target="service")]
+
+
+def test_the_profile_has_targets_of_its_own(client: Client, receiver: Receiver) -> None:
+    set_url(client, "team", receiver.url, key="webhook")
+    with pytest.raises(ProblemsFound, match=r"no credential `taem`\n.*did you mean `team`"):
+        set_profile_notify(client, ["taem"])
+    with pytest.raises(ProblemsFound, match="unknown key `onn`"):
+        set_profile_notify(client, ["{credential: team, onn: [failed]}"])
+    assert client.profile_notify() == ()
+    set_profile_notify(client, ["team", "{command: [sh, -c, exit 1], name: mine, on: [waiting], after: 1h}"])
+    team, mine = client.profile_notify()
+    assert (team.credential, mine.label, mine.after_s) == ("team", "mine", 3600.0)
+    assert [send_test_notification(client, one) for one in (team, mine)] == ["", "sh ended with exit code 1"]
+    (body,) = receiver.received
+    assert (body["test"], body["on"]) == (True, "completed")
+    set_profile_notify(client, ())
+    assert client.profile_notify() == ()

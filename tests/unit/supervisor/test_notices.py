@@ -1,0 +1,91 @@
+"""Which notifications become due, and that each is stored once, whatever happens to the supervisor."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.backends.base import AttemptKey, Backend
+from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.errors import InputError
+from distflow.state.event_details import NotificationSent
+from distflow.state.record import Event
+from distflow.structs import replace
+from distflow.supervisor.snapshot import Workflow
+from distflow.testing.backend import Behavior
+from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
+
+EVERYTHING = NotifyTarget(on=tuple(Trigger), url="https://ci.example/hook", after_s=600.0)
+ENDS = NotifyTarget(credential="team")
+FAILS, LONG = "u8", "u9"
+
+
+def behave(key: AttemptKey) -> Behavior:
+    return Behavior(seconds=10_000.0 if key.workflow == LONG else 5.0, exit_code=int(key.workflow == FAILS))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """A pool with room for one gang at a time."""
+    return Driver(on=pool(node("n1")), behavior=behave)
+
+
+def notified(one: Workflow, *targets: NotifyTarget) -> Workflow:
+    return replace(one, notify=targets)
+
+
+def due(driver: Driver, uuid: str = "u1") -> list[tuple[int, str, str]]:
+    return [(one.target, one.on.value, one.subject) for one in driver.reader.notices() if one.workflow == uuid]
+
+
+def test_start_and_end_are_due_for_the_entries_that_ask_for_them(driver: Driver) -> None:
+    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
+    driver.settle()
+    assert due(driver) == [(0, "started", "")]
+    driver.advance(6.0)
+    assert due(driver) == [(0, "started", ""), (0, "completed", ""), (1, "completed", "")]
+
+
+def test_a_failure_and_a_cancel_are_due(driver: Driver) -> None:
+    driver.add(notified(workflow(group_plan(tasks=1), uuid=FAILS), EVERYTHING))
+    driver.settle()
+    driver.advance(6.0)
+    assert due(driver, FAILS) == [(0, "started", ""), (0, "failed", "")]
+    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
+    driver.settle()
+    driver.cancel(force=True)
+    driver.advance(1.0)
+    assert due(driver) == [(0, "started", ""), (0, "canceled", "")]
+
+
+def test_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Driver) -> None:
+    driver.add(workflow(group_plan(tasks=1), uuid=LONG))
+    driver.settle()
+    soon = NotifyTarget(on=(Trigger.WAITING,), credential="team", after_s=300.0)
+    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS, soon))
+    waits_since = driver.clock.now()
+    assert driver.settle() == waits_since + 300.0
+    driver.advance(299.0)
+    assert due(driver) == []
+    driver.advance(2.0)
+    assert due(driver) == [(2, "waiting", "train/0")]
+    driver.advance(298.0)
+    driver.restart()
+    driver.advance(2.0)
+    assert due(driver) == [(2, "waiting", "train/0"), (0, "waiting", "train/0")]
+    for notice in driver.reader.notices():
+        sent = Event(at=driver.clock.now(), details=NotificationSent(on="waiting", target="ci"), workflow="u1")
+        driver.reader.finish_notice(notice, sent)
+    for _ in range(2):
+        driver.restart()
+        driver.advance(60.0)
+        assert due(driver) == []
+
+
+def test_the_end_of_a_workflow_that_this_version_cannot_run_is_due(driver: Driver) -> None:
+    def refuse(*_: object) -> Backend:
+        raise InputError("this version of distflow does not support it")
+
+    driver.supervisor._open_backend = refuse
+    driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING))
+    driver.settle()
+    assert due(driver) == [(0, "failed", "")]
