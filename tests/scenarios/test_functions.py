@@ -62,7 +62,7 @@ def project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.torch
 @pytest.mark.ssh
-def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: Lab, project: Path, forking_site: str) -> None:
+def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: Lab, forking_site: str, project: Path) -> None:
     lab.configure(names=("gpu1", "gpu2"), environment={"PYTHONPATH": forking_site})
     (project / "helpers").mkdir()
     (project / "helpers" / "words.py").write_text("def greeting(rank):\n    return f'hello from {rank}'\n")
