@@ -10,7 +10,7 @@ DEMO_STAMP := $(VENV)/.installed-for-demo
 LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
 LINT_FLAGS := --no-print-directory --jobs --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 
-.PHONY: demo check test coverage lint $(LINTS) format bench soak docs clean help
+.PHONY: demo check test coverage lint $(LINTS) format bench soak docs screens clean help
 
 help:
 	@echo "make demo    install distflow and train a small model on this machine"
@@ -22,6 +22,7 @@ help:
 	@echo "make soak    run gangs with random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
 	@echo "make format  fix style and format the code"
 	@echo "make docs    regenerate the generated parts of docs/, and build the website in site/"
+	@echo "make screens type the commands of README and the tutorials in tmux, and draw the pictures in docs/screens/"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
@@ -94,6 +95,11 @@ docs: $(STAMP)
 	$(BIN)/python scripts/generate_docs.py
 	[ -x $(BIN)/mkdocs ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+screens: $(STAMP)
+	@sh scripts/install_sshd.sh
+	@. scripts/apt.sh; command -v tmux >/dev/null 2>&1 || apt_install tmux || echo "tmux is missing: run sudo apt-get install tmux" >&2
+	PYTHONPATH=tests $(BIN)/python scripts/screens.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

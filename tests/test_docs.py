@@ -6,21 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import html
 import importlib.util
-import os
-import pty
 import re
-import select
 import shutil
-import struct
-import subprocess
 import sys
-import termios
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,20 +23,21 @@ import distflow
 from distflow.testing.sshd import missing_sshd
 from distflow.testing.waiting import wait_until
 from pages import (
-    COLUMNS,
     LANGUAGES,
-    LIMIT_S,
-    LINES,
     LOOK_S,
     LOOKS,
+    NOTHING,
     PAGES,
     REASONS,
     ROOT,
     Block,
     Shown,
+    Terminal,
     all_blocks,
     blocks_of,
     is_as_shown,
+    screens_of,
+    seen,
     shown_in,
     ssh_hosts,
 )
@@ -53,83 +47,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
 TRAINING = ("training.md", "strategies.md", "find-a-hang.md")
 """Pages that train with torch."""
-
-# -- running commands as on a terminal --------------------------------------------------------------------------------
-
-
-class Terminal:
-    """The directory in which a page's commands run, and what runs them."""
-
-    def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING) -> None:
-        """With ``environment``, commands and tasks have more variables."""
-        self.folder = folder / "project"
-        self.folder.mkdir()
-        shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
-        # README's first command is typed before the environment is activated.
-        (self.folder / ".venv").mkdir()
-        (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
-        self.state = folder / "state"
-        # Pages that run side by side do not share this machine's CPUs, and see nothing of one another.
-        settings = folder / ".config" / "distflow"
-        settings.mkdir(parents=True)
-        local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment)}
-        (settings / "distflow.yaml").write_text(yaml.safe_dump({"pools": {"local": local}}))
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.environment = {
-            **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",
-            "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "TZ": "UTC",
-            "LC_ALL": "C.UTF-8", **environment,
-        }  # fmt: skip
-        self._code = 0
-
-    def run(self, command: str) -> tuple[int, str]:
-        """Run a command in a shell that knows the exit code of the one before; return its own, and what was to be seen."""
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        process = subprocess.Popen(
-            ["bash", "-c", f"(exit {self._code})\n{command}"], stdin=subprocess.DEVNULL, stdout=slave, stderr=slave,
-            cwd=self.folder, env=self.environment, start_new_session=True,
-        )  # fmt: skip
-        os.close(slave)
-        data = b""
-        try:
-            while select.select([master], [], [], LIMIT_S)[0]:
-                try:
-                    more = os.read(master, 65536)
-                except OSError:  # Linux says EIO when the last process that had the terminal is gone
-                    break
-                if not more:
-                    break
-                data += more
-            self._code = process.wait(LIMIT_S)
-        finally:
-            os.close(master)
-            process.kill()
-        return self._code, seen(data.decode("utf-8", "replace"))
-
-    def end(self) -> None:
-        """End the processes that the page left, and wait until none works in the directory."""
-        from distflow.state.directory import StateDirectory
-        from distflow.supervisor.process import is_running
-
-        if not self.state.exists():
-            return
-        distflow = "distflow workflow"
-        self.run(f"{distflow} list -c 1000 -s PENDING -s RUNNING -t json | grep '\"name\"' | cut -d'\"' -f4 > left")
-        left = (self.folder / "left").read_text().split()
-        if left:
-            self.run(f"{distflow} cancel --force --wait 60 {' '.join(left)}")
-        wait_until(lambda: not is_running(StateDirectory(self.state)), 60)
-
-
-def seen(text: str) -> str:
-    """Return what is left on a terminal: a line that was cleared and written again shows its last text."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    return "\n".join(re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in lines)
-
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
@@ -266,12 +185,12 @@ def _prose(page: Path) -> str:
 
 
 @cache
-def _slugger() -> ModuleType:
-    description = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
+def _script(name: str) -> ModuleType:
+    description = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert description is not None
     assert description.loader is not None
     module = importlib.util.module_from_spec(description)
-    sys.modules["generate_docs"] = module
+    sys.modules[name] = module
     description.loader.exec_module(module)
     return module
 
@@ -281,7 +200,7 @@ def anchors_of(page: Path) -> set[str]:
     seen_before: dict[str, int] = {}
     found = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *$", _prose(page), re.MULTILINE):
-        slug: str = _slugger().slug(heading)
+        slug: str = _script("generate_docs").slug(heading)
         count = seen_before.get(slug, 0)
         seen_before[slug] = count + 1
         found.add(f"{slug}-{count}" if count else slug)
@@ -386,6 +305,43 @@ def _help_of(words: tuple[str, ...]) -> tuple[str, set[str]]:
         named.append(word)
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return " ".join(named), {*options, "--help"}
+
+
+# -- the pictures -----------------------------------------------------------------------------------------------------
+
+
+def _text_of_picture(path: Path) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", path.read_text(encoding="utf-8"))).replace("\xa0", " ")
+
+
+def test_pictures_show_the_commands_of_their_pages() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    drawn = {path.stem: path for path in (ROOT / "docs" / "screens").glob("*.svg")}
+    screens = {screen.name: (block, screen) for block in all_blocks() for screen in screens_of(block)}
+    assert sorted(screens) == sorted(drawn)
+    for name, (block, screen) in screens.items():
+        assert f"screens/{name}.svg)" in text, f"no page shows {name}.svg"
+        assert drawn[name].stat().st_size < 60_000
+        assert "url(" not in drawn[name].read_text(encoding="utf-8").replace("url(#", ""), "loads something from elsewhere"
+        picture = re.sub(r"\s", "", _text_of_picture(drawn[name]))
+        for shown in list(shown_in(block))[screen.first - 1 : screen.last]:
+            typed = re.sub(r"\s", "", f"$ {shown.command}")
+            assert typed in picture, f"{name}.svg does not show `{shown.command}`: run `make screens`"
+
+
+def test_commands_are_typed_and_drawn(tmp_path: Path) -> None:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux not found: apt-get install tmux")
+    page = (
+        "<!-- screen: red 2-2 -->\n```console\n$ echo one\none\n$ printf '\\e[31mred\\e[0m at %s\\n' $HOME\n"
+        "red at …\n$ echo three\nfour\n```\n"
+    )
+    drawn: dict[str, str] = {}
+    wrong = _script("screens").play(list(blocks_of(PAGES[0], page)), tmp_path, drawn.__setitem__)
+    assert [text.split("\n")[1:] for text in wrong] == [["three", "(exit code 0)"]]
+    assert drawn["red"].endswith("\n\x1b[31mred\x1b[39m at /home/ada")
+    (tmp_path / "red.svg").write_text(_script("screens").svg("red", drawn["red"]))
+    assert "red at /home/ada" in _text_of_picture(tmp_path / "red.svg")
 
 
 # -- the judge itself -------------------------------------------------------------------------------------------------

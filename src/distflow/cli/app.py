@@ -274,10 +274,10 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
 
 def _print_error(text: str) -> None:
     """Print an error to standard error. If this fails, the exit code still reports it."""
-    from distflow.documents.text import plain_lines
+    from distflow.cli.render.tables import print_notice
 
     with suppress(OSError):
-        print(plain_lines(text), file=sys.stderr)  # the text can contain control characters of specs, nodes and stores
+        print_notice(text)
 
 
 def wants_json(arguments: Sequence[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.completion import complete_workflow
+from distflow.cli.render.tables import print_notice
 from distflow.client.client import Client
-from distflow.documents.text import plain_lines
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord
@@ -21,11 +20,7 @@ __all__ = ["WorkflowArgument", "WorkflowsArgument", "open_client", "open_workflo
 
 def open_client() -> Client:
     """Return a client that prints its notes and warnings to standard error."""
-    return Client(notify=_print_notice)
-
-
-def _print_notice(text: str) -> None:
-    print(plain_lines(text), file=sys.stderr)
+    return Client(notify=print_notice)
 
 
 WorkflowArgument = Annotated[

@@ -14,10 +14,11 @@ import typer
 
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption, command_app
+from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
 from distflow.documents.quantities import bytes_text, count_text, iso
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.text import plain
 from distflow.errors import DistflowError, InputError
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def check(
     except DistflowError as error:
         if format_type is Format.JSON:
             print(json.dumps({"status": "fail", "error": error.message, "hint": error.hint}, indent=2))
-            print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+            print_notice(f"error: {error}")
             raise typer.Exit(error.exit_code) from None
         raise
     if format_type is Format.JSON:

@@ -14,7 +14,7 @@ from distflow.cli.completion import complete_sample
 from distflow.cli.context import open_client
 from distflow.cli.node_options import RanksOption
 from distflow.cli.options import Format, FormatOption, command_app
-from distflow.cli.render.tables import table
+from distflow.cli.render.tables import print_notice, table
 from distflow.client.spec_drafts.drafts import name_of
 from distflow.client.spec_drafts.initial_specs import (
     copy_sample,
@@ -146,5 +146,5 @@ def _print_written(files: list[Path], notes: tuple[str, ...], to_submit: str, fo
     for file in files:
         print(plain_lines(f"wrote {file}"))
     for note in notes:
-        print(plain_lines(f"note: {note}"), file=sys.stderr)
+        print_notice(f"note: {note}")
     print(plain_lines(f"Run it: {to_submit}"), file=sys.stderr)

@@ -16,6 +16,7 @@ from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, RanksOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
+from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.workflow.outputs import end_fetch, fetched_text
 from distflow.cli.workflow.submit import (
@@ -176,7 +177,7 @@ def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
         return f"{number} {what}{'' if number == 1 else 's' if what[-1] != 's' else 'es'}"
 
     for note in draft.notes:
-        print(f"note: {plain_lines(note)}", file=sys.stderr)
+        print_notice(f"note: {note}")
     program, *arguments = draft.command
     if python is not None and program in ("python", "python3"):
         program = python

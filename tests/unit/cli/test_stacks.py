@@ -49,6 +49,17 @@ def test_equal_stacks_stand_together_and_the_odd_one_is_named() -> None:
     )
 
 
+def test_launchers_of_ranks_are_left_out_and_their_other_children_are_not() -> None:
+    launcher = process(5, "run", "main")
+    ranks = [process(pid, "all_reduce", rank=pid - 6) | {"parent": 5} for pid in (6, 7)]
+    loader = process(8, "read") | {"parent": 6}
+    text = shown(task("a", launcher, *ranks, loader))
+    assert "pid 5" not in text
+    assert "2 processes here: a on n-a (pid 6, rank 0), a on n-a (pid 7, rank 1)" in text
+    assert "1 process here: a on n-a (pid 8)" in text
+    assert "pid 5" in shown(task("a", launcher, process(6, "all_reduce") | {"parent": 5}))  # its ranks are not known
+
+
 def test_two_camps_of_one_size_have_no_odd_one() -> None:
     text = shown(task("a", process(1, "f")), task("b", process(2, "g")))
     assert "elsewhere" not in text

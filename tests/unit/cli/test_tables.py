@@ -15,6 +15,11 @@ from unit.state.stored import T0
 
 def test_columns_stay_aligned_with_colours_and_wide_characters() -> None:
     paint = Paint(enabled=True)
+    text = "a.yaml:3: error: no name\n    hint: error: x\nwarning: slow\nan error: y"
+    assert paint.messages(text) == (
+        "a.yaml:3: \x1b[31merror\x1b[0m: no name\n    hint: error: x\n\x1b[33mwarning\x1b[0m: slow\nan error: y"
+    )
+    assert Paint().messages(text) == text
     text = table(("Name", "Status", "Line"), [("日本", paint.status("RUNNING"), "x"), ("ab", "", "y")])
     lines = [plain(line) for line in text.splitlines()]
     assert lines == ["Name  Status   Line", "===================", "日本  RUNNING  x", "ab    -        y"]

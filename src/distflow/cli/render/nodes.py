@@ -104,11 +104,11 @@ def _state(measured: Measured, verdict: Verdict) -> str:
 def _finding_text(finding: Finding, paint: Paint) -> str:
     text = "\n".join(plain(line) for line in finding.as_text().splitlines())
     head, colon, rest = text.partition(":")
-    return (paint.bad(head) if finding.grade.value == "error" else head) + colon + rest
+    return paint.grade(head, finding.grade.value) + colon + rest
 
 
 def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
-    shown = paint.bad(state) if state == "error" else state
+    shown = paint.grade(state, state)
     if measured.error is not None:
         return (measured.node.name, shown, "", "", "", "", "", "")
     torch, clock = measured.torch, measured.clock

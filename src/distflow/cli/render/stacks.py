@@ -75,11 +75,25 @@ def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
     processes: Sequence[Mapping[str, Any]] = (task.seen or {}).get("processes") or []
     pythons = [one for one in processes if one["threads"]]
     # If there are Python processes, leave out their shells and launchers, whose stacks add no information.
+    launchers = _ancestors(processes, [one for one in pythons if "RANK" in one["ranks"]])
+    pythons = [one for one in pythons if "RANK" in one["ranks"] or one["pid"] not in launchers]
     for one in pythons or processes:
         rank = one["ranks"].get("RANK")
         known = f", rank {rank}" if rank is not None else ""
         who = plain(f"{task.asked.task} on {task.asked.node.name} (pid {one['pid']}{known})")
         yield _ProcessStack(who=who, frames=_python(one["threads"]) if one["threads"] else (_kernel(one),))
+
+
+def _ancestors(processes: Sequence[Mapping[str, Any]], some: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the process ids of the ancestors of some processes."""
+    parents = {one["pid"]: one["parent"] for one in processes}
+    found: set[int] = set()
+    for one in some:
+        pid = parents.get(one["pid"])
+        while pid is not None and pid not in found:
+            found.add(pid)
+            pid = parents.get(pid)
+    return found
 
 
 def _python(threads: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

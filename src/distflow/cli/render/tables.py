@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TextIO
 
-from distflow.documents.text import ESCAPES, plain
+from distflow.documents.text import ESCAPES, plain, plain_lines
 
-__all__ = ["Paint", "cut", "table", "terminal_width", "visible_width"]
+__all__ = ["Paint", "cut", "print_notice", "table", "terminal_width", "visible_width"]
 
 _GAP = "  "
 _TASK_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -54,8 +54,32 @@ class Paint:
         """Return the text in red, for errors."""
         return self._in(text, _RED)
 
+    def grade(self, text: str, grade: str) -> str:
+        """Color a text by the grade of a message: ``error``, ``warning`` or ``note``; unchanged for any other word."""
+        code = {"error": _RED, "warning": _YELLOW, "note": _CYAN}.get(grade)
+        return text if code is None else self._in(text, code)
+
+    def messages(self, text: str) -> str:
+        r"""Color the grade at the beginning of each message of a text.
+
+        >>> Paint(True).messages("spec.yaml:3: error: no name")
+        'spec.yaml:3: \x1b[31merror\x1b[0m: no name'
+        """
+        if not self.enabled:
+            return text
+        begin = r"^(\S+:\d+: )?(error|warning|note)(?=: )"
+        return re.sub(begin, lambda one: (one[1] or "") + self.grade(one[2], one[2]), text, flags=re.MULTILINE)
+
     def _in(self, text: str, code: int) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.enabled else text
+
+
+def print_notice(text: str) -> None:
+    """Print notes, warnings or errors to standard error, with colors on a terminal.
+
+    The text can contain control characters of specs, nodes and stores.
+    """
+    print(Paint.of(sys.stderr).messages(plain_lines(text)), file=sys.stderr)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:

@@ -14,7 +14,7 @@ import typer
 from distflow.cli.completion import complete_group, complete_task
 from distflow.cli.context import WorkflowArgument, open_client, open_workflow
 from distflow.cli.options import ConnectTimeoutOption, command_app
-from distflow.cli.render.tables import Paint
+from distflow.cli.render.tables import Paint, print_notice
 from distflow.cli.render.terminal import raw_terminal, read_size
 from distflow.client.running_tasks import (
     Exit,
@@ -239,7 +239,7 @@ def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeo
 
     ended = run_on_tasks(tasks, argv, connect_timeout, on_output=show_output, on_exit=show_exit)
     for error in ended.errors[1:]:
-        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+        print_notice(f"error: {error}")
     if ended.errors:
         raise ended.errors[0]
     return max(ended.codes)

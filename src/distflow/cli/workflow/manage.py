@@ -11,11 +11,11 @@ import typer
 from distflow.cli.completion import complete_tag, complete_workflow
 from distflow.cli.context import WorkflowsArgument, open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
-from distflow.cli.render.tables import table
+from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
 from distflow.client.workflows import Cancellation, cancel, change_tags, list_tags, pool_of, wait
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.text import plain
 from distflow.errors import InputError, NodeError
 from distflow.state.record import WorkflowRecord
 
@@ -65,12 +65,12 @@ def cancel_workflows(
                     on_timeout=lambda one: _unreachable_words(client, one),
                 )
                 for words in (words for one in ended for words in left_behind(one)):
-                    print(f"warning: {plain(words)}", file=sys.stderr)
+                    print_notice(f"warning: {words}")
     if format_type is Format.JSON:
         print(json.dumps({"workflows": [_cancellation_json(one) for one in results]}, indent=2))
     failures = [one.error for one in results if one.error is not None]
     for failure in failures:
-        print(f"error: {plain_lines(str(failure))}", file=sys.stderr)
+        print_notice(f"error: {failure}")
     if failures:
         # The JSON document already contains the errors. Raising one would print a second document.
         raise typer.Exit(failures[-1].exit_code)

@@ -12,11 +12,11 @@ import typer
 
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, TasksOption, command_app
-from distflow.cli.render.tables import table
+from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
 from distflow.documents.quantities import bytes_text, count_text, iso, local_minute
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.text import plain
 from distflow.errors import DistflowError, NodeError
 from distflow.state.record import WorkflowRecord
 
@@ -99,7 +99,7 @@ def fetch(
     elif fetched.files or fetched.unchanged:
         print(fetched_text(fetched, folder))
     elif not fetched.errors and not fetched.problems:
-        _note(_no_files(record, workdir))
+        print_notice(_no_files(record, workdir))
     end_fetch(fetched)
 
 
@@ -112,13 +112,17 @@ def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
 def end_fetch(fetched: FetchedFiles) -> None:
     """Print what was moved or not fetched, and exit with the code of the first error if there is one."""
     if fetched.moved is not None:
-        _note(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
+        print_notice(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
     if fetched.is_mixed:
-        _note("note: that directory also has other files, so the results of several runs mix there. `--to DIR` names a new one")
+        print_notice(
+            "note: that directory also has other files, so the results of several runs mix there. `--to DIR` names a new one"
+        )
     if fetched.left_out:
-        _note(f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links that lead outside")
+        print_notice(
+            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links that lead outside"
+        )
     for problem in fetched.problems:
-        _note(f"warning: {problem}")
+        print_notice(f"warning: {problem}")
     _exit_with(fetched.errors, has_failed=bool(fetched.problems))
 
 
@@ -132,11 +136,15 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
         print(table(("Task", "Size", "Modified", "Path"), rows), end="")
         size = sum(file.size for one in found for file in one.files)
         option = " --workdir" if workdir else ""
-        _note(f"{count_text(len(rows), 'file')}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}")
+        print_notice(
+            f"{count_text(len(rows), 'file')}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}"
+        )
     elif not any(one.error for one in found):
-        _note(_no_files(record, workdir))
+        print_notice(_no_files(record, workdir))
     if left_out := sum(one.left_out for one in found):
-        _note(f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside")
+        print_notice(
+            f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside"
+        )
 
 
 def _arrow(link: str) -> str:
@@ -191,13 +199,9 @@ def _exit_with(errors: Iterable[DistflowError | None], *, has_failed: bool = Fal
     """Print errors to standard error, and exit with the code of the first one if there is one."""
     known = [error for error in errors if error is not None]
     for error in known:
-        _note(f"error: {error}")
+        print_notice(f"error: {error}")
     if known or has_failed:
         raise typer.Exit(known[0].exit_code if known else NodeError.exit_code)
-
-
-def _note(text: str) -> None:
-    print(plain_lines(text), file=sys.stderr)
 
 
 def _were(number: int) -> str:
