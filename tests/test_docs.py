@@ -47,8 +47,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TRAINING = ("training.md", "strategies.md", "find-a-hang.md")
-"""Pages that train with torch."""
+TRAINING = ("training.md", "strategies.md")
+"""Pages that train with torch, except for the one about `stacks`, which would show other processes than on a node."""
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
