@@ -11,15 +11,30 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from contract.conftest import NodeUnderTest, launch_of
+from distflow.backends.base import (
+    AttemptKey,
+    LeaseRefused,
+    LeaseRequest,
+    NodeUp,
+    Observation,
+    VenvBuilt,
+    VenvFailed,
+    VenvProgress,
+)
+from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.machines.connection.transfers import build_venv_there
+from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError
+from distflow.pools.model import Node, Pool
 from distflow.runtime.files import venvs
 from distflow.testing.waiting import is_alive, wait_until
+
+T = TypeVar("T", bound=Observation)
 
 DIGEST = hashlib.sha256(b"requirements").hexdigest()
 FAKE_UV = f"""#!/bin/sh
@@ -124,7 +139,8 @@ def test_a_failed_build_ends_with_the_last_lines_and_leaves_nothing(builder: Bui
     with pytest.raises(AgentError) as failed:
         builder.build()
     assert failed.value.kind == "venv_failed"
-    assert failed.value.detail == "uv failed with exit code 3:\ntrying https://****@host/simple\nno version of torch"
+    what = "cannot build the Python environment of requirements.txt: uv failed with exit code 3:"
+    assert failed.value.detail.splitlines() == [what, "trying https://****@host/simple", "no version of torch"]
     assert builder.is_gone
 
 
@@ -197,6 +213,53 @@ def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> N
     with pytest.raises(Canceled):
         build_venv_there(builder.node.transport, str(builder.node.top), sys.executable, request, timeout_s=20, progress=cancel)
     wait_until(lambda: builder.is_gone, 20)
+
+
+def test_the_backend_reports_a_build_and_cancels_one(
+    node: NodeUnderTest, builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.backends.machines.backend._REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("distflow.backends.machines.backend.transport_of", lambda *_: node.transport)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    one = Node(name="n", host="n", root=str(node.top), python=sys.executable, environment=environment)
+    seen: list[Observation] = []
+    (tmp_path / "blobs").mkdir()
+    pool = Pool(name="p", backend="ssh", nodes=(one,))
+    backend = MachinesBackend(pool, blobs=tmp_path / "blobs", sink=seen.append, logs=None)  # type: ignore[arg-type]
+    key = AttemptKey(workflow=node.workflow, group="g", task="t", attempt=0, node="n")
+    venv = Requirements(file="requirements.txt", lines=("torch",))
+
+    def await_one(kind: type[T]) -> T:
+        def find() -> T | None:
+            return next((one for one in seen if isinstance(one, kind)), None)
+
+        return wait_until(find, 20, kind.__name__)
+
+    try:
+        backend.connect([one])
+        await_one(NodeUp)
+        builder.install_by(waits_for(tmp_path / "never", "\x1b[1mtorch"))
+        backend.build_venv(key, venv)
+        wait_until(lambda: any(isinstance(one, VenvProgress) and one.message == "installing torch" for one in seen), 20)
+        backend.cancel_venv(key)
+        wait_until(lambda: builder.is_gone, 20)
+        builder.install_by("exit 1")
+        backend.build_venv(key, venv)
+        failed = await_one(VenvFailed)
+        assert failed.is_final
+        assert failed.message.startswith("n: cannot build the Python environment of requirements.txt: uv failed with")
+        builder.install_by("true")
+        backend.build_venv(key, venv)
+        built = await_one(VenvBuilt)
+        assert built.tool == "uv"
+        lease = LeaseRequest(
+            workflow=node.workflow, group="g", attempt=0, nodes={"t": "n"}, gpus={"t": 0}, master="t", venvs={"t": DIGEST}
+        )
+        backend.lease(lease)
+        refused = await_one(LeaseRefused)
+        assert (refused.without_venv, refused.nodes, refused.is_final) == ({"t": "n"}, {}, False)
+    finally:
+        backend.close()
 
 
 def test_a_directory_of_somebody_else_is_not_removed(builder: Builder) -> None:

@@ -79,7 +79,7 @@ def test_two_workflows_share_an_environment_that_one_of_them_builds(lab: Lab) ->
     (cli.folder / "other.txt").write_text("greeter==2.0\n")
     done = cli.run("workflow", "submit", spec, "--venv", "other.txt", "--wait", timeout=170)
     assert done.code == 1
-    assert "gpu1: pip failed with exit code 1:\n" in done.err
+    assert "gpu1: cannot build the Python environment of other.txt: pip failed with exit code 1:\n" in done.err
     assert "No matching distribution found for greeter==2.0" in done.err
     assert cli.query("greets-3")["status"] == "FAILED_START_ERROR"
 
@@ -102,3 +102,8 @@ def test_wrong_requirements_are_refused_before_anything_is_stored(cli: Cli) -> N
     (cli.folder / "requirements.txt").write_text("greeter\n")
     done = cli.run("workflow", "submit", spec, "--dry-run")
     assert "Python environment of requirements.txt" in done.out
+    cli.configure(container="podman")
+    spec = cli.spec(Path(spec).read_text().replace("- name: one", "- name: one\n    image: torch"))
+    done = cli.run("workflow", "validate", spec)
+    assert done.code == 0
+    assert "`one` runs in a container and does not use the packages of `venv`" in done.out + done.err

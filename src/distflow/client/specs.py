@@ -25,7 +25,7 @@ from distflow.layout.drawing import draw_world
 from distflow.layout.placement import Free, Placement, Unplaced, place_near
 from distflow.layout.ranks import World
 from distflow.plan.compile import compile_plan, demands
-from distflow.plan.containers import container_notices, sharing_notices
+from distflow.plan.containers import container_notices, sharing_notices, venv_notices
 from distflow.plan.model import Plan
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.load import configuration_schema_text
@@ -187,7 +187,8 @@ def validate(
         raise ProblemsFound([*problems, *checked.warnings])
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
     placement, misfits = propose_placement(plan, chosen, checked.spec, Severity.WARNING)
-    notices = container_notices(checked.spec, chosen.nodes) + sharing_notices(checked.spec, bundles, placement, chosen.nodes)
+    notices = container_notices(checked.spec, chosen.nodes) + venv_notices(checked.spec, chosen.nodes)
+    notices += sharing_notices(checked.spec, bundles, placement, chosen.nodes)
     return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
 
 

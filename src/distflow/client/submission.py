@@ -31,7 +31,7 @@ from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.compile import compile_plan
-from distflow.plan.containers import container_notices, sharing_notices
+from distflow.plan.containers import container_notices, sharing_notices, venv_notices
 from distflow.plan.model import Plan, runs_torchrun
 from distflow.plan.render import script
 from distflow.pools.hostfile import Host, choose_pool
@@ -190,7 +190,7 @@ def plan_checked(
 
     """
     checked = _with_environment(checked, pool.given.environment)
-    notices = container_notices(checked.spec, pool.nodes)
+    notices = container_notices(checked.spec, pool.nodes) + venv_notices(checked.spec, pool.nodes)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs, on_pack or _ignore)
     if problems:

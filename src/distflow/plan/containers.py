@@ -16,7 +16,7 @@ from distflow.pools.model import Node
 from distflow.spec.files import Bundle
 from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 
-__all__ = ["container_notices", "container_of", "sharing_notices", "venv_of"]
+__all__ = ["container_notices", "container_of", "sharing_notices", "venv_notices", "venv_of"]
 
 
 _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every container has these directories of the node
@@ -75,6 +75,22 @@ def _of_task(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.privileged:
         message = "`privileged` is ignored: tasks run with the rights of the user on the node"
         yield "privileged", Problem(where=task.mark, severity=Severity.WARNING, message=message)
+
+
+def venv_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
+    """Return a warning if the spec has a Python environment and a task that runs in a container, where it has no effect."""
+    if spec.venv is None or all(node.container == "none" for node in nodes):
+        return ()
+    images = [(task.name, task.image) for group in spec.groups for task in group.tasks if task.image is not None]
+    return tuple(
+        Problem(
+            where=image.mark_at(0),
+            severity=Severity.WARNING,
+            message=f"`{name}` runs in a container and does not use the packages of `venv`",
+            hint="install them in the image, or remove `image`",
+        )
+        for name, image in images[:1]
+    )
 
 
 def _moves(mount: str) -> bool:

@@ -171,7 +171,7 @@ class _Build:
                 [uv, "pip", "install", "--python", python, *names],
             ]
         if not found["pip"]:
-            message = "{} cannot make a Python environment: it has no `ensurepip`, and there is no uv; {}"
+            message = "{} cannot build a Python environment: it has no `ensurepip`, and there is no uv; {}"
             raise OpError("venv_failed", message.format(sys.executable, venvs.REMEDY))
         install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
         return "pip", [[sys.executable, "-m", "venv", env], [*install, *names]]
@@ -210,8 +210,9 @@ class _Build:
             process.wait()
         if code != 0:
             lines = _last_lines(path) or ["it printed nothing"]
-            message = "{} failed with exit code {}:\n{}"
-            raise OpError("venv_failed", message.format(tool, code if code >= 0 else 128 - code, "\n".join(lines)))
+            message = "cannot build the Python environment of {}: {} failed with exit code {}:\n{}"
+            code = code if code >= 0 else 128 - code
+            raise OpError("venv_failed", message.format(self._file, tool, code, "\n".join(lines)))
 
 
 def _last_lines(path: str) -> List[str]:

@@ -22,6 +22,7 @@ from distflow.backends.machines.checks.measured import (
 )
 from distflow.backends.machines.checks.network import AllReduce, judge_pairs, verdict
 from distflow.backends.machines.checks.torch_search import why_no_torch
+from distflow.documents.requirements import Requirements
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
@@ -256,6 +257,34 @@ def test_a_node_that_needs_torch_and_lacks_it_cannot_take_part_and_the_remedy_na
         "/opt/venv/bin/python has it: add `--python /opt/venv/bin/python`, `python=/opt/venv/bin/python`"
     )
     assert (found.can_run, found.text) == (False, "nothing can run on this node: gpu1 cannot take part")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "tools", "found"),
+    [
+        (False, {"uv": None, "pip": False}, []),
+        (True, {"uv": "/bin/uv", "pip": False}, [("note", "venv", "the Python environment of r.txt is not built yet")]),
+        (True, {"uv": None, "pip": True}, [("note", "venv", "the Python environment of r.txt is not built yet")]),
+        (
+            True,
+            {"uv": None, "pip": False},
+            [("error", "venv", "it cannot build a Python environment: it has no uv, and its Python has no `ensurepip`")],
+        ),
+    ],
+)
+def test_a_node_that_cannot_build_its_python_environment_is_reported(
+    lacks: bool, tools: dict[str, Any], found: list[tuple[str, str, str]]
+) -> None:
+    venv = Requirements(file="r.txt", lines=("torch",))
+    measured = node(probe={**probe(), "venv_tools": tools}, venv=venv, lacks_venv=lacks)
+    assert alone(measured) == found
+    assert alone(replace(measured, venv=None)) == []
+
+
+def test_torch_that_is_missing_in_a_python_environment_belongs_into_its_requirements() -> None:
+    torch = Torch(python="3.12.4", executable="/r/venvs/1/env/bin/python", others=("/opt/venv/bin/python",))
+    (missing,) = judge_torch([node(torch=torch, venv=Requirements(file="r.txt", lines=("numpy",)))])
+    assert missing.hint == "add `torch` to r.txt"
 
 
 @pytest.mark.parametrize(
