@@ -10,7 +10,9 @@ from pathlib import Path
 from distflow.backends.machines.cleanup import Recalled, recall_node
 from distflow.client.client import Client
 from distflow.client.nodes import ask_nodes, choose_nodes
+from distflow.client.notifications.targets import own_targets
 from distflow.client.submission import pool_key
+from distflow.documents.notify import NotifyTarget
 from distflow.errors import StateError
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Pool
@@ -230,10 +232,12 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     store = client.store
     # Another command may have submitted or adopted one of them in the meantime.
     known = store.uuids()
+    # Entries of the spec are not used: a node could have invented them.
+    notify = own_targets(client, client.configuration())
     for one, rebuilt in ready:
         if one.uuid in known:
             continue
-        record = _store(store, one, rebuilt, now)
+        record = _store(store, one, rebuilt, now, notify)
         renamed = record.id != one.copy.record.id
         note = (f"its id was {one.copy.record.id}, which another workflow has on this machine",) if renamed else ()
         results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*note, *_origin(one, record.id), *rebuilt.notes)))
@@ -241,7 +245,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     return results
 
 
-def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> WorkflowRecord:
+def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float, notify: Sequence[NotifyTarget]) -> WorkflowRecord:
     """Insert a workflow with the pool as configured here, because this machine decides how it connects to the nodes."""
     details = WorkflowAdopted(
         nodes=tuple(sorted({attempt.node for attempt in one.attempts.values()})), user=one.copy.record.user, host=one.copy.host,
@@ -256,6 +260,7 @@ def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> Wo
         spec=one.copy.spec,
         plan=rebuilt.plan,
         pool=one.pool,
+        notify=notify,
         events=events,
         keep_number=True,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distflow.client.adoption import FoundWorkflow, _adopt
 from distflow.client.client import Client
+from distflow.client.notifications.targets import set_profile_notify
 from distflow.lifecycle.states import WorkflowState
 from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
@@ -35,8 +36,12 @@ def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adop
     with Store(directory.store) as store:
         submit(store, ours)
     with supervised(directory), Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
+        mine = set_profile_notify(client, ["{command: [sh]}"])
         adopted = _adopt(client, [found(ours), found(theirs)], False)
     assert [(one.uuid, one.skipped) for one in adopted] == [(theirs.uuid, "")]
     with Store(directory.store) as store:
         assert [event.kind for event in store.events(ours.uuid)] == []
         assert store.find(theirs.uuid).state is WorkflowState.RUNNING
+        assert (
+            [target.command for target in store.notify_targets(theirs.uuid)] == [target.command for target in mine] == [("sh",)]
+        )

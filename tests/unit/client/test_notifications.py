@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import ssl
@@ -20,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from distflow.client.client import Client
 from distflow.client.notifications import delivery
 from distflow.client.notifications.message import compose, sample
-from distflow.client.notifications.sender import send_notices
+from distflow.client.notifications.sender import main, send_notices
 from distflow.client.notifications.targets import send_test_notification, set_profile_notify, target_problems
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.problems import Mark, ProblemsFound
@@ -177,6 +178,32 @@ def test_a_command_that_fails_or_hangs(command: tuple[str, ...], error: str, mon
     assert caught.value.message == error
 
 
+def test_a_credential_that_was_changed_is_checked_again(client: Client) -> None:
+    record = stored(client, NotifyTarget(credential="team"))
+    set_url(client, "team", f"http://ci.example/{SECRET}")
+    send_notices(client)
+    (outcome,) = outcomes(client, record)
+    assert isinstance(outcome, NotificationFailed)
+    assert outcome.error == "the URL of the credential `team` is a secret, and http:// would send it without encryption"
+
+
+def test_a_request_to_this_machine_uses_no_proxy(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    delivery.deliver(NotifyTarget(credential="team"), sample(Trigger.FAILED), receiver.url)
+    assert len(receiver.received) == 1
+
+
+def test_the_process_sends_what_is_due_unless_another_one_does(client: Client, receiver: Receiver) -> None:
+    stored(client, NotifyTarget(url=receiver.url))
+    argv = [str(client.directory.path)]
+    with client.directory.notify_lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert (main(argv), receiver.received) == (0, [])
+    assert main(argv) == 0
+    assert (len(receiver.received), client.store.has_notices()) == (1, False)
+
+
 def test_a_login_in_the_url_becomes_a_header(receiver: Receiver) -> None:
     url = receiver.url.replace("http://", "http://me:a%40b@")
     delivery.deliver(NotifyTarget(credential="team"), sample(Trigger.FAILED), url)
@@ -211,7 +238,7 @@ def test_a_credential_that_is_gone_ends_the_notification(client: Client) -> None
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (f"http://ci.example/{SECRET}", "http:// would send it without encryption"),
+        (f"http://127.example/{SECRET}", "http:// would send it without encryption"),
         (f"https:///{SECRET}", "has no host"),
         (SECRET, "is not a URL"),
         (f"https://ci.example/{SECRET} x", "is not a URL"),

@@ -40,24 +40,30 @@ _POLL_S = 0.5
 def main(argv: Sequence[str]) -> int:
     """Send what is due in a state directory, unless another process does."""
     directory = StateDirectory(Path(argv[0]))
-    os.umask(0o077)
-    logging.disable(logging.CRITICAL)  # libraries log URLs, which are secrets
-    while True:
-        handle = os.open(directory.notify_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if not lock_at_once(handle):
-                return 0
-            with Client(environ={**os.environ, "DISTFLOW_STATE": str(directory.path)}) as client:
-                send_notices(client)
-        except DistflowError as error:
-            _log(f"notifications cannot be sent: {error}")
-            return error.exit_code
-        finally:
-            os.close(handle)
-        # A process that stored a notification meanwhile found the lock taken, so this process must send it.
-        with Client(environ={**os.environ, "DISTFLOW_STATE": str(directory.path)}) as client:
-            if not client.store.has_notices():
-                return 0
+    try:
+        # A process that stores a notification while this one has the lock starts no other, so look again after each release.
+        while _is_any_due(directory):
+            handle = os.open(directory.notify_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if not lock_at_once(handle):
+                    return 0
+                with _open_client(directory) as client:
+                    send_notices(client)
+            finally:
+                os.close(handle)
+    except DistflowError as error:
+        _log(f"notifications cannot be sent: {error}")
+        return error.exit_code
+    return 0
+
+
+def _open_client(directory: StateDirectory) -> Client:
+    return Client(environ={**os.environ, "DISTFLOW_STATE": str(directory.path)})
+
+
+def _is_any_due(directory: StateDirectory) -> bool:
+    with _open_client(directory) as client:
+        return client.store.has_notices()
 
 
 def send_notices(client: Client, pauses_s: Sequence[float] = _PAUSES_S) -> None:
@@ -164,4 +170,6 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)
+    logging.disable(logging.CRITICAL)  # libraries log URLs, which are secrets
     sys.exit(main(sys.argv[1:]))

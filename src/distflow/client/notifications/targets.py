@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import shutil
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from distflow.state.directory import find_state_directory, write_profile
 __all__ = [
     "INSTALL_APPRISE",
     "find_notify_targets",
+    "is_loopback",
     "own_targets",
     "send_test_notification",
     "set_profile_notify",
@@ -102,9 +104,8 @@ def target_problems(client: Client, targets: Sequence[NotifyTarget], *, is_toler
     problems = []
     for target in targets:
         try:
-            if target.credential:
-                _check_url(target.credential, url_of(client, target))
-            elif target.command and shutil.which(os.path.expanduser(target.command[0])) is None:
+            url_of(client, target)
+            if target.command and shutil.which(os.path.expanduser(target.command[0])) is None:
                 hint = "give its absolute path, or install it on this machine"
                 raise InputError(f"the command `{target.command[0]}` does not exist", hint=hint)
         except DistflowError as error:
@@ -117,7 +118,7 @@ def url_of(client: Client, target: NotifyTarget) -> str:
     """Return the URL of an entry, from one of this user's credentials if it names one; empty for a command.
 
     Raises:
-        InputError: if the credential has no URL.
+        InputError: if the credential has no URL, or one that cannot be used. The error does not contain it.
         NotFound: if the credential does not exist.
         StateError: if the credential cannot be read.
 
@@ -134,11 +135,12 @@ def url_of(client: Client, target: NotifyTarget) -> str:
     if found.type is not CredentialType.GENERIC or values[0] is None:
         again = f"distflow credential delete {target.credential} && {set_it}"
         raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{again}`")
-    return values[0].reveal().strip()
+    url = values[0].reveal().strip()
+    _check_url(target.credential, url)
+    return url
 
 
 def _check_url(credential: str, url: str) -> None:
-    """Raise ``InputError`` for the URL of a credential that cannot be used. The error does not contain it."""
     set_it = f"distflow credential delete {credential} && distflow credential set {credential} --payload-file {_URL_KEY}=-"
     try:
         parts = urlsplit(url)
@@ -149,7 +151,7 @@ def _check_url(credential: str, url: str) -> None:
     if parts.scheme in ("http", "https"):
         if not parts.hostname:
             raise InputError(f"the URL of the credential `{credential}` has no host", hint=f"set it again: `{set_it}`")
-        if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
             message = f"the URL of the credential `{credential}` is a secret, and http:// would send it without encryption"
             raise InputError(message, hint="use https://")
         return
@@ -161,6 +163,14 @@ def _check_url(credential: str, url: str) -> None:
     if apprise.Apprise.instantiate(url, suppress_exceptions=True) is None:
         message = f"apprise does not accept the URL of the credential `{credential}`, which begins with `{parts.scheme}://`"
         raise InputError(message, hint=f"compare it with Apprise's documentation, and set it again: `{set_it}`")
+
+
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host is this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigger | None = None) -> str:
@@ -188,10 +198,6 @@ def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigge
     except NotifyError as error:
         return error.message
     return ""
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _credentials(client: Client) -> Credentials:
