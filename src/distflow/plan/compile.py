@@ -181,7 +181,10 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    files = tuple(_file(file, rewrite, bundles, in_work) for file in task.files)
+    # A checkpoint of an ended task is copied from its directory, which may contain files that were sent. A container may not
+    # leave files for tasks outside of it.
+    is_reusable = not checkpoints and task.image is None
+    files = tuple(_file(file, rewrite, bundles, in_work, is_reusable=is_reusable) for file in task.files)
     tools = name_tools([*started.argv, *environment.values(), *(file.text or "" for file in files)])
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
@@ -230,7 +233,9 @@ def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str,
         yield path, file.contents.value if file.contents else bundles[file.bundle].text or ""
 
 
-def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_work: Container[str]) -> PlannedFile:
+def _file(
+    file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_work: Container[str], *, is_reusable: bool
+) -> PlannedFile:
     path, shown = place_of(file.path.value, in_work), file.path.value
     if file.contents is not None:
         text: str | None = file.contents.value
@@ -245,7 +250,10 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_wo
         return PlannedFile(path=path, shown=shown, text=text, size=len(text.encode()), mode=mode)
     if bundle is None:
         raise AssertionError("a file has contents or a bundle")
-    return PlannedFile(path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar)
+    return PlannedFile(
+        path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar,
+        reusable=bundle.is_tar and is_reusable,
+    )  # fmt: skip
 
 
 def _strategy_environment(strategy: Strategy | None) -> dict[str, str]:

@@ -91,6 +91,8 @@ class PlannedFile:
     """A regular expression for the paths in the archive to unpack, matched from their start; empty: all."""
     within: str = ""
     """The only directory of the archive to unpack; empty: the whole archive."""
+    reusable: bool = False
+    """Whether its files may move to a later attempt with the same archive, if the task has ended and did not change them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

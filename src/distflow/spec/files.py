@@ -393,16 +393,17 @@ def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
 
 
 def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packing) -> Bundle:
-    paths = list(_tree(root, root, [(root, _patterns(exclude))] if exclude else []))
-    start = len(str(root)) + 1
-    entries = [(str(path)[start:], path.lstat()) for path in paths]
+    entries = [
+        (name, entry.stat(follow_symlinks=False))
+        for name, entry in _tree(str(root), "", [("", _patterns(exclude))] if exclude else [])
+    ]
     for name, info in entries:
         if stat.S_ISLNK(info.st_mode):
             _check_link(root, name)
     seen = Stored(blobs, "\0".join((str(root), *exclude)), entries)
     if (known := seen.find()) is not None:
         return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
-    sizes = [(path, info.st_size) for path, (_, info) in zip(paths, entries, strict=True) if stat.S_ISREG(info.st_mode)]
+    sizes = [(root / name, info.st_size) for name, info in entries if stat.S_ISREG(info.st_mode)]
     packing.begin(sum(size for _, size in sizes))
     hasher = hashlib.sha256()
     with _part(blobs) as sink:
@@ -410,8 +411,8 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
             gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=_gzip_level(sizes), mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
-            for path in paths:
-                _add(archive, path, path.relative_to(root).as_posix(), packing)
+            for name, _ in entries:
+                _add(archive, root / name, name, packing)
         sink.flush()
         size = sink.tell()
         with open(sink.name, "rb") as stored:
@@ -464,22 +465,28 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
         archive.addfile(info)
 
 
-def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
-    ignore = folder / ".gitignore"
+def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the entries to send of a directory, with their names relative to ``root``. A directory comes before its entries.
+
+    ``folder`` is the relative name of the directory with a slash at its end, or empty. ``rules`` are the patterns of ignored
+    files, each with the directory that it applies to, in the same form.
+    """
+    ignore = Path(root, folder, ".gitignore")
     if ignore.is_file():
         lines = ignore.read_text(encoding="utf-8", errors="replace").splitlines()
         rules = [*rules, (folder, _patterns(lines))]
-    with os.scandir(folder) as found:
+    with os.scandir(os.path.join(root, folder)) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
-        path, is_tree = folder / entry.name, entry.is_dir(follow_symlinks=False)
-        if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
+        name, is_tree = folder + entry.name, entry.is_dir(follow_symlinks=False)
+        tested = f"{name}/" if is_tree else name
+        if entry.name == ".git" or any(rule.match_file(tested[len(base) :]) for base, rule in rules):
             continue
-        if is_tree and os.path.lexists(path / RESULTS_MARKER):
+        if is_tree and os.path.lexists(os.path.join(entry.path, RESULTS_MARKER)):
             continue
-        yield path
+        yield name, entry
         if is_tree:
-            yield from _tree(root, path, rules)
+            yield from _tree(root, tested, rules)
 
 
 def _patterns(lines: Iterable[str]) -> GitIgnoreSpec:
@@ -497,10 +504,6 @@ def _is_pattern(line: str) -> bool:
     except (ValueError, re.error):
         return False
     return True
-
-
-def _ignored(path: Path, is_tree: bool, base: Path, rule: GitIgnoreSpec) -> bool:
-    return rule.match_file(path.relative_to(base).as_posix() + ("/" if is_tree else ""))
 
 
 def _as_text(data: bytes) -> str | None:

@@ -241,6 +241,7 @@ class MachinesBackend:
                 "path": list(launch.path),
                 "files": [
                     {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only, "within": file.within}
+                    | ({"reusable": True} if file.reusable else {})
                     | self._content(file)
                     for file in launch.files
                 ],

@@ -14,7 +14,7 @@ import io
 import json
 import os
 import stat
-from typing import BinaryIO, Dict, List, Optional
+from typing import BinaryIO, Dict, List, Optional, Set
 
 from distflow.runtime.files import log_files, masking
 from distflow.runtime.files.blobs import is_complete, link_blob, path_of
@@ -45,7 +45,7 @@ MEMO = "workflow.json"
 SECRETS_ON_DISK = "credentials"
 """Directory for files of credentials where the node has no file system in memory."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_RESERVED = _RECORDS | {"control", "pair.log", "packed.json", "container.id", SECRETS_ON_DISK}
+_RESERVED = _RECORDS | {"placed", "control", "pair.log", "packed.json", "container.id", SECRETS_ON_DISK}
 _RESERVED |= {output.RANKS, output.RANK_PYTHON}
 _CHUNK = 1 << 30
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
@@ -162,19 +162,38 @@ def _place(root: str, directory: str, file: Json) -> None:
     try:
         if not file.get("is_tar") and _place_by_link(root, file, path):
             return
+        if file.get("is_tar"):
+            _place_tree(root, directory, file, path)
+            return
         with _content(root, file) as source:
-            if file.get("is_tar"):
-                from distflow.runtime.files.unpacking import unpack
-
-                os.makedirs(path, exist_ok=True)
-                unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""))
-            else:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                _write(source, path, _mode_of(file))
-                if file.get("blob") is not None and not is_complete(path_of(root, file["blob"])):
-                    raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            _write(source, path, _mode_of(file))
+            if file.get("blob") is not None and not is_complete(path_of(root, file["blob"])):
+                raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
     except OSError as error:
         raise OpError.from_os(error, "cannot place the file `{}`".format(relative)) from error
+
+
+def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
+    """Unpack an archive. If ``reusable``, take over the files of an ended attempt first, and let others do the same later."""
+    from distflow.runtime.files import placed_trees
+    from distflow.runtime.files.unpacking import unpack
+
+    is_reusable = bool(file.get("reusable") and file.get("blob")) and not file.get("only") and not file.get("within")
+    present: Dict[str, Optional[str]] = {}
+    missing: Optional[Set[str]] = None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if is_reusable:
+        present, missing = placed_trees.take_over(root, file["blob"], path) or (present, missing)
+    os.makedirs(path, exist_ok=True)
+    names: Optional[List[str]] = []
+    if missing is None or missing:
+        with _content(root, file) as source:
+            names = unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""), present=present)
+    if is_reusable and names is not None:
+        placed_trees.record(
+            root, directory, os.path.relpath(path, directory), file["blob"], {**present, **dict.fromkeys(names)}
+        )
 
 
 def _content(root: str, file: Json) -> BinaryIO:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tarfile
-from typing import BinaryIO, Optional, Pattern, Set
+from typing import BinaryIO, Container, List, Optional, Pattern, Set
 
 from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.wire import OpError
@@ -24,23 +24,31 @@ _EXTENDED = (
 )  # fmt: skip
 
 
-def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True) -> None:
+def unpack(
+    archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True, present: Container[str] = ()
+) -> Optional[List[str]]:
     """Unpack files, directories and links that stay inside ``top``. Can be repeated over existing files.
 
     ``only`` is a regular expression: only files and links whose relative path it matches from the start are unpacked, with
     their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and only there, also through
-    links. ``compressed``: whether the archive may be compressed. Raises only ``OpError`` and ``OSError``.
+    links. ``compressed``: whether the archive may be compressed. ``present``: names that are not unpacked.
+
+    Returns the names of the unpacked files and directories, or ``None`` if the archive has links. Raises only ``OpError`` and
+    ``OSError``.
     """
     wanted = _matcher(only)
     try:
         with tarfile.open(fileobj=archive, mode="r:*" if compressed else "r:", tarinfo=_Member) as tar:
-            has_links = _unpack_members(tar, top, wanted, within)
+            names: List[str] = []
+            has_links = _unpack_members(tar, top, wanted, within, present, names)
     except (OpError, OSError):
         raise
     except Exception as error:  # tarfile raises many kinds for a damaged archive, RecursionError among them
         raise OpError("bad_request", "the archive is damaged: {}".format(str(error) or type(error).__name__)) from error
     if has_links:
         _refuse_links_outside(top)
+        return None
+    return names
 
 
 def file_time(modified_at: float) -> float:
@@ -57,13 +65,15 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]], within: str) -> bool:
-    """Unpack all members and return whether links were made or replaced."""
+def _unpack_members(
+    tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]], within: str, present: Container[str], names: List[str]
+) -> bool:
+    """Unpack all members, append their names to ``names``, and return whether links were made or replaced."""
     known: Set[str] = set()
     has_links = False
     for member in tar:
         name = os.path.normpath(member.name)
-        if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
+        if name == "." or name in present or (wanted is not None and (member.isdir() or not wanted.match(name))):
             continue
         if within:
             first, _, rest = name.partition("/")
@@ -72,6 +82,7 @@ def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str
             path = _place_of(os.path.join(top, within), rest, known)
         else:
             path = _place_of(top, name, known)
+        names.append(name)
         if member.issym() or member.islnk() or os.path.islink(path):
             # From now on, every path through a link may lead elsewhere.
             known.clear()

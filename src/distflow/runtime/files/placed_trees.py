@@ -1,0 +1,211 @@
+"""Taking over the unchanged files of an ended attempt, instead of unpacking the same archive again.
+
+Tasks may change their files, so two attempts never share a file. But an ended attempt no longer needs the files that were sent
+to it. Those that it did not change move to the next attempt with the same archive. Files that it changed or wrote stay. After
+unpacking, a record in the attempt's directory keeps the state of each file. A write, ``chmod``, ``utime`` or new link changes
+that state.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from typing import Dict, Iterator, List, Optional, Set, Tuple
+
+from distflow.runtime.files.blobs import path_of
+from distflow.runtime.files.records import read_end
+from distflow.runtime.files.safe_files import path_inside
+from distflow.runtime.wire import OpError
+
+__all__ = ["FOLDER", "record", "take_over"]
+
+FOLDER = "placed"
+"""The directory of an attempt with a record for each archive, named by its digest."""
+_USERS = ".users"
+"""The suffix of the file next to a blob that lists the attempts with a record of it."""
+_TAKEN = ".taken"
+_LEAST = 100
+"""Archives with fewer entries are unpacked in no time."""
+_MOST_USERS = 64
+_TICK_S = 0.05
+"""File times are only as fine as a clock tick. A write later than this changes them."""
+_GONE = ""
+
+State = str
+"""Mode, size, times and inode of a file, or the mode of a directory."""
+
+
+def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Optional[State]], Set[str]]]:
+    """Move the files of an ended attempt that unpacked this archive, and did not change them, to the new directory ``top``.
+
+    Returns the names that are in ``top`` now, with their states as far as the move did not change them, and the names that the
+    archive has in addition. ``None`` if there is no such attempt.
+    """
+    if os.path.lexists(top):
+        return None  # other files were placed there, or an earlier try was interrupted
+    for directory in _users(root, digest):
+        claimed = _claim(directory, digest)
+        if claimed is None:
+            continue
+        try:
+            relative, states = _read(claimed)
+            tree = _Tree(path_inside(directory, relative), states)
+            os.mkdir(top)
+            moved = dict(_move(tree, top, ""))
+            os.unlink(claimed)
+            return moved, states.keys() - moved.keys()
+        except (OSError, OpError, ValueError, RecursionError):
+            return None  # the attempt is being removed; the archive has everything
+    return None
+
+
+def record(root: str, directory: str, relative: str, digest: str, states: Dict[str, Optional[State]]) -> None:
+    """Record the state of the files of an archive that was unpacked to ``relative`` in the directory of an attempt.
+
+    The attempt has not started yet. ``states`` has the names of all files and directories of the archive, and known states.
+    """
+    unknown = [name for name, state in states.items() if state is None]
+    if len(states) < _LEAST or any("\0" in name for name in unknown):
+        return
+    if unknown:
+        select.select([], [], [], _TICK_S)
+        found = {name: os.lstat(os.path.join(directory, relative, name)) for name in unknown}
+        if all(info.st_ctime_ns % 10**9 == 0 for info in found.values()):
+            return  # this file system keeps whole seconds, in which a file may change without a trace
+        states = {**states, **{name: _state(info) for name, info in found.items()}}
+    parts = [relative, *(text for pair in states.items() for text in pair)]
+    try:
+        os.makedirs(os.path.join(directory, FOLDER), mode=0o700, exist_ok=True)
+        path = os.path.join(directory, FOLDER, digest)
+        with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write("\0".join(map(str, parts)))
+        os.rename(path + ".new", path)
+        with open(path_of(root, digest) + _USERS, "a", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(os.path.relpath(directory, root) + "\n")
+    except OSError:
+        return  # the disk is full; the task can start without a record
+
+
+def _state(info: os.stat_result) -> State:
+    if stat.S_ISDIR(info.st_mode):
+        return str(info.st_mode)
+    known = (info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
+    return " ".join(map(str, known))
+
+
+def _users(root: str, digest: str) -> List[str]:
+    """Return the directories of attempts that may have a record of the archive, the latest first."""
+    path = path_of(root, digest) + _USERS
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in reversed(lines):
+        try:
+            directory = path_inside(root, line)
+        except OpError:
+            continue
+        if os.path.exists(os.path.join(directory, FOLDER, digest)) and directory not in found:
+            found.append(directory)
+    if len(lines) > _MOST_USERS:
+        with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write("".join(os.path.relpath(one, root) + "\n" for one in reversed(found[:_MOST_USERS])))
+        os.rename(path + ".new", path)
+    return found
+
+
+def _claim(directory: str, digest: str) -> Optional[str]:
+    """Reserve the record of an ended attempt for this process, and return its path; ``None`` if it cannot be used."""
+    path = os.path.join(directory, FOLDER, digest)
+    if read_end(directory) is None or _is_visited(directory):
+        return None
+    try:
+        os.rename(path, path + _TAKEN)
+    except OSError:
+        return None  # another attempt was faster
+    return path + _TAKEN
+
+
+def _is_visited(directory: str) -> bool:
+    """Whether a process, such as a shell of the user, has its working directory in the attempt's files."""
+    inside = os.path.realpath(directory) + os.sep
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            try:
+                if (os.readlink("/proc/{}/cwd".format(pid)) + os.sep).startswith(inside):
+                    return True
+            except OSError:
+                continue  # it has ended, or belongs to another user
+    return False
+
+
+def _read(path: str) -> Tuple[str, Dict[str, State]]:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        relative, *rest = file.read().split("\0")
+    pairs = iter(rest)
+    return relative, dict(zip(pairs, pairs))  # noqa: B905  Python 3.8 has no ``strict``
+
+
+class _Tree:
+    """The files of an ended attempt, compared with its record."""
+
+    def __init__(self, top: str, states: Dict[str, State]) -> None:
+        """Read the directories. ``states`` are those of the record, by name."""
+        self.top = top
+        self.same: Dict[str, List[str]] = {}
+        """The unchanged entries of each directory, by its name; directories first."""
+        self.whole: Set[str] = set()
+        """The directories that have exactly the unchanged files of the archive, and can be moved as they are."""
+        self.states = states
+        self._counts: Dict[str, int] = {}
+        for name in states:
+            parent = os.path.dirname(name)
+            self._counts[parent] = self._counts.get(parent, 0) + 1
+        if not stat.S_ISDIR(os.lstat(top).st_mode):
+            raise ValueError("the task replaced the directory")
+        self._compare("")
+
+    def _compare(self, folder: str) -> None:
+        folders, files, others = [], [], 0
+        with os.scandir(os.path.join(self.top, folder)) as entries:
+            for entry in entries:
+                name = "{}/{}".format(folder, entry.name) if folder else entry.name
+                if self.states.get(name, _GONE) != _state(entry.stat(follow_symlinks=False)):
+                    others += 1
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(name)
+                else:
+                    files.append(name)
+        for name in folders:
+            self._compare(name)
+        self.same[folder] = folders + files
+        if not others and len(self.same[folder]) == self._counts.get(folder, 0) and self.whole.issuperset(folders):
+            self.whole.add(folder)
+
+
+def _move(tree: _Tree, new: str, folder: str) -> Iterator[Tuple[str, Optional[State]]]:
+    """Move the unchanged entries of a directory. Yield their names, with their states if the move did not change them."""
+    for name in tree.same[folder]:
+        old, target = os.path.join(tree.top, name), os.path.join(new, name)
+        if name not in tree.same:
+            os.rename(old, target)
+        elif name in tree.whole:
+            os.rename(old, target)
+            yield name, tree.states[name]
+            yield from _below(tree, name)
+            continue
+        else:
+            os.mkdir(target)
+            yield from _move(tree, new, name)
+            os.chmod(target, stat.S_IMODE(os.lstat(old).st_mode))
+        yield name, None
+
+
+def _below(tree: _Tree, folder: str) -> Iterator[Tuple[str, State]]:
+    for name in tree.same[folder]:
+        yield name, tree.states[name]
+        if name in tree.same:
+            yield from _below(tree, name)

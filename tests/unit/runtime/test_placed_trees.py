@@ -1,0 +1,160 @@
+"""Files of an ended attempt that the next attempt takes over: only unchanged ones, and never those of a running attempt."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.runtime.files import attempt_files, placed_trees
+from distflow.runtime.files.blobs import Part
+
+FILES = {f"d{number % 8}/sub/module_{number}.py": f"# {number}\n" for number in range(200)} | {"train.py": "train\n"}
+
+
+class Node:
+    """The root of a node with one archive."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for parent in sorted({str(parent) for name in FILES for parent in Path(name).parents} - {"."}):
+                folder = tarfile.TarInfo(parent)
+                folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+                archive.addfile(folder)
+            for name, text in FILES.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+        self.digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+        part = Part(str(root / "blobs" / self.digest))
+        os.write(part.fd, buffer.getvalue())
+        part.finish()
+
+    def place(self, name: str, **more: object) -> Path:
+        """Place the archive for a new attempt, and return its directory of files."""
+        directory = self.root / name
+        directory.mkdir()
+        file = {"path": "work", "is_tar": True, "blob": self.digest, "reusable": True, **more}
+        attempt_files.place(str(self.root), str(directory), {"argv": ["true"], "files": [file]})
+        return directory / "work"
+
+    def end(self, name: str) -> None:
+        """Let an attempt end."""
+        (self.root / name / "exit.json").write_text('{"reason": "exited", "exit_code": 0}')
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def _inodes(work: Path) -> dict[str, int]:
+    return {name: (work / name).stat().st_ino for name in FILES if (work / name).exists()}
+
+
+def _is_complete(work: Path) -> bool:
+    """Whether exactly the files of the archive are there."""
+    found = {str(path.relative_to(work)): path.read_text() for path in work.rglob("*") if path.is_file()}
+    return found == FILES and all(path.stat().st_mode & 0o777 == 0o755 for path in work.rglob("*") if path.is_dir())
+
+
+def test_unchanged_files_move_again_and_again(node: Node) -> None:
+    inodes = _inodes(node.place("a"))
+    for before, after in (("a", "b"), ("b", "c")):
+        node.end(before)
+        work = node.place(after)
+        assert _is_complete(work)
+        assert _inodes(work) == inodes
+        assert not [path for path in (node.root / before / "work").rglob("*") if path.is_file()]
+
+
+def _keep_times(path: Path) -> None:
+    """Write other content of the same size, and restore the times."""
+    info = path.stat()
+    path.write_text("other"[: info.st_size].ljust(info.st_size))
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "written in place": lambda work: (work / "d1/sub/module_1.py").write_text("mine"),
+    "with the same size and times": lambda work: _keep_times(work / "d1/sub/module_1.py"),
+    "removed": lambda work: (work / "d1/sub/module_1.py").unlink(),
+    "another mode": lambda work: (work / "d1/sub/module_1.py").chmod(0o640),
+    "linked": lambda work: os.link(work / "d1/sub/module_1.py", work / "same"),
+    "added": lambda work: (work / "d1/sub/__pycache__").mkdir(),
+    "a directory of another mode": lambda work: (work / "d1").chmod(0o700),
+    "a directory became a link": lambda work: [
+        (work / "d1").rename(work.parent / "elsewhere"),
+        (work / "d1").symlink_to(work.parent / "elsewhere"),
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changed_files_stay_and_are_unpacked_again(node: Node, change: Callable[[Path], object]) -> None:
+    work = node.place("a")
+    inodes = _inodes(work)
+    change(work)
+    mine = {path.relative_to(work): path.read_text() for path in work.rglob("*") if path.is_file()}
+    node.end("a")
+    after = node.place("b")
+    assert _is_complete(after)
+    reused = [name for name, inode in _inodes(after).items() if inodes[name] == inode]
+    assert len(FILES) > len(reused) or change is CHANGES["added"]
+    assert len(reused) >= len(FILES) - 25
+    kept = {path.relative_to(work): path.read_text() for path in work.rglob("*") if path.is_file()}
+    assert kept.items() <= mine.items()
+    assert not set(reused) & {str(path) for path in kept}
+    # The next one finds what the one before it got, and nothing of the first.
+    node.end("b")
+    inodes = _inodes(after)
+    assert _is_complete(last := node.place("c"))
+    assert _inodes(last) == inodes
+
+
+def test_files_in_use_are_not_taken(node: Node) -> None:
+    work = node.place("running")
+    assert _inodes(node.place("second")).items().isdisjoint(_inodes(work).items())
+    node.end("second")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=node.root / "second/work/d1") as shell:
+        inodes = _inodes(node.place("third"))
+        assert inodes.items().isdisjoint(_inodes(node.root / "second/work").items())
+        shell.communicate()
+    assert _is_complete(work)
+    assert _is_complete(node.root / "second/work")
+    # Without that shell, exactly one of two attempts gets them.
+    before = _inodes(node.root / "second/work")
+    assert (_inodes(node.place("fourth")), _inodes(node.place("fifth")) == before) == (before, False)
+
+
+@pytest.mark.parametrize("more", [{"reusable": False}, {"only": ".*module"}])
+def test_other_entries_neither_take_nor_leave_files(node: Node, more: dict[str, object]) -> None:
+    node.place("a", **more)
+    node.end("a")
+    assert not (node.root / "a" / placed_trees.FOLDER).exists()
+    assert _is_complete(node.place("b"))
+
+
+def test_a_forged_record_leads_nowhere(node: Node, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "key").write_text("secret")
+    info = (outside / "key").stat()
+    state = f"{info.st_mode} {info.st_size} {info.st_mtime_ns} {info.st_ctime_ns} {info.st_ino}"
+    for name, relative in (("a", "../../outside"), ("b", "work")):
+        work = node.place(name)
+        if relative == "work":
+            work.rename(work.parent / "real")
+            work.symlink_to(outside)
+        (work.parent / placed_trees.FOLDER / node.digest).write_text(f"{relative}\0key\0{state}")
+        node.end(name)
+    assert _is_complete(node.place("c"))
+    assert (outside / "key").read_text() == "secret"
