@@ -82,6 +82,7 @@ bench: $(STAMP)
 	@. scripts/apt.sh; apt_install pdsh rsync || echo "pdsh or rsync is missing: run sudo apt-get install pdsh rsync" >&2
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/first_line.py
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/staging.py
 	$(BIN)/python benchmarks/failure.py

@@ -83,6 +83,11 @@ def _keep_times(path: Path) -> None:
     os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
+def _replace_by_link(folder: Path, target: Path) -> None:
+    folder.rename(target)
+    folder.symlink_to(target)
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "written in place": lambda work: (work / "d1/sub/module_1.py").write_text("mine"),
     "with the same size and times": lambda work: _keep_times(work / "d1/sub/module_1.py"),
@@ -91,10 +96,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "linked": lambda work: os.link(work / "d1/sub/module_1.py", work / "same"),
     "added": lambda work: (work / "d1/sub/__pycache__").mkdir(),
     "a directory of another mode": lambda work: (work / "d1").chmod(0o700),
-    "a directory became a link": lambda work: [
-        (work / "d1").rename(work.parent / "elsewhere"),
-        (work / "d1").symlink_to(work.parent / "elsewhere"),
-    ],
+    "a directory became a link": lambda work: _replace_by_link(work / "d1", work.parent / "elsewhere"),
 }
 
 

@@ -25,8 +25,9 @@ FOLDER = "placed"
 _USERS = ".users"
 """The suffix of the file next to a blob that lists the attempts with a record of it."""
 _TAKEN = ".taken"
-_LEAST = 100
-"""Archives with fewer entries are unpacked in no time."""
+_FEW = 100
+_SMALL = 16 << 20
+"""Archives with few entries and few bytes are unpacked in no time."""
 _MOST_USERS = 64
 _TICK_S = 0.05
 """File times are only as fine as a clock tick. A write later than this changes them."""
@@ -66,7 +67,8 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
     The attempt has not started yet. ``states`` has the names of all files and directories of the archive, and known states.
     """
     unknown = [name for name, state in states.items() if state is None]
-    if len(states) < _LEAST or any("\0" in name for name in unknown):
+    is_small = len(states) < _FEW and os.stat(path_of(root, digest)).st_size < _SMALL
+    if is_small or any("\0" in name for name in unknown):
         return
     if unknown:
         select.select([], [], [], _TICK_S)
