@@ -32,6 +32,7 @@ from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files import venvs
+from distflow.runtime.services.venv_builder import _only_pip_knows_the_index
 from distflow.testing.waiting import is_alive, wait_until
 
 T = TypeVar("T", bound=Observation)
@@ -68,7 +69,8 @@ class Builder:
     def build(self, digest: str = DIGEST, **fields: Any) -> str:
         """Build, and return the tool; empty if the environment was there."""
         request = {
-            "venv": digest, "file": "requirements.txt", "lines": ["torch==2.4"], "constraints": ["numpy<2"], "env": {},
+            "venv": digest, "file": "requirements.txt", "lines": ["torch==2.4"], "constraints": ["numpy<2"],
+            "env": {"UV_DEFAULT_INDEX": "https://host/simple"},
             "path_prepend": [str(self._bin)], "shell_prelude": None, "limit_s": 60, **fields,
         }  # fmt: skip
         top, add = str(self.node.top), lambda text, _seconds: self.progress.append(text)
@@ -208,7 +210,7 @@ def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> N
     def cancel(text: str, _seconds: float) -> None:
         raise Canceled(text)
 
-    request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "env": {}, "limit_s": 60}
+    request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "env": {"UV_INDEX": "x"}, "limit_s": 60}
     request["path_prepend"] = [str(tmp_path / "bin")]
     with pytest.raises(Canceled):
         build_venv_there(builder.node.transport, str(builder.node.top), sys.executable, request, timeout_s=20, progress=cancel)
@@ -220,7 +222,7 @@ def test_the_backend_reports_a_build_and_cancels_one(
 ) -> None:
     monkeypatch.setattr("distflow.backends.machines.backend._REPORT_INTERVAL_S", 0.0)
     monkeypatch.setattr("distflow.backends.machines.backend.transport_of", lambda *_: node.transport)
-    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "UV_DEFAULT_INDEX": "https://host/simple"}
     one = Node(name="n", host="n", root=str(node.top), python=sys.executable, environment=environment)
     seen: list[Observation] = []
     (tmp_path / "blobs").mkdir()
@@ -271,6 +273,24 @@ def test_a_directory_of_somebody_else_is_not_removed(builder: Builder) -> None:
     assert (directory / "env").exists()
     link = builder.node.connect()
     assert link.request("survey")["venvs"] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "configuration", "uses_pip"),
+    [
+        ({}, "", False),
+        ({"PIP_NO_INDEX": "1"}, "", True),
+        ({"PIP_NO_INDEX": "1", "UV_INDEX_URL": "https://host/simple"}, "", False),
+        ({}, "[global]\ntimeout = 60\n", False),
+        ({}, "[global]\nindex-url = https://host/simple\n", True),
+    ],
+)
+def test_pip_is_used_where_only_pip_knows_the_index(
+    tmp_path: Path, variables: dict[str, str], configuration: str, uses_pip: bool
+) -> None:
+    path = tmp_path / "pip.conf"
+    path.write_text(configuration)
+    assert _only_pip_knows_the_index(variables, [str(path)]) is uses_pip
 
 
 @pytest.mark.parametrize("fields", [{"digest": "../x"}, {"limit_s": "x"}, {"env": 3}])

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import List, Tuple
+from typing import Dict, List, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.clock import now
@@ -35,6 +35,10 @@ _POLL_S = 0.2
 _LOG = "build.log"
 _SHOWN_LINES = 12
 _SHOWN_BYTES = 8192
+_LONGEST_CONFIGURATION = 1 << 20
+_UV_INDEX = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_CONFIG_FILE")
+_PIP_INDEX = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_FIND_LINKS")
+_INDEX_SETTING = r"(?m)^\s*(index-url|extra-index-url|no-index|find-links)\s*[=:]"
 _LOGIN = re.compile(r"(://)[^/\s@]+@")
 
 
@@ -76,8 +80,6 @@ class _Build:
         }
         self._prelude = request.get("shell_prelude")
         variables = dict(request.get("env") or {})
-        # uv does not know the settings of pip, such as an index.
-        self._wants_pip = any(name.startswith("PIP_") for name in variables)
         launch = {"env": variables, "path_prepend": request.get("path_prepend") or []}
         self._environment = command.environment(launch, "", root)
         for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"):
@@ -100,6 +102,7 @@ class _Build:
             except BaseException:
                 with contextlib.suppress(OSError, OpError):
                     self._remove()  # it may be large, and nothing of it can be used
+                    os.unlink(venvs.lock_of(self._directory))
                 raise
         finally:
             os.close(lock)
@@ -164,7 +167,8 @@ class _Build:
         env = self._env_directory
         python = os.path.join(env, "bin", "python")
         names = ["-r", "requirements.txt"] + (["-c", "constraints.txt"] if self._texts["constraints.txt"] else [])
-        if found["uv"] and not (self._wants_pip and found["pip"]):
+        needs_pip = _only_pip_knows_the_index(self._environment, _pip_configurations(self._environment))
+        if found["uv"] and not (found["pip"] and needs_pip):
             uv = found["uv"]
             return "uv", [
                 [uv, "venv", "--no-project", "--python", sys.executable, env],
@@ -213,6 +217,30 @@ class _Build:
             message = "cannot build the Python environment of {}: {} failed with exit code {}:\n{}"
             code = code if code >= 0 else 128 - code
             raise OpError("venv_failed", message.format(self._file, tool, code, "\n".join(lines)))
+
+
+def _pip_configurations(environment: Dict[str, str]) -> List[str]:
+    """Return the files in which pip looks for its configuration."""
+    home = os.path.expanduser("~")
+    own = environment.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
+    places = ["/etc/pip.conf", "/etc/xdg/pip/pip.conf", home + "/.pip/pip.conf", own + "/pip/pip.conf"]
+    return places + [path for path in [environment.get("PIP_CONFIG_FILE")] if path]
+
+
+def _only_pip_knows_the_index(environment: Dict[str, str], configurations: List[str]) -> bool:
+    """Whether a setting that uv does not read says where packages are: a variable of pip, or its configuration."""
+    if any(environment.get(name) for name in _UV_INDEX):
+        return False
+    if any(environment.get(name) for name in _PIP_INDEX):
+        return True
+    for path in configurations:
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                if re.search(_INDEX_SETTING, file.read(_LONGEST_CONFIGURATION)):
+                    return True
+        except OSError:
+            continue
+    return False
 
 
 def _last_lines(path: str) -> List[str]:

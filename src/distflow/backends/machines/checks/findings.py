@@ -292,7 +292,7 @@ def _venv(measured: Measured) -> Iterator[Finding]:
         yield error("venv", names, message, f"{REMEDY}, or remove `venv`")
         return
     message = f"the Python environment of {measured.venv.file} is not built yet"
-    yield note("venv", names, message, f"the first workflow builds it with {'uv' if tools['uv'] else 'pip'}")
+    yield note("venv", names, message, "the first workflow builds it")
 
 
 def _address(measured: Measured) -> Iterator[Finding]:
