@@ -32,7 +32,7 @@ from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files import venvs
-from distflow.runtime.services.venv_builder import _only_pip_knows_the_index
+from distflow.runtime.services.venv_builder import _last_lines, _only_pip_knows_the_index
 from distflow.testing.waiting import is_alive, wait_until
 
 T = TypeVar("T", bound=Observation)
@@ -144,6 +144,15 @@ def test_a_failed_build_ends_with_the_last_lines_and_leaves_nothing(builder: Bui
     what = "cannot build the Python environment of requirements.txt: uv failed with exit code 3:"
     assert failed.value.detail.splitlines() == [what, "trying https://****@host/simple", "no version of torch"]
     assert builder.is_gone
+
+
+def test_a_password_is_hidden_wherever_the_shown_lines_begin(tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    for size in (1, 400, 500, 8100, 9000):
+        log.write_text(f"https://me:secret@host/{'x' * size}\nthe end\n")
+        lines = _last_lines(str(log))
+        assert lines[-1] == "the end"
+        assert "secret" not in "".join(lines)
 
 
 def test_a_build_that_takes_too_long_is_stopped(builder: Builder, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _POLL_S = 0.2
 _LOG = "build.log"
 _SHOWN_LINES = 12
 _SHOWN_BYTES = 8192
+_SHOWN_CHARACTERS = 500
 _LONGEST_CONFIGURATION = 1 << 20
 _UV_INDEX = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_CONFIG_FILE")
 _PIP_INDEX = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_FIND_LINKS")
@@ -208,10 +209,11 @@ class _Build:
                     break
                 except subprocess.TimeoutExpired:
                     self._report((_last_lines(path) or ["creating it"])[-1])
-        finally:
+        except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            raise
         if code != 0:
             lines = _last_lines(path) or ["it printed nothing"]
             message = "cannot build the Python environment of {}: {} failed with exit code {}:\n{}"
@@ -247,9 +249,11 @@ def _last_lines(path: str) -> List[str]:
     """Return the last lines of a log that are not empty, without passwords in URLs."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES))
-            text = file.read(_SHOWN_BYTES).decode("utf-8", "replace")
+            before = max(0, os.fstat(file.fileno()).st_size - _SHOWN_BYTES)
+            file.seek(before)
+            text = file.read(_SHOWN_BYTES).decode("utf-8", "replace").replace("\r", "\n")
     except OSError:
         return []
-    lines = [line.rstrip()[-500:] for line in text.replace("\r", "\n").split("\n") if line.strip()]
-    return [_LOGIN.sub(r"\1****@", line) for line in lines[-_SHOWN_LINES:]]
+    # The first line may begin within a password.
+    lines = text.split("\n")[1 if before else 0 :]
+    return [_LOGIN.sub(r"\1****@", line.rstrip())[-_SHOWN_CHARACTERS:] for line in lines if line.strip()][-_SHOWN_LINES:]
