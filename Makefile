@@ -33,6 +33,9 @@ $(DEMO_STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV) train
 	@touch $@
 
+# Pytest stores the compiled tests, which its workers share.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The demo needs torch, but not the tools of the tests, which take more space than torch.
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait

@@ -94,7 +94,7 @@ def _mode() -> Found:
     for kind in ("ddp", "fsdp", "pipeline"):
         alone, model = (nn.Sequential(OrderedDict([*new_model().named_children(), ("off", nn.Dropout(0.9))])) for _ in range(2))
         wanted = loss_of(alone.eval()(inputs), targets).item()
-        model.get_submodule("block1").eval()
+        model.get_submodule("block0").eval()
         ready = parallelize(model, kind, loss=loss_of)
         before = [module.training for module in ready.modules()]
         difference = abs(evaluate(ready, inputs, targets, loss_of).item() - wanted)

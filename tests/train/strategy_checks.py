@@ -345,7 +345,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "tp by plan": made("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
         "pipeline gpipe": made("pipeline", schedule="gpipe", micro_batches=4),
         "pipeline 1f1b": made("pipeline", micro_batches=4),
-        "pipeline cut": made("pipeline", split_points=["block3"]),
+        "pipeline cut": made("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
         "compression": compression,
         "powersgd": powersgd_sends_less,

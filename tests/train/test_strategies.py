@@ -183,8 +183,8 @@ def test_accumulated_gradients_are_reduced_once(worlds: Worlds) -> None:
         assert found[kind]["passes"] == [False, False, False, True]
         assert found[kind]["difference"] < TOLERANCE
     assert found["ddp"]["counts"][1:] == [1]
-    # One for each of four blocks, and one for the rest.
-    assert found["fsdp"]["counts"] == [5, 5]
+    # One for each of two blocks, and one for the rest.
+    assert found["fsdp"]["counts"] == [3, 3]
 
 
 def test_local_sgd_averages_at_every_second_step(worlds: Worlds) -> None:
