@@ -17,7 +17,7 @@ from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption
 from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
-from distflow.documents.quantities import bytes_text, count_text, iso
+from distflow.documents.quantities import bytes_text, count_text, times
 from distflow.documents.text import plain
 from distflow.errors import DistflowError, InputError
 
@@ -217,11 +217,12 @@ def _rows(url: StorageUrl, found: Sequence[SelectedObject], recursive: bool) -> 
         first, slash, _ = one.name.partition("/")
         if slash and not recursive:
             row = rows.setdefault(
-                f"{first}/", {"name": f"{first}/", "url": f"{url.below(first)}/", "bytes": 0, "modified": None}
+                f"{first}/", {"name": f"{first}/", "url": f"{url.below(first)}/", "bytes": 0, **times(modified=None)}
             )
             row["bytes"] = int(str(row["bytes"])) + one.entry.size
         else:
             rows[one.name] = {
-                "name": one.name, "url": url.shown(one.entry.key), "bytes": one.entry.size, "modified": iso(one.entry.modified),
+                "name": one.name, "url": url.shown(one.entry.key), "bytes": one.entry.size,
+                **times(modified=one.entry.modified),
             }  # fmt: skip
     return list(rows.values())

@@ -14,7 +14,7 @@ from distflow.cli.options import Format, FormatOption, RegexOption, ResumeOption
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import create_version, delete_versions, download_dataset, list_datasets, read_versions
-from distflow.documents.quantities import bytes_text, count_text, iso, local_minute
+from distflow.documents.quantities import bytes_text, count_text, local_minute, times
 from distflow.documents.text import plain
 from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
@@ -166,7 +166,7 @@ def _json(one: Manifest) -> dict[str, object]:
     return {
         "name": one.name,
         "version": one.number,
-        "created": iso(one.created),
+        **times(created=one.created),
         "file_count": len(one.files),
         "bytes": one.size,
     }

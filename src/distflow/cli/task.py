@@ -13,6 +13,7 @@ from distflow.cli.completion import complete_task_status
 from distflow.cli.context import open_client, until_closed
 from distflow.cli.options import Format, FormatOption, NodesOption, command_app
 from distflow.cli.render.tables import Paint, table
+from distflow.cli.render.workflow_json import workflow_key
 from distflow.cli.render.workflow_text import elapsed_s
 from distflow.cli.search_options import (
     AllUsersOption,
@@ -29,7 +30,7 @@ from distflow.cli.search_options import (
 )
 from distflow.client.client import now
 from distflow.client.workflows import ListedTask, list_tasks
-from distflow.documents.quantities import iso, local_minute
+from distflow.documents.quantities import local_minute, times
 from distflow.errors import InputError
 from distflow.lifecycle.states import OSMO_STATUSES, Reason, State, status_of
 from distflow.state.record import TaskRecord
@@ -182,14 +183,12 @@ def _json(row: ListedTask) -> dict[str, object]:
     storage, cpu, memory, gpu = row.amounts
     return {
         "user": record.user,
-        "workflow_id": record.id,
-        "workflow_uuid": record.uuid,
+        **workflow_key(record),
         "task_name": task.name,
         "retry_id": task.attempt,
         "pool": record.pool,
         "node": task.node,
-        "start_time": iso(task.started_at),
-        "end_time": iso(task.ended_at),
+        **times(start_time=task.started_at, end_time=task.ended_at),
         "duration": elapsed_s(task.started_at, task.ended_at, now()),
         "status": task.status,
         "storage": storage,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from distflow.errors import InvalidValue
 
 __all__ = [
+    "ZONED",
     "bytes_text",
     "count_text",
     "day_start",
@@ -27,6 +28,7 @@ __all__ = [
     "parse_duration",
     "parse_log_bytes",
     "seconds_text",
+    "times",
 ]
 
 
@@ -164,6 +166,40 @@ def iso(at: float | None) -> str | None:
     if at is None:
         return None
     return datetime.fromtimestamp(at, timezone.utc).replace(tzinfo=None).isoformat(timespec="milliseconds")
+
+
+ZONED = MappingProxyType(
+    {
+        "time": "at",
+        "submit_time": "submitted_at",
+        "start_time": "started_at",
+        "end_time": "ended_at",
+        "scheduling_start_time": "scheduling_at",
+        "initializing_start_time": "initializing_at",
+        "input_download_start_time": "input_download_started_at",
+        "input_download_end_time": "input_download_ended_at",
+        "output_upload_start_time": "output_upload_started_at",
+        "outputs_until": "outputs_expire_at",
+        "since": "began_at",
+        "created": "created_at",
+        "modified": "modified_at",
+        "last_synced": "last_synced_at",
+    }
+)
+"""The keys of times in JSON documents, most of them OSMO's, and the keys of the same times with their zone."""
+
+
+def times(**given: float | None) -> dict[str, str | None]:
+    """Return times for a JSON document: as OSMO writes them, and with their zone under the keys of ``ZONED``.
+
+    >>> times(start_time=1744407067.25, end_time=None)
+    {'start_time': '2025-04-11T21:31:07.250', 'started_at': '2025-04-11T21:31:07.250Z', 'end_time': None, 'ended_at': None}
+    """
+    found: dict[str, str | None] = {}
+    for key, at in given.items():
+        text = iso(at)
+        found |= {key: text, ZONED[key]: None if text is None else f"{text}Z"}
+    return found
 
 
 def day_start(text: str) -> float:

@@ -16,7 +16,7 @@ def test_tags_are_put_on_several_workflows_and_taken_off(screen: Screen) -> None
     assert screen.run("tag", "-w", "digits-1", "digits-2", "-a", "good", "fast") == 0
     assert screen.out == "digits-1: fast good\ndigits-2: fast good\n"
     assert screen.run("tag", "--workflow", "digits-2", "--remove", "good", "--add", "slow", "-r", "fast", "-t", "json") == 0
-    assert json.loads(screen.out) == {"workflows": [{"name": "digits-2", "tags": ["slow"]}]}
+    assert json.loads(screen.out) == {"workflows": [{"name": "digits-2", "workflow_id": "digits-2", "tags": ["slow"]}]}
     assert screen.run("tag", "-w", "digits-2", "-r", "slow") == 0
     assert screen.out == "digits-2: no tags\n"
     assert screen.run("tag", "-t", "json") == 0

@@ -34,7 +34,10 @@ def test_query_names_the_node_and_why(screen: Screen) -> None:
         ) in screen.out
         screen.run("query", record.id, "-t", "json")
     tasks = json.loads(screen.out)["groups"][0]["tasks"]
-    assert [one["out_of_reach"] for one in tasks] == [None, {"since": "2025-04-11T21:32:07.000", "error": AWAY.error}]
+    assert [one["out_of_reach"] for one in tasks] == [
+        None,
+        {"since": "2025-04-11T21:32:07.000", "began_at": "2025-04-11T21:32:07.000Z", "error": AWAY.error},
+    ]
 
 
 def test_what_has_ended_is_not_out_of_reach() -> None:

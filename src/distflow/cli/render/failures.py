@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
-from distflow.cli.render.workflow_json import cause_json
+from distflow.cli.render.workflow_json import cause_json, workflow_key
 from distflow.cli.render.workflow_text import cause_lines, output_words, written_words
 from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
-from distflow.documents.quantities import duration, iso, local_milli
+from distflow.documents.quantities import duration, local_milli, times
 from distflow.documents.text import plain, plain_lines
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
@@ -83,6 +83,7 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "status": record.status,
         "message": words or None,
         "groups": [
@@ -98,7 +99,7 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
                 ],
                 "timeline": [
                     {
-                        "time": iso(moment.at),
+                        **times(time=moment.at),
                         "offset_s": round(moment.at - _origin(one), 6),
                         "node": moment.node or None,
                         "task": moment.task or None,
@@ -202,6 +203,7 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "status": record.status,
         "message": words or None,
         "groups": [

@@ -56,6 +56,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
     """Return the JSON document of ``stacks --format-type json`` (docs/hangs.md)."""
     return {
         "name": workflow,
+        "workflow_id": workflow,
         "tasks": [
             {
                 "task": task.asked.task,

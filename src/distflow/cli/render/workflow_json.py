@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
 from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, elapsed_s, queued_s, task_words
-from distflow.documents.quantities import iso
+from distflow.documents.quantities import times
 from distflow.lifecycle.states import State, still_awaited
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan, Plan
     from distflow.state.metrics import Latest
 
-__all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
+__all__ = ["cause_json", "event_json", "list_json", "workflow_json", "workflow_key"]
 
 
 def workflow_json(
@@ -32,7 +32,8 @@ def workflow_json(
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
-    Times are ISO 8601 in UTC, without a zone. Durations and timeouts are in seconds. Unknown values are null.
+    Times are ISO 8601 in UTC: without a zone under OSMO's keys, and with it under those of ``quantities.ZONED``. Durations and
+    timeouts are in seconds. Unknown values are null.
 
     Fields with OSMO's names and meanings:
 
@@ -81,6 +82,7 @@ def workflow_json(
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "submitted_by": record.user,
         "cancelled_by": record.cancel.by if record.cancel else None,
         "parent_name": record.parent,
@@ -89,7 +91,7 @@ def workflow_json(
         "queue_timeout": _common(group.timeouts.queue_s for group in plan.groups),
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
-        "outputs_until": iso(outputs_until),
+        **times(outputs_until=outputs_until),
         "groups": [
             _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
             | {"metrics": _metrics_json(metrics.get(group.name)), "remedy": remedies.get(group.name)}
@@ -102,17 +104,22 @@ def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, obj
     """Return the JSON document of ``list --format-type json``, with OSMO's field names and also ``state`` and ``reason``."""
     return {
         "workflows": [
-            {"user": record.user, "name": record.id, "workflow_uuid": record.uuid, **_workflow_fields(record, now)}
+            {"user": record.user, "name": record.id, **workflow_key(record), **_workflow_fields(record, now)}
             for record in records
         ]
     }
+
+
+def workflow_key(record: WorkflowRecord) -> dict[str, object]:
+    """Return the keys that name a workflow in every JSON document about it. Many have OSMO's ``name`` and ``uuid``, too."""
+    return {"workflow_id": record.id, "workflow_uuid": record.uuid}
 
 
 def event_json(event: Event) -> dict[str, object]:
     """Return an event for ``events --format-type json``."""
     return {
         "sequence": event.sequence,
-        "time": iso(event.at),
+        **times(time=event.at),
         "kind": event.kind,
         "code": event.code,
         "group": event.group,
@@ -134,7 +141,7 @@ def cause_json(cause: Cause) -> dict[str, object]:
         "message": cause.message,
         "exit_code": cause.exit_code,
         "signal": cause.signal,
-        "time": iso(cause.at),
+        **times(time=cause.at),
         "time_uncertainty_s": cause.clock.uncertainty_s if cause.clock else None,
         "rivals": list(cause.rivals),
         "lines": list(cause.lines),
@@ -145,9 +152,9 @@ def cause_json(cause: Cause) -> dict[str, object]:
 
 def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, object]:
     return {
-        "submit_time": iso(record.submitted_at),
-        "start_time": iso(record.started_at),
-        "end_time": iso(record.ended_at),
+        **times(submit_time=record.submitted_at),
+        **times(start_time=record.started_at),
+        **times(end_time=record.ended_at),
         "queued_time": queued_s(record, now),
         "duration": elapsed_s(record.started_at, record.ended_at, now),
         "status": record.status,
@@ -169,10 +176,10 @@ def _group_json(
         "status": group.status,
         "state": group.state.value,
         "reason": group.reason.value if group.reason else None,
-        "scheduling_start_time": iso(group.scheduling_at),
-        "initializing_start_time": iso(group.initializing_at),
-        "start_time": iso(group.running_at),
-        "end_time": iso(group.ended_at),
+        **times(scheduling_start_time=group.scheduling_at),
+        **times(initializing_start_time=group.initializing_at),
+        **times(start_time=group.running_at),
+        **times(end_time=group.ended_at),
         "exec_timeout": plan.timeouts.exec_s,
         "queue_timeout": plan.timeouts.queue_s,
         "upstream_groups": list(group.upstream),
@@ -234,8 +241,8 @@ def _task_json(
         "transfer": _transfer_json(moving) if moving else None,
         "pid": task.pid,
         **_steps_json(plan, group, task),
-        "start_time": iso(task.started_at),
-        "end_time": iso(task.ended_at),
+        **times(start_time=task.started_at),
+        **times(end_time=task.ended_at),
         "duration": elapsed_s(task.started_at, task.ended_at, now),
         "last_line": last_line,
         "outputs": list(task.outputs),
@@ -257,11 +264,11 @@ def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[s
     begun = [one.since for one in fetched if one.since is not None]
     written = [one.since for one in written_outputs(group, task.name) if one.since is not None] if is_latest else []
     return {
-        "scheduling_start_time": iso(scheduling),
-        "initializing_start_time": iso(initializing),
-        "input_download_start_time": iso(min(begun, default=None)),
-        "input_download_end_time": iso(max((one.at for one in fetched), default=None)),
-        "output_upload_start_time": iso(min(written, default=None)),
+        **times(scheduling_start_time=scheduling),
+        **times(initializing_start_time=initializing),
+        **times(input_download_start_time=min(begun, default=None)),
+        **times(input_download_end_time=max((one.at for one in fetched), default=None)),
+        **times(output_upload_start_time=min(written, default=None)),
     }
 
 
@@ -274,4 +281,4 @@ def _common(values: Iterable[float | None]) -> float | None:
 def _away_json(task: TaskRecord) -> dict[str, object] | None:
     if task.outage is None or task.state.is_final:
         return None
-    return {"since": iso(task.outage.since), "error": task.outage.error}
+    return {**times(since=task.outage.since), "error": task.outage.error}

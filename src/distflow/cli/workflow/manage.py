@@ -12,6 +12,7 @@ from distflow.cli.completion import complete_tag, complete_workflow
 from distflow.cli.context import WorkflowsArgument, open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
 from distflow.cli.render.tables import print_notice, table
+from distflow.cli.render.workflow_json import workflow_key
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
 from distflow.client.workflows import Cancellation, cancel, change_tags, list_tags, pool_of, wait
@@ -78,7 +79,7 @@ def cancel_workflows(
 
 def _cancellation_json(one: Cancellation) -> dict[str, object]:
     if one.record is not None:
-        return {"name": one.record.id, "out_of_reach": cancel_json(one.record)}
+        return {"name": one.record.id, **workflow_key(one.record), "out_of_reach": cancel_json(one.record)}
     return {"name": one.key, "error": one.error.message if one.error else None}
 
 
@@ -125,7 +126,12 @@ def tag(
     if format_type is Format.JSON:
         import json
 
-        print(json.dumps({"workflows": [{"name": name, "tags": list(tags)} for name, tags in tagged.items()]}, indent=2))
+        print(
+            json.dumps(
+                {"workflows": [{"name": name, "workflow_id": name, "tags": list(tags)} for name, tags in tagged.items()]},
+                indent=2,
+            )
+        )
     else:
         print("".join(f"{name}: {' '.join(tags) or 'no tags'}\n" for name, tags in tagged.items()), end="")
 
@@ -203,6 +209,8 @@ def _adoption_json(found: Adoption, dry_run: bool) -> dict[str, object]:
             {
                 "name": one.name,
                 "uuid": one.uuid,
+                "workflow_id": one.name,
+                "workflow_uuid": one.uuid,
                 "adopted": not one.skipped,
                 "why": one.skipped or None,
                 "notes": list(one.notes),

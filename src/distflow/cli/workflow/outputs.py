@@ -14,8 +14,9 @@ from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.terminal import ProgressLine
+from distflow.cli.render.workflow_json import workflow_key
 from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
-from distflow.documents.quantities import bytes_text, count_text, iso, local_minute
+from distflow.documents.quantities import bytes_text, count_text, local_minute, times
 from distflow.documents.text import plain
 from distflow.errors import DistflowError, NodeError
 from distflow.state.record import WorkflowRecord
@@ -163,13 +164,14 @@ def _outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "tasks": [
             {
                 "name": one.task,
                 "node": one.node,
                 "directory": one.directory,
                 "files": [
-                    {"path": file.path, "bytes": file.size, "modified": iso(file.modified_at), "link": file.link or None}
+                    {"path": file.path, "bytes": file.size, **times(modified=file.modified_at), "link": file.link or None}
                     for file in one.files
                 ],
                 "left_out": one.left_out,
@@ -185,6 +187,7 @@ def _fetched_json(record: WorkflowRecord, folder: Path, fetched: FetchedFiles) -
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "folder": str(folder),
         "files": fetched.files,
         "bytes": fetched.size,

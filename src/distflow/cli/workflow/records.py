@@ -23,7 +23,7 @@ from distflow.cli.render.workflow_text import event_line
 from distflow.client.logs import LogLine, stream_logs
 from distflow.client.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks, pause, read_events, read_spec
-from distflow.documents.quantities import count_text, iso, local_second
+from distflow.documents.quantities import count_text, iso, local_second, times
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
@@ -109,7 +109,7 @@ def _write_log_json(lines: Iterable[LogLine], follow: bool) -> None:
     write = sys.stdout.write
     between = "[\n  "
     for line in lines:
-        value = {"time": iso(line.time), "task": line.task, "rank": line.rank, "retry_id": line.attempt, "text": line.text}
+        value = {**times(time=line.time), "task": line.task, "rank": line.rank, "retry_id": line.attempt, "text": line.text}
         if follow:
             write(f"{json.dumps(value)}\n")
         else:
@@ -226,11 +226,11 @@ def metrics(
 
 def _write_metrics_json(workflow: str, metrics: Iterable[Metric]) -> None:
     write = sys.stdout.write
-    write(f'{{\n  "name": {json.dumps(workflow)},\n  "metrics": [')
+    write(f'{{\n  "name": {json.dumps(workflow)},\n  "workflow_id": {json.dumps(workflow)},\n  "metrics": [')
     between, end = "\n    ", "]\n}\n"
     for one in metrics:
         value = {
-            "task": one.task, "retry_id": one.attempt, "rank": one.rank, "step": one.step, "time": iso(one.time),
+            "task": one.task, "retry_id": one.attempt, "rank": one.rank, "step": one.step, **times(time=one.time),
             "values": dict(one.values),
         }  # fmt: skip
         write(f"{between}{json.dumps(value)}")

@@ -31,7 +31,7 @@ from distflow.client.rsync import (
     start_sync_to_first_lead,
     stop_syncs,
 )
-from distflow.documents.quantities import iso, local_second
+from distflow.documents.quantities import local_second, times
 from distflow.documents.text import plain
 from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
@@ -280,7 +280,7 @@ def _syncs_json(syncs: Syncs, found: Sequence[Sync]) -> dict[str, object]:
         "daemons": [
             {
                 "workflow_id": one.workflow_id, "workflow_uuid": one.workflow, "task_name": one.task, "pid": one.pid,
-                "status": _status(syncs, one), "last_synced": iso(one.synced_at), "local_path": one.local,
+                "status": _status(syncs, one), **times(last_synced=one.synced_at), "local_path": one.local,
                 "remote_path": one.remote, "log_file": str(syncs.log(one)), "error": one.error or None,
             }
             for one in found

@@ -433,9 +433,12 @@ def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
 
 
 def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
+    from distflow.cli.render.workflow_json import workflow_key  # only JSON needs it
+
     return {
         "name": record.id,
         "uuid": record.uuid,
+        **workflow_key(record),
         "pool": record.pool,
         "warnings": list(record.warnings),
         "parent_name": record.parent,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.client.client import Client, now
 from distflow.client.failures import diagnose_groups, remedy_of
 from distflow.documents.notify import Trigger
-from distflow.documents.quantities import duration, iso
+from distflow.documents.quantities import ZONED, duration, times
 from distflow.documents.text import few, plain, plain_lines
 from distflow.lifecycle.states import REASON_TEXT
 
@@ -60,6 +60,8 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
             "name": record.id,
             "spec_name": record.name,
             "uuid": record.uuid,
+            "workflow_id": record.id,
+            "workflow_uuid": record.uuid,
             "submitted_by": record.user,
             "status": record.status,
             "state": record.state.value,
@@ -67,9 +69,7 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
             "pool": record.pool,
             "labels": dict(record.labels),
             "tags": list(record.tags),
-            "submit_time": _time(record.submitted_at),
-            "start_time": _time(record.started_at),
-            "end_time": _time(record.ended_at),
+            **_times(submit_time=record.submitted_at, start_time=record.started_at, end_time=record.ended_at),
             "group": group.name if group is not None else None,
             "first_cause": _cause_json(cause) if cause is not None else None,
             "lines": [plain(line)[:_LINE_LENGTH] for line in cause.lines[-_LINES:]] if cause is not None else [],
@@ -91,6 +91,8 @@ def sample(trigger: Trigger) -> Message:
             "name": "test-1",
             "spec_name": "test",
             "uuid": "0" * 32,
+            "workflow_id": "test-1",
+            "workflow_uuid": "0" * 32,
             "submitted_by": "",
             "status": "PENDING",
             "state": "PENDING",
@@ -98,9 +100,7 @@ def sample(trigger: Trigger) -> Message:
             "pool": "",
             "labels": {},
             "tags": [],
-            "submit_time": _time(now()),
-            "start_time": None,
-            "end_time": None,
+            **_times(submit_time=now(), start_time=None, end_time=None),
             "group": None,
             "first_cause": None,
             "lines": [],
@@ -157,11 +157,12 @@ def _cause_json(cause: Cause) -> dict[str, object]:
         "message": plain(cause.message),
         "exit_code": cause.exit_code,
         "signal": cause.signal,
-        "time": _time(cause.at),
+        **_times(time=cause.at),
         "traceback": plain_lines(cause.traceback)[-_TRACEBACK_LENGTH:],
     }
 
 
-def _time(at: float | None) -> str | None:
-    """Return a time in UTC with its zone."""
-    return None if at is None else f"{iso(at)}Z"
+def _times(**given: float | None) -> dict[str, str | None]:
+    """Return times in UTC with their zone, under their old keys and under those that all documents have."""
+    zoned = {ZONED[key]: times(**{key: at})[ZONED[key]] for key, at in given.items()}
+    return {key: zoned[ZONED[key]] for key in given} | zoned

@@ -1,0 +1,78 @@
+"""Ids and times have the same keys in the JSON output of all commands, and each time has its zone (docs/ci.md)."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.client.specs import output_schema_text
+from distflow.documents.quantities import ZONED, times
+
+SOURCES = Path(__file__).resolve().parents[3] / "src" / "distflow"
+SCHEMAS = ("query", "list", "notification")
+DURATIONS = {"queued_time"}
+"""Keys that look like those of times: OSMO's."""
+
+
+def objects(rule: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rules of all objects in a schema."""
+    if isinstance(rule, dict):
+        if "properties" in rule:
+            yield rule
+        rule = list(rule.values())
+    if isinstance(rule, list):
+        for inner in rule:
+            yield from objects(inner)
+
+
+def kind(rule: dict[str, Any]) -> str:
+    return str(rule.get("$ref", "")).rpartition("/")[2]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_have_each_time_with_its_zone_and_each_workflow_with_its_ids(name: str) -> None:
+    found = 0
+    for rule in objects(json.loads(output_schema_text(name))["$defs"]):
+        keys = rule["properties"]
+        for key, value in keys.items():
+            is_time = kind(value) in ("time", "zoned_time")
+            if key.endswith(("_time", "_until")) or key in ("time", "since"):
+                assert is_time or key in DURATIONS, key
+            if key.endswith("_at") or key == "at":
+                assert kind(value) == "zoned_time", key
+            elif is_time:
+                assert {key, ZONED[key]} <= keys.keys() & set(rule["required"]), key
+                found += 1
+        if {"uuid", "workflow_uuid"} & keys.keys():
+            assert {"workflow_id", "workflow_uuid"} <= keys.keys() & set(rule["required"])
+    assert found > 10
+
+
+def test_no_document_is_made_with_other_keys() -> None:
+    """Look for documents in the code, because most commands have no schema."""
+    paths = [*(SOURCES / "cli").rglob("*.py"), *(SOURCES / "client" / "notifications").rglob("*.py")]
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Dict):
+                continue
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            place = f"{path.name}:{node.lineno}"
+            for value in node.values:
+                is_iso = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "iso"
+                assert not is_iso, f"{place}: write **times(…)"
+            if "uuid" in keys:
+                unpacked = {ast.unparse(value.func) for value in node.values if isinstance(value, ast.Call)}
+                assert "workflow_key" in unpacked or {"workflow_id", "workflow_uuid"} <= keys, (
+                    f"{place}: write **workflow_key(…)"
+                )
+
+
+def test_times_are_written_with_and_without_their_zone() -> None:
+    assert times(submit_time=0.5, since=None) == {
+        "submit_time": "1970-01-01T00:00:00.500", "submitted_at": "1970-01-01T00:00:00.500Z", "since": None, "began_at": None,
+    }  # fmt: skip
