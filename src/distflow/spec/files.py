@@ -35,6 +35,7 @@ from distflow.documents.problems import Problem, ProblemsFound
 from distflow.documents.source import read_bytes
 from distflow.errors import StateError
 from distflow.runtime.files.safe_files import publish
+from distflow.spec.compression import ParallelGzip
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.unchanged import Stored
 from distflow.structs import replace
@@ -405,22 +406,17 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
         return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
     sizes = [(root / name, info.st_size) for name, info in entries if stat.S_ISREG(info.st_mode)]
     packing.begin(sum(size for _, size in sizes))
-    hasher = hashlib.sha256()
     with _part(blobs) as sink:
         with (
-            gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=_gzip_level(sizes), mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+            ParallelGzip(sink, _gzip_level(sizes)) as packed,
+            tarfile.open(fileobj=cast("IO[bytes]", packed), mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
         ):
             for name, _ in entries:
                 _add(archive, root / name, name, packing)
-        sink.flush()
         size = sink.tell()
-        with open(sink.name, "rb") as stored:
-            while chunk := stored.read(_CHUNK):
-                hasher.update(chunk)
-        publish(sink, str(blobs / hasher.hexdigest()))
-    seen.remember(hasher.hexdigest(), size)
-    return Bundle(digest=hasher.hexdigest(), size=size, mode=0o700, is_tar=True)
+        publish(sink, str(blobs / packed.digest))
+    seen.remember(packed.digest, size)
+    return Bundle(digest=packed.digest, size=size, mode=0o700, is_tar=True)
 
 
 def _gzip_level(sizes: Sequence[tuple[Path, int]]) -> int:

@@ -22,7 +22,7 @@ from distflow.runtime.untrusted import decode_object
 
 __all__ = ["Stored"]
 
-_FORMAT = 1
+_FORMAT = 2
 """To be increased when the archive of the same files gets other bytes."""
 _SETTLED_S = 2.0
 """File systems store times with a resolution of up to two seconds."""

@@ -1,0 +1,72 @@
+"""Compressing and hashing an archive on all cores, while its files are still being read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import IO
+
+__all__ = ["ParallelGzip"]
+
+_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+"""The header of a gzip member without a name and a time."""
+
+
+class ParallelGzip:
+    """A writer that compresses to a file in gzip format, as a context manager.
+
+    Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. The SHA-256 of the
+    archive is computed on the way. Threads suffice, because zlib and hashlib release the GIL.
+    """
+
+    def __init__(self, sink: IO[bytes], level: int) -> None:
+        """Compress to ``sink`` with this level of zlib; 0 does not compress."""
+        self._sink = sink
+        self._level = level
+        self._hasher = hashlib.sha256()
+        workers = min(8, os.cpu_count() or 1)
+        self._compressing = ThreadPoolExecutor(workers)
+        self._writing = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._most_pending = 2 * workers + 2
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the compressed data, in hexadecimal. Complete after the end of the context."""
+        return self._hasher.hexdigest()
+
+    def write(self, data: bytes) -> int:
+        """Compress a block. May wait for earlier blocks. Raises ``OSError`` if one of them could not be written."""
+        while len(self._pending) >= self._most_pending:
+            self._pending.popleft().result()
+        block = self._compressing.submit(self._compress, bytes(data))
+        self._pending.append(self._writing.submit(self._store, block))
+        return len(data)
+
+    def __enter__(self) -> ParallelGzip:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write the rest, unless there was an error. Raises ``OSError`` if it could not be written."""
+        try:
+            while self._pending and error is None:
+                self._pending.popleft().result()
+        finally:
+            self._compressing.shutdown(cancel_futures=True)
+            self._writing.shutdown(cancel_futures=True)
+
+    def _compress(self, data: bytes) -> bytes:
+        packer = zlib.compressobj(self._level, zlib.DEFLATED, -zlib.MAX_WBITS)
+        end = struct.pack("<II", zlib.crc32(data), len(data) & 0xFFFFFFFF)
+        return b"".join((_HEADER, packer.compress(data), packer.flush(), end))
+
+    def _store(self, block: Future[bytes]) -> None:
+        data = block.result()
+        self._hasher.update(data)
+        self._sink.write(data)
