@@ -43,7 +43,7 @@ if __name__ == "__main__":
         job.result(60)
     except KeyError as error:
         print(json.dumps([repr(error), str(error.__cause__)]))
-    results = distflow.run(train, args=(10,), kwargs={"fails": False}, nodes=2, ranks=2, gpus=0, on_line=lambda line: None)
+    results = distflow.run(train, args=(10,), kwargs={"fails": False}, nodes=2, ranks=2, gpus=0, on_line=None)
     print(json.dumps([list(results), results[1][0], [task.node for task in results.workflow.tasks]]))
     print(json.dumps(sorted(line.text for line in results.workflow.logs())))
 """

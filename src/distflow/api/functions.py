@@ -299,12 +299,17 @@ class Launcher:
             return None
 
 
+def print_line(line: LogLine) -> None:
+    """Print a line of output with the rank or the task that printed it."""
+    print(f"[{line.task if line.rank is None else f'rank {line.rank}'}] {line.text}")  # noqa: T201  it is its purpose
+
+
 def run(
     function: Callable[..., T],
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    on_line: Callable[[LogLine], object] | None = None,
+    on_line: Callable[[LogLine], object] | None = print_line,
     on_interrupt: Literal["cancel", "detach"] = "cancel",
     nodes: int = 1,
     gpus: int | None = None,
@@ -337,7 +342,7 @@ def run(
             ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        on_line: Called with each line of the output. Default: print it (``print_line``).
+        on_line: Called with each line of the output. ``None``: do nothing.
         on_interrupt: What Ctrl-C does with the job: ``cancel``, or ``detach``, after which it continues to run.
         nodes: The number of nodes. This and the other arguments are the fields of ``Launcher``.
         gpus: GPUs of each node.
@@ -367,7 +372,8 @@ def run(
     job = launcher.submit(function, *args, **(kwargs or {}))
     try:
         for line in job.workflow.logs(follow=True):
-            (on_line or print_line)(line)
+            if on_line is not None:
+                on_line(line)
         return job.result()
     except KeyboardInterrupt:
         if on_interrupt == "cancel":
@@ -375,11 +381,6 @@ def run(
         else:
             _log.warning("%s continues: distflow.get(%r)", job.workflow.id, job.workflow.id)
         raise
-
-
-def print_line(line: LogLine) -> None:
-    """Print a line of output with the rank or the task that printed it."""
-    print(f"[{line.task if line.rank is None else f'rank {line.rank}'}] {line.text}")  # noqa: T201  it is its purpose
 
 
 def _pickled(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
