@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from distflow.documents.schema import load_schema
-from distflow.lifecycle.states import Reason, State
+from distflow.lifecycle.states import MOVES, Reason, State
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -87,6 +87,16 @@ def test_every_state_and_reason_is_in_its_table(generator: ModuleType) -> None:
     states, reasons = generator.state_table(), generator.reason_table()
     assert all(f"| `{state.value}` |" in states for state in State)
     assert all(f"| `{reason.value}` |" in reasons for reason in Reason)
+
+
+def test_the_drawing_of_a_gang_shows_all_states_and_only_legal_moves() -> None:
+    drawing = (ROOT / "docs" / "gang.svg").read_text(encoding="utf-8")
+    boxes = set(re.findall(r">([A-Z]+)</text>", drawing))
+    assert boxes == {state.value for state in State} - {"RESCHEDULED"}  # a state of attempts, not of gangs
+    moves = {(State(before), State(after)) for before, after in re.findall(r'id="([A-Z]+)-([A-Z]+)"', drawing)}
+    assert len(moves) == drawing.count(" id=") - drawing.count("<marker")
+    assert all(after in MOVES[before] for before, after in moves)
+    assert {state for move in moves for state in move} == {State(name) for name in boxes}
 
 
 def test_anchors_are_those_of_github(generator: ModuleType) -> None:
