@@ -127,7 +127,8 @@ def _connected(address: str) -> socket.socket | None:
 
 
 def _after_start(address: str, owner: int, top: Path) -> socket.socket:
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
+    environment["HOME"] = str(top)  # not that of the first test, which would find this process as one of its own
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, (top / "preloaded.log").open("ab") as log:
         server.bind(address)
         server.listen(64)

@@ -29,12 +29,11 @@ from distflow.client.logs import LogLine, Wait, stream_logs
 from distflow.client.metrics import find_metrics
 from distflow.client.outputs import FetchedFiles, OnOutputProgress, TaskOutputs, fetch_output_files, list_output_files
 from distflow.client.specs import Overrides
-from distflow.documents.problems import raise_errors
+from distflow.documents.requirements import Requirements
 from distflow.documents.text import did_you_mean
 from distflow.errors import DistflowError, InputError, WaitTimeout, WorkflowEnded
 from distflow.lifecycle.states import State, WorkflowState
-from distflow.pools.hostfile import Host, parse_hostfile
-from distflow.pools.load import load_hostfile
+from distflow.pools.load import read_hosts
 from distflow.pools.model import NodeSettings
 from distflow.shell import Secret
 from distflow.state.metrics import Metric
@@ -509,6 +508,7 @@ def submit(
     hosts: str | os.PathLike[str] | Sequence[str] | None = None,
     set: Mapping[str, object] | None = None,
     python: str | None = None,
+    venv: str | os.PathLike[str] | Sequence[str] | None = None,
     secrets: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
     priority: str | None = None,
@@ -524,6 +524,7 @@ def submit(
         hosts: Machines to use instead of a pool: the path of a hostfile, or its lines, such as ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
         python: The Python of the nodes for tasks and for distflow. Default: that of the pool.
+        venv: A requirements file, or its lines, from which each node builds an environment once. Default: that of the spec.
         secrets: Secret environment variables for every task. They are not stored with the workflow.
         labels: Labels in addition to those of the spec.
         priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: ``NORMAL``.
@@ -545,8 +546,8 @@ def submit(
             text=text,
             overrides=_overrides(set, secrets),
             pool=pool,
-            hosts=_hosts(hosts),
-            settings=NodeSettings(python=python),
+            hosts=None if hosts is None else read_hosts(hosts),
+            settings=NodeSettings(python=python, venv=None if venv is None else _requirements(venv)),
             labels=labels or {},
             priority=_priority(priority),
         )
@@ -625,14 +626,10 @@ def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[st
     return os.fspath(spec), None
 
 
-def _hosts(hosts: str | os.PathLike[str] | Sequence[str] | None) -> Sequence[Host] | None:
-    if hosts is None:
-        return None
-    if isinstance(hosts, str | os.PathLike):
-        return load_hostfile(os.fspath(hosts))
-    found, problems = parse_hostfile("\n".join(hosts), "<hosts>")
-    raise_errors(problems)
-    return found
+def _requirements(venv: str | os.PathLike[str] | Sequence[str]) -> Requirements:
+    from distflow.documents.requirements_file import parse_requirements, read_requirements  # noqa: PLC0415  few need it
+
+    return read_requirements(os.fspath(venv)) if isinstance(venv, str | os.PathLike) else parse_requirements(venv, "<venv>")
 
 
 def _overrides(values: Mapping[str, object] | None, secrets: Mapping[str, str] | None) -> Overrides:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound, raise_errors
 from distflow.documents.requirements import Requirements
 from distflow.documents.source import read_text
 
-__all__ = ["read_requirements"]
+__all__ = ["parse_requirements", "read_requirements"]
 
 _LIMIT = 1 << 20
 """The maximum size of each file, and of all lines together, in bytes."""
@@ -37,13 +37,17 @@ def read_requirements(path: str, shown: str | None = None) -> Requirements:
     """
     found = _Reader()
     found.read(path, path if shown is None else shown, is_constraint=False, above=())
-    if not found.problems and sum(len(line) for line in (*found.lines, *found.constraints)) > _LIMIT:
-        found.problems.append(Problem(where=Mark(shown or path), message="the requirements are larger than 1 MiB"))
-    raise_errors(found.problems)
-    if not found.lines:
-        hint = "write one requirement in each line, such as `torch==2.4.0`"
-        raise ProblemsFound([Problem(where=Mark(shown or path), message="the file names no packages", hint=hint)])
-    return Requirements(file=shown or path, lines=tuple(found.lines), constraints=tuple(found.constraints))
+    return found.requirements(shown or path)
+
+
+def parse_requirements(lines: Iterable[str], shown: str) -> Requirements:
+    """Return the requirements in the lines of a file that ``shown`` names in messages.
+
+    Files that the lines include are relative to the working directory. Raises ``ProblemsFound`` with all findings.
+    """
+    found = _Reader()
+    found.take("\n".join(lines), "", shown, is_constraint=False, above=())
+    return found.requirements(shown)
 
 
 class _Reader:
@@ -63,17 +67,31 @@ class _Reader:
         except ProblemsFound as error:
             self.problems += error.problems
             return
+        self.take(text, path, shown, is_constraint=is_constraint, above=(*above, os.path.realpath(path)))
+
+    def take(self, text: str, path: str, shown: str, *, is_constraint: bool, above: tuple[str, ...]) -> None:
+        """Add the lines of a text. ``above`` are the files that include it, and its own file."""
         for number, line in _logical_lines(text):
             where = Mark(shown, number)
             include = _INCLUDE.fullmatch(line)
             if include is not None:
                 named = include["file"].strip()
                 is_below = is_constraint or line.startswith(("-c", "--c"))
-                self._include(named, path, shown, where, is_constraint=is_below, above=(*above, os.path.realpath(path)))
+                self._include(named, path, shown, where, is_constraint=is_below, above=above)
             elif (problem := _problem_of(line, where)) is not None:
                 self.problems.append(problem)
             else:
                 (self.constraints if is_constraint else self.lines).append(line)
+
+    def requirements(self, shown: str) -> Requirements:
+        """Return what was read. Raises ``ProblemsFound`` with all findings."""
+        if not self.problems and sum(len(line) for line in (*self.lines, *self.constraints)) > _LIMIT:
+            self.problems.append(Problem(where=Mark(shown), message="the requirements are larger than 1 MiB"))
+        raise_errors(self.problems)
+        if not self.lines:
+            hint = "write one requirement in each line, such as `torch==2.4.0`"
+            raise ProblemsFound([Problem(where=Mark(shown), message="the file names no packages", hint=hint)])
+        return Requirements(file=shown, lines=tuple(self.lines), constraints=tuple(self.constraints))
 
     def _include(self, named: str, path: str, shown: str, where: Mark, *, is_constraint: bool, above: tuple[str, ...]) -> None:
         inner = os.path.join(os.path.dirname(path), named)

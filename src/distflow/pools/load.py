@@ -44,6 +44,7 @@ __all__ = [
     "parse_configuration",
     "parse_memory",
     "parse_profile_notify",
+    "read_hosts",
     "this_machine",
 ]
 
@@ -117,6 +118,15 @@ def load_hostfile(path: str) -> tuple[Host, ...]:
     hosts, problems = parse_hostfile(read_text(path, limit=_HOSTFILE_LIMIT, kind="hostfile"), path)
     raise_errors(problems)
     return hosts
+
+
+def read_hosts(hosts: str | os.PathLike[str] | Sequence[str]) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile, given as its path or its lines. Raises ``ProblemsFound`` with all findings."""
+    if isinstance(hosts, str | os.PathLike):
+        return load_hostfile(os.fspath(hosts))
+    found, problems = parse_hostfile("\n".join(hosts), "<hosts>")
+    raise_errors(problems)
+    return found
 
 
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine, names_only: bool = False) -> Configuration:

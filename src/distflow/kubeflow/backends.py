@@ -1,0 +1,119 @@
+"""Where a ``TrainerClient`` runs jobs: its configurations, and the pool that each of them means.
+
+All configurations of Kubeflow are accepted. Two of them mean this machine, and ``KubernetesBackendConfig`` means the default
+pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = [
+    "ContainerBackendConfig",
+    "KubernetesBackendConfig",
+    "LocalProcessBackendConfig",
+    "PoolChoice",
+    "SSHBackendConfig",
+    "class_name",
+    "pool_choice",
+]
+
+_log = logging.getLogger("distflow")
+_LOCAL_POOL = "local"
+
+
+@dataclass
+class SSHBackendConfig:
+    """Jobs run on machines over SSH. Only distflow has this configuration.
+
+    Args:
+        pool: The name of a pool in distflow's configuration. Default: the default pool.
+        hosts: Machines to use without a configuration: the path of a hostfile, or its lines, such as
+            ``["gpu1 slots=8", "gpu2 slots=8"]``.
+        python: The Python of the machines. Default: that of the pool.
+
+    """
+
+    pool: str | None = None
+    hosts: str | os.PathLike[str] | Sequence[str] | None = None
+    python: str | None = None
+
+
+@dataclass(kw_only=True)
+class LocalProcessBackendConfig:
+    """Jobs run as processes on this machine, in the pool ``local``. ``cleanup_venv`` has no effect."""
+
+    cleanup_venv: bool = True
+
+
+@dataclass(kw_only=True)
+class ContainerBackendConfig:
+    """Jobs run on this machine, in the pool ``local``. The fields have no effect; ``docs/containers.md`` has the settings."""
+
+    pull_policy: str = "IfNotPresent"
+    auto_remove: bool = True
+    container_host: str | None = None
+    container_runtime: str | None = None
+    runtime_source: Any = None
+    dataset_initializer_image: str = "ghcr.io/kubeflow/trainer/dataset-initializer:latest"
+    model_initializer_image: str = "ghcr.io/kubeflow/trainer/model-initializer:latest"
+    initializer_timeout: int = 600
+
+
+@dataclass(kw_only=True)
+class KubernetesBackendConfig:
+    """Jobs run in the default pool. distflow does not connect to Kubernetes, so a field that is set is an error."""
+
+    namespace: str | None = None
+    config_file: str | None = None
+    context: str | None = None
+    client_configuration: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChoice:
+    """The pool or the hosts of a client."""
+
+    pool: str | None = None
+    hosts: str | os.PathLike[str] | Sequence[str] | None = None
+    python: str | None = None
+
+
+def pool_choice(config: object | None) -> PoolChoice:
+    """Return the pool that a configuration of distflow or of the package ``kubeflow`` means. Raises ``ValueError``."""
+    if config is None:
+        return PoolChoice()
+    name = class_name(config, (*_CONFIGS,))
+    if name == "SSHBackendConfig":
+        return PoolChoice(**vars(config))
+    if name == "KubernetesBackendConfig":
+        given = [one.name for one in fields(KubernetesBackendConfig) if getattr(config, one.name, None) is not None]
+        if given:
+            raise ValueError(
+                f"KubernetesBackendConfig({given[0]}=…): distflow does not use Kubernetes; write SSHBackendConfig(pool=…) "
+                "to choose a pool, or SSHBackendConfig(hosts=[…]) to name machines"
+            )
+        return PoolChoice()
+    if name == "ContainerBackendConfig":
+        _log.warning(
+            "jobs run as processes in the pool `local`; its setting `container` runs tasks with an image in containers"
+        )
+        return PoolChoice(pool=_LOCAL_POOL)
+    if name == "LocalProcessBackendConfig":
+        return PoolChoice(pool=_LOCAL_POOL)
+    raise ValueError(f"`{config!r}` is not a backend configuration: use one of {', '.join(_CONFIGS)}")
+
+
+_CONFIGS = ("SSHBackendConfig", "LocalProcessBackendConfig", "ContainerBackendConfig", "KubernetesBackendConfig")
+
+
+def class_name(value: object, known: Sequence[str]) -> str | None:
+    """Return which of the ``known`` classes a value is an instance of, by name; ``None`` for other values.
+
+    Classes of the package ``kubeflow`` have the same names and fields as distflow's.
+    """
+    return next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in known), None)

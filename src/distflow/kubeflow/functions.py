@@ -1,0 +1,133 @@
+"""Turn a Python function into a script: its source, and a call with its arguments.
+
+Only the source of the function itself travels, as with Kubeflow. Everything else that it uses must be imported in the
+function, defined in it, or passed as an argument. That is checked here, before anything starts.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import builtins
+import inspect
+import symtable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distflow.documents.text import listed
+
+__all__ = ["function_script"]
+
+_OF_MODULES = {"__annotations__", "__builtins__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
+_LAZY = "from __future__ import annotations\n\n"
+_KNOWN = {*dir(builtins), *_OF_MODULES}
+
+
+def function_script(function: object, arguments: Mapping[str, Any] | None) -> str:
+    """Return a script that calls a function with arguments by name.
+
+    Raises ``ValueError`` if the function has no source, uses names that are defined outside of it, or does not take the
+    arguments, or if an argument cannot be written as source.
+    """
+    inner = inspect.unwrap(function) if callable(function) else function
+    if not inspect.isfunction(inner):
+        raise ValueError(f"`{function!r}` is not a function that `def` defined: pass one as `func`")
+    name = inner.__name__
+    if name == "<lambda>":
+        raise ValueError("a lambda cannot be sent to the nodes: define a function with `def`, and pass it as `func`")
+    if inspect.iscoroutinefunction(inner):
+        raise ValueError(f"`{name}` is an `async` function: pass a function that calls `asyncio.run`")
+    is_lazy = bool(inner.__code__.co_flags & __future__.annotations.compiler_flag)
+    start = f"if __name__ == '__main__':\n    {name}({_written(inner, name, arguments or {})})\n"
+    script = f"{_LAZY if is_lazy else ''}{_source(inner)}\n\n{start}"
+    try:
+        missing = sorted(_missing_names(script, name, has_lazy_annotations=is_lazy))
+    except SyntaxError as error:  # `nonlocal`, for example
+        raise ValueError(f"`{name}` cannot be moved out of the place where it is defined: {error}") from error
+    if missing:
+        raise ValueError(
+            f"`{name}` uses {listed(missing)}, which the nodes do not have, because only the source of the function is sent: "
+            "import or define it in the function, or pass it in `func_args`"
+        )
+    return script
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """Return the definition at the top of a module. The lines of texts in it stay as they are."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError) as error:
+        raise ValueError(
+            f"the source of `{function.__name__}` is not available ({error}): define it in a file or in a cell of a notebook"
+        ) from error
+    if source[0].isspace():  # it was defined in another function or a class
+        source = f"if True:\n{source}"
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(
+            f"the source of `{function.__name__}` is not a complete definition ({error}): define it in lines of its own"
+        ) from error
+    defined = body[0].body if isinstance(body[0], ast.If) else body
+    if [getattr(one, "name", None) for one in defined] != [function.__name__]:
+        raise ValueError(f"the source of `{function.__name__}` is not one definition: define it in lines of its own with `def`")
+    return source
+
+
+def _written(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of the call as source."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"`func_args` does not fit `{name}`: {error}") from error
+    for key, value in arguments.items():
+        try:
+            names = {node.id for node in ast.walk(ast.parse(repr(value), mode="eval")) if isinstance(node, ast.Name)}
+        except SyntaxError:
+            names = {repr(value)}
+        if names - _KNOWN:
+            raise ValueError(
+                f"`func_args`: `{key}` is of the type `{type(value).__name__}`, which cannot be written as source: pass "
+                "numbers, texts, lists and dictionaries, and build other values in the function"
+            )
+    return f"**{dict(arguments)!r}" if arguments else ""
+
+
+def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set[str]:
+    """Return the names that a script uses and does not define."""
+    tree = _WithoutAnnotations(only_variables=not has_lazy_annotations).visit(ast.parse(script))
+    tables = [symtable.symtable(ast.unparse(tree), name, "exec")]
+    defined = {name}
+    used = set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_global = symbol.is_global() or table.get_type() == "module"
+            if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                defined.add(symbol.get_name())
+            elif is_global and symbol.is_referenced():
+                used.add(symbol.get_name())
+    return used - defined - _KNOWN
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Removes annotations that Python does not evaluate: those of variables in functions, and all lazy ones."""
+
+    def __init__(self, *, only_variables: bool) -> None:
+        self._only_variables = only_variables
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        """Remove the annotation of an argument."""
+        node.annotation = node.annotation if self._only_variables else None
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Remove the annotation of the result."""
+        node.returns = node.returns if self._only_variables else None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """Replace the annotation by ``None``."""
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)

@@ -1,0 +1,101 @@
+"""Functions as scripts: what travels, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distflow.kubeflow.functions import function_script
+
+OUTSIDE = 1
+
+
+def _top(lr: float, names: Any = ("a",)) -> None:
+    from typing import TypedDict
+
+    class Row(TypedDict):
+        lr: float
+
+    rows: list[Unknown] = [Row(lr=lr) for _ in names]  # type: ignore[name-defined]  # noqa: F821  not evaluated
+    print(__name__, rows)
+
+
+def _nested() -> Callable[[int], None]:
+    def count(left: int) -> None:
+        print(f"""{left}
+  |""")
+        if left:
+            count(left - 1)
+
+    return count
+
+
+def _closure() -> Callable[[], int]:
+    value = 1
+
+    def returns() -> int:
+        return value
+
+    return returns
+
+
+def _uses_modules() -> None:
+    print(math.pi, OUTSIDE)
+
+
+async def _async() -> None:
+    pass
+
+
+class _Method:
+    def train(self) -> None:
+        pass
+
+
+def _run(script: str) -> str:
+    return subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "printed"),
+    [
+        (_top, {"lr": 0.5, "names": ["a", 'b"\n']}, "__main__ [{'lr': 0.5}, {'lr': 0.5}]\n"),
+        (_nested(), {"left": 1}, "1\n  |\n0\n  |\n"),
+        (functools.wraps(_nested())(lambda left: None), {"left": 0}, "0\n  |\n"),
+    ],
+    ids=["top", "nested", "wrapped"],
+)
+def test_a_script_does_what_the_function_does(function: Any, arguments: dict[str, Any], printed: str) -> None:
+    assert _run(function_script(function, arguments)) == printed
+
+
+exec("def _without_source(): pass")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (lambda: None, None, "a lambda cannot be sent to the nodes"),
+        (globals()["_without_source"], None, "the source of `_without_source` is not available"),
+        (_closure(), None, "`returns` uses `value`, which the nodes do not have"),
+        (_uses_modules, None, "`_uses_modules` uses `OUTSIDE` and `math`"),
+        (_async, None, "`_async` is an `async` function"),
+        (_Method().train, None, "is not a function that `def` defined"),
+        (functools.partial(_top, 1), None, "is not a function that `def` defined"),
+        (print, None, "is not a function that `def` defined"),
+        ("train.py", None, "`'train.py'` is not a function"),
+        (_top, {"rate": 1}, "`func_args` does not fit `_top`: missing a required argument: 'lr'"),
+        (_top, {"lr": object()}, "`lr` is of the type `object`, which cannot be written as source"),
+        (_top, {"lr": math.inf}, "`lr` is of the type `float`"),
+    ],
+)
+def test_a_function_that_cannot_travel_is_refused(function: Any, arguments: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        function_script(function, arguments)
+    assert message in str(raised.value)
