@@ -23,6 +23,7 @@ workflow:
       - -c
       - |
         echo "attempt $DISTFLOW_RETRY_ID"
+        echo "$DISTFLOW_RETRY_ID" > "$DISTFLOW_OUTPUT/attempt"
         touch "UP-$DISTFLOW_RETRY_ID"
         [ "$DISTFLOW_RETRY_ID" -ge 2 ] || exec sleep 600
     - name: worker
@@ -72,6 +73,11 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
         expected = [f"[{task}] attempt 0", f"[{task} retry-1] attempt 1", f"[{task} retry-2] attempt 2"]
         assert logs == expected
     assert cli.run("workflow", "logs", ident, "-t", "worker", "-r", "1").out == "[worker retry-1] attempt 1\n"
+    for option, folder, content in (([], ident, "2\n"), (["--retry-id", "0"], f"{ident}-retry-0", "0\n")):
+        assert cli.run("fetch", ident, *option).out == f"fetched 1 file, 2 B, to {folder}\n"
+        assert (cli.folder / folder / "attempt").read_text() == content
+    done = cli.run("workflow", "outputs", ident, "-r", "3")
+    assert (done.code, done.err) == (2, f"error: master of {ident} has no attempt 3\nits attempts: 0-2\n")
     second = cli.run("workflow", "events", ident, "--task", "worker", "--retry-id", "1").out.splitlines()
     assert second
     assert all("[worker retry-1]" in line for line in second), second

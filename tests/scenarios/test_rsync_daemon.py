@@ -92,7 +92,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     os.kill(main["pid"], 0)
     assert {path.stat().st_mode & 0o777 for path in (place.state / "rsync").iterdir()} == {0o600}
     # One is stopped; what it copied stays, and nothing more comes.
-    done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
+    done = place.run("workflow", "rsync", "stop", "-", "--task", "helper")
     assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
     done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
     assert (done.code, done.out) == (2, "")

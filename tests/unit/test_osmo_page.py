@@ -21,7 +21,7 @@ OWN = (
     "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "workflow outputs",
     "workflow fetch", "pool check", "node clean",
     "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench", "submit", "status",
-    "logs", "list", "stop", "fetch", "run", "init", "notify list", "notify test",
+    "logs", "list", "validate", "stop", "fetch", "run", "init", "notify list", "notify test",
 )  # fmt: skip
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)

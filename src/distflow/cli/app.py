@@ -52,6 +52,7 @@ _WITHOUT_SERVER = MappingProxyType(
 _SHORTCUTS = MappingProxyType(
     {
         "submit": "submit",
+        "validate": "validate",
         "status": ALIASES["status"],
         "logs": "logs",
         "list": "list",

@@ -19,6 +19,7 @@ from distflow.errors import InputError
 
 __all__ = [
     "ALIASES",
+    "AttemptOption",
     "CheckFormat",
     "CheckFormatOption",
     "Command",
@@ -102,6 +103,13 @@ OsmoTasksOption = Annotated[
     list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.", autocompletion=complete_task)
 ]
 """``TasksOption`` with the short name that OSMO has in ``logs`` and ``events``. Elsewhere, ``-t`` is the format."""
+
+AttemptOption = Annotated[
+    int | None,
+    typer.Option(
+        "--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: the last one.", show_default=False
+    ),
+]
 
 RegexOption = Annotated[
     str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path matches from its start.")

@@ -19,7 +19,7 @@ from distflow.client.client import Client
 from distflow.client.previous_outputs import OutputSource, output_source
 from distflow.client.results_directory import claim_directory
 from distflow.client.workflows import choose_tasks
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, ranges
 from distflow.errors import AgentError, DistflowError, InputError, NodeError, NodeUnreachable, NotFound, StorageError
 from distflow.state.record import WorkflowRecord
 from distflow.structs import replace
@@ -117,11 +117,11 @@ class FetchedFiles:
 
 
 def list_output_files(
-    client: Client, record: WorkflowRecord, *, tasks: Sequence[str] = (), place: Place = "output"
+    client: Client, record: WorkflowRecord, *, tasks: Sequence[str] = (), place: Place = "output", attempt: int | None = None
 ) -> tuple[TaskOutputs, ...]:
     """List the output files of the tasks of a workflow, which may have ended or still run.
 
-    Each task's node is asked, many nodes at the same time. Only the latest attempt of each task counts.
+    Each task's node is asked, many nodes at the same time.
 
     Args:
         client: The client whose store has the workflow.
@@ -129,6 +129,7 @@ def list_output_files(
         tasks: Names of tasks. Default: all tasks that have run.
         place: ``output`` for the ``{{output}}`` directory, or ``work`` for the files that the task's command wrote to its
             working directory.
+        attempt: The attempt of each task, counted from 0. Default: its latest one.
 
     Returns:
         The files of each task, in the order of the spec. A node's error is part of its result and is not raised.
@@ -138,7 +139,7 @@ def list_output_files(
         NotFound: if the workflow does not have one of the tasks.
 
     """
-    with _Nodes(_sources(client, record, tasks, place), place) as nodes:
+    with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
         return tuple(one.outputs for one in nodes.read_lists())
 
 
@@ -150,6 +151,7 @@ def fetch_output_files(
     tasks: Sequence[str] = (),
     paths: Sequence[str] = (),
     place: Place = "output",
+    attempt: int | None = None,
     is_claimed: bool = False,
     on_progress: OnOutputProgress = lambda _: None,
 ) -> FetchedFiles:
@@ -175,6 +177,7 @@ def fetch_output_files(
             ``fnmatch``, so ``*`` also matches ``/``. Default: all files.
         place: ``output`` for the ``{{output}}`` directory, or ``work`` for the files that the task's command wrote to its
             working directory.
+        attempt: The attempt of each task, counted from 0. Default: its latest one.
         is_claimed: Whether ``folder`` is only for the results of this workflow. If it is new, empty, or has the results of
             another workflow, it gets a marker file that keeps it from being sent with a project. Results of another workflow
             are first moved to its subdirectory ``earlier-runs``.
@@ -189,7 +192,7 @@ def fetch_output_files(
         StorageError: if ``folder`` cannot be created or does not have enough space.
 
     """
-    with _Nodes(_sources(client, record, tasks, place), place) as nodes:
+    with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
         chosen = _choose(nodes.read_lists(), paths, f"distflow workflow outputs {record.id}")
         names = [one.outputs.task for one in chosen]
         folders = {name: folder / name if len(names) > 1 else folder for name in names}
@@ -224,10 +227,15 @@ class _Task:
         return sum(one.size for one in self.files if not one.link)
 
 
-def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place: Place) -> list[_Task]:
+def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place: Place, attempt: int | None) -> list[_Task]:
     """Return the location of the files of each task."""
     found = []
-    for group_name, task in choose_tasks(record, tasks):
+    for group_name, latest in choose_tasks(record, tasks):
+        attempts = [one for one in record.group(group_name).attempts if one.name == latest.name]
+        task = latest if attempt is None else next((one for one in attempts if one.attempt == attempt), None)
+        if task is None:
+            numbers = ranges(one.attempt for one in attempts)
+            raise NotFound(f"{latest.name} of {record.id} has no attempt {attempt}", hint=f"its attempts: {numbers}")
         if not tasks and (task.node is None or task.output_dir is None):
             continue
         source = output_source(client, record, record.group(group_name), task)

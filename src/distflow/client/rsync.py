@@ -5,6 +5,7 @@ The module ``shell`` is the remote shell for rsync. The module ``daemon`` is the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -243,7 +244,7 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
 
     Args:
         client: The client whose state directory has the records of the copies.
-        workflow: Stop only copies to the workflow with this id or uuid. Default: all workflows.
+        workflow: Stop only copies to the workflow with this id, uuid or name, or ``-`` for the latest one. Default: all copies.
         task: Stop only copies to tasks of this name. Default: all tasks.
 
     Returns:
@@ -255,7 +256,11 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
     """
     syncs = list_syncs(client)
     running = [one for one in syncs.list() if syncs.is_running(one)]
-    chosen = [one for one in running if workflow in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
+    wanted = workflow
+    if workflow is not None and all(workflow not in (one.workflow_id, one.workflow) for one in running):
+        with contextlib.suppress(NotFound):  # copies of a workflow that the store no longer has can be stopped, too
+            wanted = client.store.find(workflow).uuid
+    chosen = [one for one in running if wanted in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
     if not chosen and (workflow is not None or task is not None):
         what = " ".join(word for word in (workflow, task) if word is not None)
         raise NotFound(f"there is no background copy to {what}", hint="`distflow workflow rsync status` lists all")

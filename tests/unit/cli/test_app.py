@@ -72,6 +72,7 @@ def test_unknown_command_suggests_a_similar_one(
     ("shortcut", "command"),
     [
         (["submit"], ["submit"]),
+        (["validate"], ["validate"]),
         (["status"], ["query"]),
         (["logs"], ["logs"]),
         (["list"], ["list"]),

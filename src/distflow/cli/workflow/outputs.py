@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, FormatOption, TasksOption, command_app
+from distflow.cli.options import AttemptOption, Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.render.workflow_json import workflow_key
@@ -41,6 +41,7 @@ def outputs(
     workflow: WorkflowArgument,
     task: TasksOption = None,
     workdir: _WorkdirOption = False,
+    attempt: AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """List the output files of a workflow on its nodes.
@@ -48,7 +49,7 @@ def outputs(
     Tasks write them to {{output}}. They stay on the nodes after the end, until `distflow node clean` removes them.
     """
     with open_workflow(workflow) as (client, record):
-        found = list_output_files(client, record, tasks=task or (), place="work" if workdir else "output")
+        found = list_output_files(client, record, tasks=task or (), place="work" if workdir else "output", attempt=attempt)
         if format_type is Format.JSON:
             print(json.dumps(_outputs_json(record, found), indent=2))
         else:
@@ -77,6 +78,7 @@ def fetch(
     ] = None,
     task: TasksOption = None,
     workdir: _WorkdirOption = False,
+    attempt: AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Copy the output files of a workflow to this machine.
@@ -85,10 +87,11 @@ def fetch(
     replaced. Repeat the command to continue after an interruption. `distflow workflow outputs` lists the files.
     """
     with open_workflow(workflow) as (client, record), ProgressLine(sys.stderr, "fetched") as line:
-        folder = Path(record.id) if to is None else to
+        folder = Path(record.id if attempt is None else f"{record.id}-retry-{attempt}") if to is None else to
         try:
             fetched = fetch_output_files(
                 client, record, folder, tasks=task or (), paths=paths or (), place="work" if workdir else "output",
+                attempt=attempt,
                 is_claimed=to is None,
                 on_progress=lambda progress: line.update(progress.done, progress.total),
             )  # fmt: skip

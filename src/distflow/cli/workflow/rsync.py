@@ -189,7 +189,11 @@ def status(format_type: FormatOption = Format.TEXT) -> None:
 def stop(
     workflow: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="Only to this workflow: its id or uuid.", autocompletion=complete_workflow),
+        typer.Argument(
+            metavar="[ID]",
+            help="Only to this workflow: its id, uuid or name, or - for the latest workflow.",
+            autocompletion=complete_workflow,
+        ),
     ] = None,
     task: Annotated[
         str | None, typer.Option("--task", metavar="NAME", help="Only to this task.", autocompletion=complete_task)

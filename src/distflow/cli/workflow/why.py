@@ -10,7 +10,7 @@ import typer
 
 from distflow.cli.completion import complete_group
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, FormatOption, TasksOption, command_app
+from distflow.cli.options import AttemptOption, Format, FormatOption, TasksOption, command_app
 from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, verdict_json, verdict_text
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
@@ -23,13 +23,6 @@ from distflow.state.record import WorkflowRecord
 __all__ = ["diagnose_app", "stacks_app", "why_app"]
 
 
-_AttemptOption = Annotated[
-    int | None,
-    typer.Option(
-        "--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: the last one.", show_default=False
-    ),
-]
-
 why_app = command_app()
 
 
@@ -40,7 +33,7 @@ def why(
         list[str] | None,
         typer.Option("--group", "-g", help="Only this group; may be repeated.", autocompletion=complete_group),
     ] = None,
-    attempt: _AttemptOption = None,
+    attempt: AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Show why a workflow failed.
@@ -80,7 +73,7 @@ diagnose_app = command_app()
 def diagnose(
     workflow: WorkflowArgument,
     task: TasksOption = None,
-    attempt: _AttemptOption = None,
+    attempt: AttemptOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Show the known cause of a failed or hanging gang, and its remedy.
