@@ -10,6 +10,7 @@ import html
 import importlib.util
 import re
 import shutil
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -218,6 +219,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), f"{page.name}: {target}"
         assert there.is_relative_to(ROOT), f"{page.name}: {target} leaves the repository"
         assert not anchor or anchor in anchors_of(there), f"{page.name}: {target}: no such heading"
+
+
+def test_the_examples_of_the_python_api_have_correct_types(tmp_path: Path) -> None:
+    for block in blocks_of(ROOT / "docs" / "python.md"):
+        if block.language == "python":
+            (tmp_path / (block.note("file") or "")).write_text(block.text)
+    mypy: list[str | Path] = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", *tmp_path.glob("*.py")]
+    done = subprocess.run(mypy, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "5 source files" in done.stdout
 
 
 def test_every_page_is_in_the_index() -> None:
