@@ -239,4 +239,7 @@ def test_packages_are_installed_for_a_job(cli: Cli) -> None:
     trainer = CustomTrainer(func=_greet, packages_to_install=["kfgreeter==1.0"])
     name = TrainerClient().train("custom-distributed", trainer=trainer)
     TrainerClient().wait_for_job_status(name, timeout=120)
+    assert TrainerClient().wait_for_job_status(name, {"Running"}).status == "Complete"
+    with pytest.raises(RuntimeError, match=f"TrainJob {name} is Complete, so its status no longer changes"):
+        TrainerClient().wait_for_job_status(name, {"Failed"})
     assert list(TrainerClient().get_job_logs(name)) == ["hello"]

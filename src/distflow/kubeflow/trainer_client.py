@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import string
 import sys
@@ -23,7 +24,9 @@ from distflow.kubeflow.runtimes import PLAIN_RUNTIME, RUNTIMES, runtime_in, runt
 from distflow.kubeflow.types import (
     JOB_STATUSES,
     TRAINJOB_COMPLETE,
+    TRAINJOB_CREATED,
     TRAINJOB_FAILED,
+    TRAINJOB_RUNNING,
     BuiltinTrainer,
     CustomTrainer,
     CustomTrainerContainer,
@@ -42,6 +45,7 @@ __all__ = ["TrainerClient"]
 _log = logging.getLogger("distflow")
 _MOST_JOBS = 1_000_000
 _END_TIMEOUT_S = 120
+_EARLIER_STATUSES = {TRAINJOB_RUNNING: (TRAINJOB_CREATED,), TRAINJOB_COMPLETE: (TRAINJOB_CREATED, TRAINJOB_RUNNING)}
 
 
 class TrainerClient:
@@ -133,8 +137,10 @@ class TrainerClient:
         """Return the jobs of all clients, newest first; with a runtime, only its jobs."""
         labels = {JOB_LABEL: "*"} | ({} if runtime is None else {RUNTIME_LABEL: runtime_name(runtime)})
         with _client() as client:
-            found = _records(client, labels)
-            return [_job(client, workflows.find_workflow(client, one.uuid, report_age=False)) for one in found]
+            # The newest workflow of each job: `distflow workflow restart` makes another one.
+            found = {one.labels[JOB_LABEL]: one.uuid for one in reversed(_records(client, labels))}
+            records = [workflows.find_workflow(client, uuid, report_age=False) for uuid in found.values()]
+            return [_job(client, one) for one in sorted(records, key=lambda one: one.submitted_at, reverse=True)]
 
     def get_job(self, name: str) -> TrainJob:
         """Return a job. Raises ``ValueError`` if it does not exist."""
@@ -174,7 +180,7 @@ class TrainerClient:
         polling_interval: int = 2,
         callbacks: list[Callable[[TrainJob], None]] | None = None,
     ) -> TrainJob:
-        """Wait until a job has one of several statuses.
+        """Wait until a job has one of several statuses, or has had it: a job that is ``Complete`` was ``Running``.
 
         Args:
             name: The name of the job.
@@ -188,7 +194,8 @@ class TrainerClient:
 
         Raises:
             ValueError: if an argument is wrong, or if the job does not exist.
-            RuntimeError: if the job ends with another status. After a failure it has the first cause and the last lines.
+            RuntimeError: if the job fails and that is not expected, with the first cause and the last lines; or if only a
+                failure is expected and the job completes.
             TimeoutError: if the job has none of the statuses after ``timeout``. The job continues.
 
         """
@@ -198,11 +205,12 @@ class TrainerClient:
             with _client() as client:
                 record = _find(client, name)
                 job = _job(client, record)
-                for callback in callbacks or ():
-                    callback(job)
-                if job.status in status:
-                    return job
-                if record.state.is_final:
+            for callback in callbacks or ():
+                callback(job)
+            if not status.isdisjoint({job.status, *_EARLIER_STATUSES.get(job.status, ())}):
+                return job
+            if record.state.is_final:
+                with _client() as client:
                     raise RuntimeError(_end_text(client, record, job))
             left = deadline - time.monotonic()
             if left <= 0:
@@ -226,7 +234,8 @@ class TrainerClient:
         with _kubeflow_errors():
             Workflow(record).wait(_END_TIMEOUT_S)
         with _client() as client:
-            workflows.change_tags(client, [record.uuid], add=[DELETED_TAG])
+            same = [one.uuid for one in _records(client, {JOB_LABEL: name})]
+            workflows.change_tags(client, same, add=[DELETED_TAG])
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -282,7 +291,8 @@ def _records(client: Client, labels: dict[str, str]) -> Sequence[WorkflowRecord]
 
 def _find(client: Client, name: str) -> WorkflowRecord:
     """Return the workflow of a job."""
-    found = [one for one in _records(client, {JOB_LABEL: "*"}) if one.labels[JOB_LABEL] == name]
+    is_name = re.fullmatch(r"[-A-Za-z0-9_.]+", name)  # it has no meaning as a pattern
+    found = _records(client, {JOB_LABEL: name}) if is_name else []
     if not found:
         raise ValueError(f"there is no TrainJob {name}: `list_jobs` returns the jobs that exist")
     return workflows.find_workflow(client, found[0].uuid, report_age=False)

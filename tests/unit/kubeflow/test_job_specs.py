@@ -131,6 +131,8 @@ def test_wrong_arguments_of_the_client_are_refused(tmp_path: Any, monkeypatch: p
         TrainerClient(SSHBackendConfig(pool="lab"))
     with pytest.raises(ValueError, match="there is no TrainJob x"):
         client.get_job("x")
+    with pytest.raises(ValueError, match=r"there is no TrainJob \*"):
+        client.get_job("*")
     for wrong, message in (
         ({"status": {"Completed"}}, "must be a subset"),
         ({"timeout": 0}, "timeout is 0"),
