@@ -126,7 +126,7 @@ COUNTER = """
             print("NAME", number, flush=True)
             if os.path.exists(sys.argv[1]):
                 break
-            time.sleep(0.05)
+            time.sleep(0.1)
         print("NAME ends after", number, flush=True)
       - GO
 """
@@ -202,7 +202,7 @@ def test_a_link_that_loses_every_tenth_packet_ends_nothing_and_loses_no_line(far
         cli.await_status(workflow, "COMPLETED")
         pytest.skip(f"packets cannot be lost here: {error}")
     there = len(_numbers(cli.logs(workflow), "master"))
-    wait_until(lambda: len(_numbers(cli.logs(workflow), "master")) > there + 200, 120, "its lines come all the same")
+    wait_until(lambda: len(_numbers(cli.logs(workflow), "master")) > there + 100, 120, "its lines come all the same")
     go.touch()
     cli.await_status(workflow, "COMPLETED", timeout=120)
     log = cli.logs(workflow)

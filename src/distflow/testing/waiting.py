@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    Pauses for twice the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
+    Pauses for four times the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
     Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
@@ -30,7 +30,7 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what
         now = time.monotonic()
         if now > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s: {what or condition}")
-        pause.wait(min(max(0.02, 2 * (now - begun)), 1.0))
+        pause.wait(min(max(0.02, 4 * (now - begun)), 1.0))
 
 
 def is_alive(pid: int) -> bool:
