@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cli.render.workflow_text import without_node_paths
 from distflow.diagnosis import diagnose as diagnosing
 from distflow.diagnosis.model import Hit, Witness, hits_in
 from distflow.lifecycle.clocks import Clock
@@ -186,3 +187,22 @@ def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypa
     assert screen.run(command, record.id) == 0
     assert 0 < read[0] < 8 << 20
     assert longest[0] < 5000
+
+
+NODE = "/home/me/.local/share/distflow/node/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/1/"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f'  File "{NODE}work/train.py", line 3, in load', '  File "train.py", line 3, in load'),
+        (f"open({NODE}work/data/a.csv) and {NODE}work/b", "open(data/a.csv) and b"),
+        (f'File "{NODE}files/code/train.py"', 'File "/code/train.py"'),
+        (f'File "/my disk{NODE}work/x"', f'File "/my disk{NODE}work/x"'),
+        (f'File "{NODE}output/x"', f'File "{NODE}output/x"'),
+        ('File "/opt/venv/lib/torch/nn.py", line 1', 'File "/opt/venv/lib/torch/nn.py", line 1'),
+        ("/a" * 20_000 + "/distflow-node/", "/a" * 20_000 + "/distflow-node/"),
+    ],
+)
+def test_paths_of_a_node_are_shown_as_those_of_the_project(line: str, shown: str) -> None:
+    assert without_node_paths(line) == shown

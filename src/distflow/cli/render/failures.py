@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json, workflow_key
-from distflow.cli.render.workflow_text import cause_lines, output_words, written_words
+from distflow.cli.render.workflow_text import cause_lines, output_words, without_node_paths, written_words
 from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
 from distflow.documents.quantities import duration, local_milli, times
@@ -130,7 +130,8 @@ def _facts(cause: Cause) -> Iterator[str]:
         ("Traceback", cause.traceback.splitlines()),
         ("Last lines", cause.lines),
     ):
-        yield from (f"{title if number == 0 else '':<11} | {plain(text)}".rstrip() for number, text in enumerate(texts))
+        shown = [without_node_paths(plain(text)) for text in texts]
+        yield from (f"{title if number == 0 else '':<11} | {text}".rstrip() for number, text in enumerate(shown))
 
 
 def _timeline(verdict: GroupFailure, width: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -34,6 +35,7 @@ __all__ = [
     "queued_s",
     "status_line",
     "task_words",
+    "without_node_paths",
     "workflow_text",
     "written_words",
 ]
@@ -50,6 +52,8 @@ _CAUSE_LINES = 3
 _FEW_TASKS = 8
 _FEW_ATTEMPTS = 3
 _FEW_NODES = 4
+_ATTEMPT = r"(?<![^\s\"'(\[=:,])/(?:[^/\s\"']+/){0,40}distflow-node/[0-9a-f]{32}/[\w-]+/[\w-]+/[0-9]+/"
+"""The directory of an attempt on its node."""
 
 
 def workflow_text(
@@ -261,9 +265,19 @@ def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
     """Yield a first cause in short form: one line, and the last other lines of its traceback, or else of its output."""
     words = cause.text
     yield paint.bad(f"First cause: {words}")
-    lines = [plain(line).rstrip() for line in cause.traceback.splitlines() or cause.lines]
+    lines = [without_node_paths(plain(line)).rstrip() for line in cause.traceback.splitlines() or cause.lines]
     news = [line for line in lines if line.strip() not in words and not line.startswith("Traceback (most recent call last)")]
     yield from (f"  | {line}" for line in news[-_CAUSE_LINES:])
+
+
+def without_node_paths(line: str) -> str:
+    """Return a line with paths as the user knows them: below the task's working directory, relative to it.
+
+    >>> without_node_paths('File "/home/me/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/0/work/train.py"')
+    'File "train.py"'
+    """
+    line = re.sub(_ATTEMPT + "work/", "", line)
+    return re.sub(_ATTEMPT + "files/", "/", line)
 
 
 def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint, remedy: str) -> Iterator[str]:
