@@ -67,17 +67,17 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
     The attempt has not started yet. ``states`` has the names of all files and directories of the archive, and known states.
     """
     unknown = [name for name, state in states.items() if state is None]
-    is_small = len(states) < _FEW and os.stat(path_of(root, digest)).st_size < _SMALL
-    if is_small or any("\0" in name for name in unknown):
-        return
-    if unknown:
-        select.select([], [], [], _TICK_S)
-        found = {name: os.lstat(os.path.join(directory, relative, name)) for name in unknown}
-        if all(info.st_ctime_ns % 10**9 == 0 for info in found.values()):
-            return  # this file system keeps whole seconds, in which a file may change without a trace
-        states = {**states, **{name: _state(info) for name, info in found.items()}}
-    parts = [relative, *(text for pair in states.items() for text in pair)]
     try:
+        is_small = len(states) < _FEW and os.stat(path_of(root, digest)).st_size < _SMALL
+        if is_small or any("\0" in name for name in unknown):
+            return
+        if unknown:
+            select.select([], [], [], _TICK_S)
+            found = {name: os.lstat(os.path.join(directory, relative, name)) for name in unknown}
+            if all(info.st_ctime_ns % 10**9 == 0 for info in found.values()):
+                return  # this file system keeps whole seconds, in which a file may change without a trace
+            states = {**states, **{name: _state(info) for name, info in found.items()}}
+        parts = [relative, *(text for pair in states.items() for text in pair)]
         os.makedirs(os.path.join(directory, FOLDER), mode=0o700, exist_ok=True)
         path = os.path.join(directory, FOLDER, digest)
         with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -86,7 +86,7 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
         with open(path_of(root, digest) + _USERS, "a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(os.path.relpath(directory, root) + "\n")
     except OSError:
-        return  # the disk is full; the task can start without a record
+        return  # for example, the disk is full; the task can start without a record
 
 
 def _state(info: os.stat_result) -> State:
