@@ -267,7 +267,7 @@ def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
         assert store.list(Search(labels=[("team", "*")])) == ()
         store.tag(old.uuid, add=["old"])
         assert submit(store, replace(workflow(number=2), labels={"a": "b"})).id == "digits-2"
-    assert {row[0] for row in _read(path, "PRAGMA user_version")} == {7}
+    assert {row[0] for row in _read(path, "PRAGMA user_version")} == {8}
 
 
 def _read(path: Path, query: str) -> list[tuple[object, ...]]:

@@ -82,6 +82,7 @@ _MIGRATIONS = (
     );
     CREATE INDEX notices_pending ON notices (at) WHERE pending = 1
     """,
+    "ALTER TABLE notices ADD COLUMN deliveries INTEGER NOT NULL DEFAULT 0",
 )
 
 _FIELDS = (
@@ -90,6 +91,7 @@ _FIELDS = (
 )  # fmt: skip
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
+_NOTICE = "workflow = ? AND target = ? AND kind = ? AND subject = ?"
 _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """Tags contain no commas."""
 
@@ -204,13 +206,18 @@ class Store:
                 [(one.workflow, one.target, one.on.value, one.subject, one.at) for one in notices],
             )
 
+    def count_delivery(self, notice: Notice) -> int:
+        """Record that a process begins to deliver a notification; return how many have done so, including this one."""
+        with self._transaction():
+            key = _notice_key(notice)
+            self._db.execute(f"UPDATE notices SET deliveries = deliveries + 1 WHERE {_NOTICE}", key)  # noqa: S608  a constant
+            row = self._db.execute(f"SELECT deliveries FROM notices WHERE {_NOTICE}", key).fetchone()  # noqa: S608  a constant
+            return int(row[0])
+
     def finish_notice(self, notice: Notice, event: Event) -> None:
         """Record that a notification was sent or given up, together with the event that reports it."""
         with self._transaction():
-            self._db.execute(
-                "UPDATE notices SET pending = 0 WHERE workflow = ? AND target = ? AND kind = ? AND subject = ?",
-                (notice.workflow, notice.target, notice.on.value, notice.subject),
-            )
+            self._db.execute(f"UPDATE notices SET pending = 0 WHERE {_NOTICE}", _notice_key(notice))  # noqa: S608  a constant
             self._write_events([event])
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
@@ -494,6 +501,10 @@ def _work_left(record: WorkflowRecord) -> int:
     if not (record.state.is_final and all(task.log_complete for task in tasks)):
         return _WORK
     return _STRAYS if any(task.orphan is not None for task in tasks) else _NOTHING
+
+
+def _notice_key(notice: Notice) -> tuple[str, int, str, str]:
+    return notice.workflow, notice.target, notice.on.value, notice.subject
 
 
 def _workflow(row: Sequence[object]) -> WorkflowRecord:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,7 +26,7 @@ from distflow.client.notifications.sender import main, send_notices
 from distflow.client.notifications.targets import send_test_notification, set_profile_notify, target_problems
 from distflow.documents.notify import NotifyTarget, Trigger
 from distflow.documents.problems import Mark, ProblemsFound
-from distflow.errors import NotifyError
+from distflow.errors import NotifyError, StateError
 from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
@@ -60,7 +61,8 @@ def set_url(client: Client, name: str, url: str, key: str = "url") -> None:
 
 def stored(client: Client, *targets: NotifyTarget, on: Trigger = Trigger.FAILED) -> WorkflowRecord:
     """Store a failed workflow whose notifications are due."""
-    record = workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE)
+    number = len(client.store.uuids()) + 1
+    record = workflow([failed_group()], number=number, state=WorkflowState.FAILED, reason=Reason.EXIT_CODE)
     plan, pool = Plan(name="digits", pool="lab", groups=()), Pool(name="lab", backend="ssh", nodes=())
     record = client.store.submit(record, template="", spec="", plan=plan, pool=pool, notify=targets)
     due = [Notice(workflow=record.uuid, target=position, on=on, at=T0) for position in range(len(targets))]
@@ -172,7 +174,7 @@ def test_a_target_that_does_not_answer_delays_no_other(
     ],
 )
 def test_a_command_that_fails_or_hangs(command: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(delivery, "_COMMAND_S", 0.3)
     with pytest.raises(NotifyError) as caught:
         delivery.deliver(NotifyTarget(command=command), sample(Trigger.FAILED), "")
     assert caught.value.message == error
@@ -259,6 +261,75 @@ def test_other_schemes_need_apprise(client: Client, monkeypatch: pytest.MonkeyPa
     (problem,) = target_problems(client, [NotifyTarget(credential="mail")])
     assert problem.message == "the URL of the credential `mail` begins with `mailto://`, which needs apprise"
     assert problem.hint == "install it: pip install 'distflow-cli[notify]'"
+
+
+def test_a_broken_apprise_or_a_bug_delays_no_other_notification(
+    client: Client, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apprise.py").write_text("raise AttributeError('x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "apprise", raising=False)
+    set_url(client, "mail", f"mailto://me:{SECRET}@example.com")
+    record = stored(client, NotifyTarget(credential="mail"), NotifyTarget(url=receiver.url))
+    broken = stored(client, NotifyTarget(url=receiver.url))
+    client.store._db.execute("UPDATE documents SET notify = '[3]' WHERE workflow = ?", (broken.uuid,))
+    send_notices(client)
+    error = "apprise is installed, but cannot be imported: AttributeError: x"
+    assert outcomes(client, record)[0] == NotificationFailed(on="failed", target="mail", error=error)
+    assert len(receiver.received) == 1
+    (outcome,) = outcomes(client, broken)
+    assert isinstance(outcome, NotificationFailed)
+    assert (outcome.target, "cannot be read" in outcome.error) == ("target 1", True)
+    bug = stored(client, NotifyTarget(url=receiver.url))
+    monkeypatch.setattr("distflow.client.notifications.message.diagnose_groups", lambda *_: 1 // 0)
+    send_notices(client)
+    (outcome,) = outcomes(client, bug)
+    assert outcome == NotificationFailed(
+        on="failed", target=NotifyTarget(url=receiver.url).label, error="unexpected error: ZeroDivisionError"
+    )
+    assert not client.store.has_notices()
+
+
+def test_a_full_disk_cannot_repeat_a_message_without_end(
+    client: Client, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise StateError("the disk is full")
+
+    record = stored(client, NotifyTarget(url=receiver.url))
+    with monkeypatch.context() as full:
+        full.setattr(client.store, "count_delivery", is_full)
+        with pytest.raises(StateError):
+            send_notices(client)
+    assert receiver.received == []
+    with monkeypatch.context() as full:
+        full.setattr(client.store, "finish_notice", is_full)
+        for _ in range(7):
+            with pytest.raises(StateError):
+                send_notices(client)
+    assert len(receiver.received) == 5
+    send_notices(client)
+    (outcome,) = outcomes(client, record)
+    assert isinstance(outcome, NotificationFailed)
+    assert outcome.error.startswith("given up: 5 processes ended")
+    assert len(receiver.received) == 5
+
+
+def test_servers_that_cannot_be_reached_delay_no_other(client: Client) -> None:
+    dead = [stored(client, NotifyTarget(url=f"http://127.0.0.1:9/{number}")) for number in range(9)]
+    quick = stored(client, NotifyTarget(command=("true",)))
+    send_notices(client, pauses_s=(2.0,))
+    (sent,) = client.store.events(quick.uuid)
+    assert isinstance(sent.details, NotificationSent)
+    assert all(sent.sequence < event.sequence for record in dead for event in client.store.events(record.uuid))
+
+
+def test_a_server_gets_one_message_after_the_other(client: Client, receiver: Receiver) -> None:
+    for _ in range(2):
+        stored(client, NotifyTarget(url=receiver.url))
+    receiver.answers.put(503)
+    send_notices(client, pauses_s=(0.1,))
+    assert [one["name"] for one in receiver.received] == ["digits-1", "digits-1", "digits-2"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # apprise imports imghdr

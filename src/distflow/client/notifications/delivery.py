@@ -26,10 +26,10 @@ from distflow.documents.notify import NotifyTarget
 from distflow.documents.quantities import seconds_text
 from distflow.errors import NotifyError
 
-__all__ = ["ATTEMPT_S", "deliver"]
+__all__ = ["deliver"]
 
-ATTEMPT_S = 30.0
-"""The longest time of one delivery."""
+_COMMAND_S = 30.0
+"""The longest time of a command."""
 
 _ANSWER_S = 10.0
 _TRANSIENT = (408, 425, 429)
@@ -133,12 +133,12 @@ def _run(command: tuple[str, ...], message: Message) -> None:
     except OSError as error:
         raise NotifyError(f"{command[0]}: {error.strerror}") from None
     try:
-        process.communicate(json.dumps(message).encode(), timeout=ATTEMPT_S)
+        process.communicate(json.dumps(message).encode(), timeout=_COMMAND_S)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise NotifyError(f"{command[0]} ran longer than {seconds_text(ATTEMPT_S)} and was killed") from None
+        raise NotifyError(f"{command[0]} ran longer than {seconds_text(_COMMAND_S)} and was killed") from None
     if process.returncode:
         raise NotifyError(f"{command[0]} ended with exit code {process.returncode}")
 

@@ -1,6 +1,6 @@
 """``python -m distflow.client.notifications.sender STATE_DIRECTORY``: the process that sends notifications.
 
-It sends one at a time to each target, to several targets at once, and tries again if that may help.
+It sends one message at a time to each destination, to several destinations at once, and tries again if that may help.
 
 It may be killed at any instant. A notification stays in the store until the outcome of its delivery is recorded there, so the
 next process sends it. If it is killed between the two, a notification arrives twice, with the same ``id``.
@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.client.client import Client, now
-from distflow.client.notifications.delivery import ATTEMPT_S, deliver
+from distflow.client.notifications.delivery import deliver
 from distflow.client.notifications.message import Message, compose
 from distflow.client.notifications.targets import url_of
 from distflow.documents.notify import NotifyTarget
+from distflow.documents.quantities import seconds_text
 from distflow.errors import DistflowError, NotifyError
 from distflow.state.directory import StateDirectory, lock_at_once
 from distflow.state.event_details import EventDetails, NotificationFailed, NotificationSent
@@ -33,7 +34,12 @@ __all__ = ["main", "send_notices"]
 
 _PAUSES_S = (2.0, 10.0, 30.0, 120.0)
 """Seconds between the tries of one notification."""
+_LONGEST_TRY_S = 300.0
+"""A server that sends its answer byte by byte could hold a thread for days."""
 _MOST_AT_ONCE = 8
+"""Tries; a notification between two tries does not count."""
+_MOST_DELIVERIES = 5
+"""Processes that may begin to deliver one notification. Each could send it and then fail to record that."""
 _POLL_S = 0.5
 
 
@@ -77,89 +83,128 @@ def send_notices(client: Client, pauses_s: Sequence[float] = _PAUSES_S) -> None:
         StateError: if the store cannot be read or written.
 
     """
-    outcomes: queue.SimpleQueue[tuple[_Delivery, str]] = queue.SimpleQueue()
-    running: dict[tuple[str, int], _Delivery] = {}
-    while True:
-        # The oldest notification of each target comes first: `started` before `completed`.
-        due: dict[tuple[str, int], Notice] = {}
-        for notice in client.store.notices():
-            due.setdefault((notice.workflow, notice.target), notice)
-        for lane, notice in due.items():
-            if lane not in running and len(running) < _MOST_AT_ONCE:
-                running[lane] = _begin(client, notice, pauses_s, outcomes)
-        if not running:
-            return
-        ended: list[tuple[_Delivery, str]] = []
-        with suppress(queue.Empty):
-            ended.append(outcomes.get(timeout=_POLL_S))
-        late = time.monotonic()
-        ended += [(one, "no answer in time") for one in running.values() if one.give_up_at < late]
-        for delivery, error in ended:
-            if running.get(delivery.lane) is delivery:  # otherwise it was given up before
-                del running[delivery.lane]
-                _record(client, delivery, error)
+    _Sender(client, pauses_s).run()
+
+
+_Destination = tuple[str, str, tuple[str, ...]]
+"""The URL, credential and command of an entry. A server receives one message at a time, whichever workflows they are about."""
 
 
 class _Delivery:
-    """The delivery of one notification, in a thread that ends with the process."""
+    """The delivery of one notification."""
 
-    def __init__(self, notice: Notice, target: NotifyTarget, pauses_s: Sequence[float]) -> None:
+    def __init__(self, notice: Notice, target: NotifyTarget, message: Message, url: str) -> None:
         self.notice = notice
         self.target = target
-        self.lane = (notice.workflow, notice.target)
+        self.message = message
+        self.url = url
+        self.tries = 0
+        self.next_at = 0.0
+        """When the next try begins (monotonic)."""
+        self.give_up_at: float | None = None
+        """When the running try is given up; ``None`` between tries."""
+
+
+class _Sender:
+    """Sends the notifications of one store. Each try has a thread, which ends with the process."""
+
+    def __init__(self, client: Client, pauses_s: Sequence[float]) -> None:
+        self._client = client
         self._pauses_s = pauses_s
-        # A server that sends its answer byte by byte could hold a thread for days.
-        self.give_up_at = time.monotonic() + sum(pauses_s) + ATTEMPT_S * (len(pauses_s) + 1) + 5
+        self._targets: dict[str, Sequence[NotifyTarget]] = {}
+        self._deliveries: dict[_Destination, _Delivery] = {}
+        self._outcomes: queue.SimpleQueue[tuple[_Delivery, NotifyError | None]] = queue.SimpleQueue()
 
-    def start(self, message: Message, url: str, outcomes: queue.SimpleQueue[tuple[_Delivery, str]]) -> None:
-        def run() -> None:
-            outcomes.put((self, self._try(message, url)))
+    def run(self) -> None:
+        while True:
+            self._begin_deliveries()
+            if not self._deliveries:
+                return
+            self._start_tries()
+            self._take_outcomes()
 
-        threading.Thread(target=run, name=f"notify {self.target.label}", daemon=True).start()
-
-    def _try(self, message: Message, url: str) -> str:
-        """Return why it failed in the end; empty if it did not."""
-        for pause_s in (*self._pauses_s, None):
+    def _begin_deliveries(self) -> None:
+        """Begin to deliver the oldest notification of each destination: `started` before `completed`."""
+        for notice in self._client.store.notices():
+            label = f"target {notice.target + 1}"
             try:
-                deliver(self.target, message, url)
-            except NotifyError as error:
-                if pause_s is None or not error.may_retry:
-                    tries = f" ({len(self._pauses_s) + 1} tries)" if error.may_retry and self._pauses_s else ""
-                    return error.message + tries
-                threading.Event().wait(pause_s)
-            except Exception as error:  # noqa: BLE001  a bug must not leave the notification pending forever
-                return f"unexpected error: {type(error).__name__}"
+                target = self._target(notice)
+                label = target.label
+                place = (target.url, target.credential, target.command)
+                if place in self._deliveries:
+                    continue
+                url = url_of(self._client, target)
+                record = self._client.store.find(notice.workflow)
+                message = compose(self._client, record, notice.on, notice_id=notice.id, subject=notice.subject)
+            except DistflowError as error:
+                self._record(notice, label, error.message)
+            except Exception as error:  # noqa: BLE001  a bug must not keep this notification, and all later ones, pending
+                self._record(notice, label, f"unexpected error: {type(error).__name__}")
             else:
-                return ""
-        return ""
+                # Written first: if the disk is full, nothing is sent, and a notification cannot arrive without end.
+                if self._client.store.count_delivery(notice) > _MOST_DELIVERIES:
+                    self._record(notice, label, f"given up: {_MOST_DELIVERIES} processes ended while they delivered it")
+                else:
+                    self._deliveries[place] = _Delivery(notice, target, message, url)
 
+    def _target(self, notice: Notice) -> NotifyTarget:
+        if notice.workflow not in self._targets:
+            self._targets[notice.workflow] = self._client.store.notify_targets(notice.workflow)
+        return self._targets[notice.workflow][notice.target]
 
-def _begin(
-    client: Client, notice: Notice, pauses_s: Sequence[float], outcomes: queue.SimpleQueue[tuple[_Delivery, str]]
-) -> _Delivery:
-    targets = client.store.notify_targets(notice.workflow)
-    delivery = _Delivery(notice, targets[notice.target], pauses_s)
-    try:
-        url = url_of(client, delivery.target)
-        record = client.store.find(notice.workflow)
-        message = compose(client, record, notice.on, notice_id=notice.id, subject=notice.subject)
-    except DistflowError as error:
-        outcomes.put((delivery, error.message))
-    else:
-        delivery.start(message, url, outcomes)
-    return delivery
+    def _start_tries(self) -> None:
+        running = sum(one.give_up_at is not None for one in self._deliveries.values())
+        for delivery in self._deliveries.values():
+            now = time.monotonic()
+            if running < _MOST_AT_ONCE and delivery.give_up_at is None and delivery.next_at <= now:
+                running += 1
+                delivery.tries += 1
+                delivery.give_up_at = now + _LONGEST_TRY_S
+                threading.Thread(
+                    target=self._try, args=(delivery,), name=f"notify {delivery.target.label}", daemon=True
+                ).start()
 
+    def _try(self, delivery: _Delivery) -> None:
+        try:
+            deliver(delivery.target, delivery.message, delivery.url)
+        except NotifyError as error:
+            self._outcomes.put((delivery, error))
+        except Exception as error:  # noqa: BLE001  a bug must not leave the notification pending forever
+            self._outcomes.put((delivery, NotifyError(f"unexpected error: {type(error).__name__}")))
+        else:
+            self._outcomes.put((delivery, None))
 
-def _record(client: Client, delivery: _Delivery, error: str) -> None:
-    notice, label = delivery.notice, delivery.target.label
-    details: EventDetails = (
-        NotificationFailed(on=notice.on.value, target=label, error=error)
-        if error
-        else NotificationSent(on=notice.on.value, target=label)
-    )
-    event = Event(at=now(), details=details, workflow=notice.workflow)
-    client.store.finish_notice(notice, event)
-    _log(event.text)
+    def _take_outcomes(self) -> None:
+        """Wait for an outcome, or until a try is due."""
+        now = time.monotonic()
+        pauses_s = [one.next_at - now for one in self._deliveries.values() if one.give_up_at is None and one.next_at > now]
+        ended: list[tuple[_Delivery, NotifyError | None]] = []
+        with suppress(queue.Empty):
+            ended.append(self._outcomes.get(timeout=min([_POLL_S, *pauses_s])))
+        late = time.monotonic()
+        text = f"gave up after {seconds_text(_LONGEST_TRY_S)}"
+        ended += [(one, NotifyError(text)) for one in self._deliveries.values() if (one.give_up_at or late) < late]
+        for delivery, error in ended:
+            place = (delivery.target.url, delivery.target.credential, delivery.target.command)
+            if self._deliveries.get(place) is not delivery:
+                continue  # it was given up before
+            if error is not None and error.may_retry and delivery.tries <= len(self._pauses_s):
+                delivery.next_at = late + self._pauses_s[delivery.tries - 1]
+                delivery.give_up_at = None
+                continue
+            del self._deliveries[place]
+            tries = f" ({delivery.tries} tries)" if delivery.tries > 1 else ""
+            self._record(delivery.notice, delivery.target.label, error.message + tries if error is not None else "")
+
+    def _record(self, notice: Notice, label: str, error: str) -> None:
+        details: EventDetails = (
+            NotificationFailed(on=notice.on.value, target=label, error=error)
+            if error
+            else NotificationSent(on=notice.on.value, target=label)
+        )
+        event = Event(at=now(), details=details, workflow=notice.workflow)
+        self._client.store.finish_notice(notice, event)
+        _log(event.text)
 
 
 def _log(text: str) -> None:

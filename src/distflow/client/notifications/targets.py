@@ -158,8 +158,11 @@ def _check_url(credential: str, url: str) -> None:
     if importlib.util.find_spec("apprise") is None:
         message = f"the URL of the credential `{credential}` begins with `{parts.scheme}://`, which needs apprise"
         raise InputError(message, hint=f"install it: {INSTALL_APPRISE}")
-    import apprise
-
+    try:
+        import apprise
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything
+        message = f"apprise is installed, but cannot be imported: {type(error).__name__}: {error}"
+        raise InputError(message, hint=f"install it again: {INSTALL_APPRISE}") from None
     if apprise.Apprise.instantiate(url, suppress_exceptions=True) is None:
         message = f"apprise does not accept the URL of the credential `{credential}`, which begins with `{parts.scheme}://`"
         raise InputError(message, hint=f"compare it with Apprise's documentation, and set it again: `{set_it}`")
