@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -31,6 +33,7 @@ from distflow.backends.machines.connection.transfers import build_venv_there
 from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError
 from distflow.pools.model import Node, Pool
+from distflow.runtime.cleanup import cleaning
 from distflow.runtime.files import venvs
 from distflow.runtime.services.venv_builder import _last_lines, _only_pip_knows_the_index
 from distflow.testing.waiting import is_alive, wait_until
@@ -99,7 +102,9 @@ def waits_for(path: Path, marker: str) -> str:
     return f"echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
 
 
-def test_an_environment_is_built_once_and_used_by_tasks(builder: Builder) -> None:
+def test_an_environment_is_built_once_and_used_by_tasks(
+    builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = builder.node
     link = node.connect()
     with pytest.raises(AgentError, match="is not on this node") as refused:
@@ -119,6 +124,10 @@ def test_an_environment_is_built_once_and_used_by_tasks(builder: Builder) -> Non
     assert (found["file"], found["in_use"]) == ("requirements.txt", True)
     with pytest.raises(AgentError, match="in use"):
         link.request("clean", venv=found["key"])
+    # Also for an agent with another interpreter, for which the packages are another environment.
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert cleaning._survey_venvs(str(node.root)) == [found]
+    monkeypatch.undo()
     link.request("stop", attempt=task, grace_s=0, why="")
     node.end(task)
     wait_until(lambda: not link.request("survey")["venvs"][0]["in_use"], 20)
@@ -149,7 +158,7 @@ def test_a_failed_build_ends_with_the_last_lines_and_leaves_nothing(builder: Bui
 def test_a_password_is_hidden_wherever_the_shown_lines_begin(tmp_path: Path) -> None:
     log = tmp_path / "build.log"
     for size in (1, 400, 500, 8100, 9000):
-        log.write_text(f"https://me:secret@host/{'x' * size}\nthe end\n")
+        log.write_text(f"https://me:secret@secret@host/{'x' * size}?private_token=secret&x\nthe end\n")
         lines = _last_lines(str(log))
         assert lines[-1] == "the end"
         assert "secret" not in "".join(lines)
@@ -208,6 +217,12 @@ def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: P
     (builder.directory / "env" / "left").touch()
     assert builder.build() == "uv"
     assert not (builder.directory / "env" / "left").exists()
+    # A builder that was killed while it marked the directory.
+    shutil.rmtree(builder.directory / "env")
+    for path in builder.directory.iterdir():
+        path.unlink()
+    (builder.directory / ".distflow.123").touch()
+    assert builder.build() == "uv"
 
 
 def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> None:
@@ -236,7 +251,7 @@ def test_the_backend_reports_a_build_and_cancels_one(
     seen: list[Observation] = []
     (tmp_path / "blobs").mkdir()
     pool = Pool(name="p", backend="ssh", nodes=(one,))
-    backend = MachinesBackend(pool, blobs=tmp_path / "blobs", sink=seen.append, logs=None)  # type: ignore[arg-type]
+    backend = MachinesBackend(pool, blobs=tmp_path / "blobs", sink=seen.append, logs=SimpleNamespace(has_room=lambda: True))
     key = AttemptKey(workflow=node.workflow, group="g", task="t", attempt=0, node="n")
     venv = Requirements(file="requirements.txt", lines=("torch",))
 

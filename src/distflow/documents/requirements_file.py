@@ -26,7 +26,8 @@ _PLACE = re.compile(r"(?:-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[ef])
 _NAMED = re.compile(r"[A-Za-z0-9][\w.-]*\s*(?:\[[^\]]*\]\s*)?(?:@\s*(?P<url>\S.*)|[<>=!~;(].*|\s--\w.*)?")
 _ARCHIVE = re.compile(r".*\.(?:whl|zip|tar|tgz|tar\.\w+)", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_WEB_LOGIN = re.compile(r"https?://(?P<login>[^/\s@]+)@", re.IGNORECASE)
+_LOGIN = re.compile(r"(?P<scheme>[A-Za-z0-9+.-]+)://(?P<login>[^/\s]+)@")
+_PARAMETER = re.compile(r"[?&][^=&\s]*(?:token|key|sig|signature|password|passwd|secret)=(?P<value>[^&#\s]*)", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
@@ -122,13 +123,21 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         joined, began = "", 0
 
 
+def _secrets(line: str) -> Iterator[str]:
+    """Yield the passwords and tokens in the URLs of a line, and the variables in place of them."""
+    for url in _LOGIN.finditer(line):
+        user, colon, password = url["login"].partition(":")
+        is_token = url["scheme"].lower().endswith(("http", "https"))
+        yield password if colon or not is_token else user
+    for parameter in _PARAMETER.finditer(line):
+        yield parameter["value"]
+
+
 def _problem_of(line: str, where: Mark) -> Problem | None:
     """Return why a line cannot be used on another machine; ``None`` if it can."""
-    for login in _WEB_LOGIN.finditer(line):
-        _, colon, password = login["login"].partition(":")
-        if _VARIABLE.sub("", password if colon else login["login"]):
-            hint = "put it into ~/.netrc on the nodes, or write `${NAME}` for one of their variables"
-            return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)
+    if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
+        hint = "put it into ~/.netrc on the nodes, or write `${NAME}` for one of their variables"
+        return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)
     option = _PLACE.fullmatch(line)
     if option is None and line.startswith("-"):
         return None

@@ -21,6 +21,7 @@ numpy>=1.2 \\
 --find-links /shared/wheels
 -e git+https://github.com/x/y
 tools @ git+ssh://git@github.com/x/tools
+--extra-index-url https://host/simple?private_token=${TOKEN}&name=x
 foo[bar, baz] ; python_version < "3.9"
 /shared/own-1.0-py3-none-any.whl
 requests
@@ -35,7 +36,7 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
     path.write_text(ACCEPTED)
     found = read_requirements(str(path), "requirements.txt")
     assert found.lines[:3] == ("torch==2.4.0", "numpy>=1.2 --hash=sha256:abc --hash=sha256:def", "einops")
-    assert (len(found.lines), found.constraints) == (10, ("scipy<2", "scipy<2"))
+    assert (len(found.lines), found.constraints) == (11, ("scipy<2", "scipy<2"))
     # Comments and blanks do not make another environment; packages and settings of pip do.
     path.write_text("\n# a comment\n" + ACCEPTED.replace("  # the newest", ""))
     assert read_requirements(str(path)).digest({"OTHER": "x"}) == found.digest({})
@@ -57,6 +58,10 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
         ("-c missing.txt", "the file does not exist"),
         ("--index-url https://user:secret@host/simple", "the URL contains a password"),
         ("own @ https://token@host/own.whl", "the URL contains a password"),
+        ("--index-url https://host/simple?private_token=secret", "the URL contains a password"),
+        ("own @ https://host/own.whl?x=1&X-Amz-Signature=secret", "the URL contains a password"),
+        ("own @ git+ssh://git:secret@host/own", "the URL contains a password"),
+        ("-e hg+https://user:${A}secret@b@host/own", "the URL contains a password"),
         ("# nothing", "the file names no packages"),
     ],
 )

@@ -124,3 +124,10 @@ def test_a_workflow_that_somebody_else_removes_just_now_is_removed(tmp_path: Pat
     assert cleaning.clean(str(tmp_path), W1, keep_output=False) == {"freed_bytes": 0}
     assert not (tmp_path / W1).exists()
     assert os.listdir(tmp_path / ".trash") == []
+
+
+def test_a_failed_mark_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / MARKER).mkdir()
+    with pytest.raises(IsADirectoryError):
+        mark(str(tmp_path))
+    assert os.listdir(tmp_path) == [MARKER]

@@ -69,13 +69,16 @@ def _survey_venvs(root: str) -> List[Json]:
             os.close(lock)
         found.append({
             "key": key, "file": str((record or {}).get("file", "")), "bytes": size, "used_at": about.st_mtime,
-            "in_use": lock is None or used is None or directory in used,
+            "in_use": lock is None or used is None or key in used,
         })  # fmt: skip
     return found
 
 
 def _used_venvs(root: str) -> Optional[Set[str]]:
-    """Return the environments of living attempts; None if any may be needed, because an attempt is about to start."""
+    """Return the keys of the environments of living attempts; None if any may be needed, because an attempt is about to start.
+
+    They come from the attempts' records: this agent's interpreter may differ from the one that built an environment.
+    """
     used = set()
     for workflow in attempts.workflows(root):
         for _, directory in attempts.list_attempts(root, workflow):
@@ -83,11 +86,11 @@ def _used_venvs(root: str) -> Optional[Set[str]]:
                 continue
             try:
                 with open(os.path.join(directory, attempt_files.LAUNCH), "rb") as file:
-                    digest = decode_object(file.read(), max_bytes=MAX_LINE).get("venv")
-            except (OSError, ValueError):
+                    launch = decode_object(file.read(), max_bytes=MAX_LINE)
+                if launch.get("venv"):
+                    used.add(os.path.basename(os.path.dirname(launch["env"]["VIRTUAL_ENV"])))
+            except (OSError, ValueError, KeyError, TypeError):
                 return None
-            if digest:
-                used.add(venvs.directory_of(root, digest))
     return used
 
 
@@ -99,7 +102,7 @@ def remove_venv(root: str, key: str) -> Json:
     lock = open_locked(venvs.lock_of(directory))
     used = _used_venvs(root)
     try:
-        if lock is None or used is None or directory in used:
+        if lock is None or used is None or key in used:
             raise OpError("conflict", "the Python environment is in use")
         size = _measure(directory)[0]
         _remove_tree(os.path.join(directory, venvs.COMPLETE))  # first, so that a partly removed one does not look complete

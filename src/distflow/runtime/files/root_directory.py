@@ -10,6 +10,7 @@ stay where they are, because paths of running tasks and of recorded outputs lead
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import List, Optional
@@ -67,6 +68,11 @@ def mark(directory: str) -> None:
         return
     new = os.path.join(directory, "{}.{}".format(MARKER, os.getpid()))
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(MARKER_TEXT.encode())
-    os.rename(new, os.path.join(directory, MARKER))
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(MARKER_TEXT.encode())
+        os.rename(new, os.path.join(directory, MARKER))
+    except OSError:  # the disk is full
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise

@@ -40,7 +40,7 @@ _LONGEST_CONFIGURATION = 1 << 20
 _UV_INDEX = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_CONFIG_FILE")
 _PIP_INDEX = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_FIND_LINKS")
 _INDEX_SETTING = r"(?m)^\s*(index-url|extra-index-url|no-index|find-links)\s*[=:]"
-_LOGIN = re.compile(r"(://)[^/\s@]+@")
+_SECRET = r"(?i)(://)[^/\s]*(@)|([?&][^=&\s]*(?:token|key|sig|signature|password|passwd|secret)=)[^&#\s]*"
 
 
 def serve(root: str, umask: int) -> None:
@@ -136,7 +136,9 @@ class _Build:
         if not os.path.lexists(self._directory):
             return
         if not root_directory.is_own_directory(self._directory) or not (
-            root_directory.is_marked(self._directory) or not os.listdir(self._directory)
+            root_directory.is_marked(self._directory)
+            # Its builder was killed while it wrote the marker.
+            or all(re.fullmatch(r"\.distflow\.[0-9]+", name) for name in os.listdir(self._directory))
         ):
             raise OpError("permission", "`{}` does not belong to distflow; remove it".format(self._directory))
         shutil.rmtree(self._directory)
@@ -256,4 +258,5 @@ def _last_lines(path: str) -> List[str]:
         return []
     # The first line may begin within a password.
     lines = text.split("\n")[1 if before else 0 :]
-    return [_LOGIN.sub(r"\1****@", line.rstrip())[-_SHOWN_CHARACTERS:] for line in lines if line.strip()][-_SHOWN_LINES:]
+    lines = [line.rstrip() for line in lines if line.strip()][-_SHOWN_LINES:]
+    return [re.sub(_SECRET, r"\1\3****\2", line)[-_SHOWN_CHARACTERS:] for line in lines]
