@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import normpath
 
@@ -184,7 +184,9 @@ def _launch(
     # A checkpoint of an ended task is copied from its directory, which may contain files that were sent. A container may not
     # leave files for tasks outside of it.
     is_reusable = not checkpoints and task.image is None
-    files = tuple(_file(file, rewrite, bundles, in_work, is_reusable=is_reusable) for file in task.files)
+    output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
+    outputs = ("output", *([normpath(output_link)] if output_link is not None else []))
+    files = tuple(_file(file, rewrite, bundles, in_work, outputs, is_reusable=is_reusable) for file in task.files)
     tools = name_tools([*started.argv, *environment.values(), *(file.text or "" for file in files)])
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
@@ -212,7 +214,7 @@ def _launch(
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,
         max_log=spec.max_log,
-        output_link=f"work/{task.output_dir}" if task.output_dir is not None else None,
+        output_link=output_link,
     )
 
 
@@ -234,8 +236,15 @@ def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str,
 
 
 def _file(
-    file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_work: Container[str], *, is_reusable: bool
+    file: FileSpec,
+    rewrite: Rewrite,
+    bundles: Mapping[str, Bundle],
+    in_work: Container[str],
+    outputs: Iterable[str],
+    *,
+    is_reusable: bool,
 ) -> PlannedFile:
+    """Plan a file or directory. ``outputs`` are the places of the output, from which no other attempt may take files over."""
     path, shown = place_of(file.path.value, in_work), file.path.value
     if file.contents is not None:
         text: str | None = file.contents.value
@@ -252,7 +261,7 @@ def _file(
         raise AssertionError("a file has contents or a bundle")
     return PlannedFile(
         path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar,
-        reusable=bundle.is_tar and is_reusable,
+        reusable=bundle.is_tar and is_reusable and not any(f"{normpath(path)}/".startswith(f"{one}/") for one in outputs),
     )  # fmt: skip
 
 

@@ -38,13 +38,14 @@ class Node:
         os.write(part.fd, buffer.getvalue())
         part.finish()
 
-    def place(self, name: str, **more: object) -> Path:
+    def place(self, name: str, output_link: object = None, **more: object) -> Path:
         """Place the archive for a new attempt, and return its directory of files."""
         directory = self.root / name
         directory.mkdir()
         file = {"path": "work", "is_tar": True, "blob": self.digest, "reusable": True, **more}
-        attempt_files.place(str(self.root), str(directory), {"argv": ["true"], "files": [file]})
-        return directory / "work"
+        launch = {"argv": ["true"], "files": [file], "output_link": output_link}
+        attempt_files.place(str(self.root), str(directory), launch)
+        return directory / str(file["path"])
 
     def end(self, name: str) -> None:
         """Let an attempt end."""
@@ -135,6 +136,47 @@ def test_files_in_use_are_not_taken(node: Node) -> None:
     # Without that shell, exactly one of two attempts gets them.
     before = _inodes(node.root / "second/work")
     assert (_inodes(node.place("fourth")), _inodes(node.place("fifth")) == before) == (before, False)
+
+
+@pytest.mark.parametrize(("path", "output_link"), [("output/base", None), ("work/out/base", "work/out")])
+def test_the_output_stays_complete(node: Node, path: str, output_link: str | None) -> None:
+    """Each attempt keeps its output, from which users fetch files later, even if those files were sent to it."""
+    expected = {}
+    for name in ("a", "b", "c"):
+        assert _is_complete(node.place(name, output_link, path=path))
+        node.end(name)
+        output = node.root / name / "output"
+        found = {str(one.relative_to(output)): one.read_text() for one in output.rglob("*") if one.is_file()}
+        assert found
+        expected[output] = found
+    for output, files in expected.items():
+        assert {str(one.relative_to(output)): one.read_text() for one in output.rglob("*") if one.is_file()} == files
+
+
+def _link_twice(work: Path) -> None:
+    (work / "latest").symlink_to("train.py")
+    (work.parent / "output/latest").symlink_to(work / "latest")
+
+
+LINKS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda work: (work.parent / "output/config").symlink_to("../work/d1/sub/module_1.py"),
+    "a directory": lambda work: (work.parent / "output/code").symlink_to(work),
+    "a link": _link_twice,
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
+def test_the_targets_of_links_stay(node: Node, link: Callable[[Path], object]) -> None:
+    """The output may contain links to files that were sent. It is fetched with the contents of such files."""
+    work = node.place("a")
+    (work.parent / "output").mkdir()
+    link(work)
+    output = work.parent / "output"
+    files = {path.name: path.read_text() for path in output.rglob("*") if path.is_file()}
+    node.end("a")
+    assert _is_complete(node.place("b"))
+    assert {path.name: path.read_text() for path in output.rglob("*") if path.is_file()} == files
+    assert (output / "code/train.py").exists() or link is not LINKS["a directory"]
 
 
 @pytest.mark.parametrize("more", [{"reusable": False}, {"only": ".*module"}])

@@ -180,6 +180,7 @@ def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
     from distflow.runtime.files.unpacking import unpack
 
     is_reusable = bool(file.get("reusable") and file.get("blob")) and not file.get("only") and not file.get("within")
+    is_reusable = is_reusable and not placed_trees.is_in_output(directory, path)
     present: Dict[str, Optional[str]] = {}
     missing: Optional[Set[str]] = None
     os.makedirs(os.path.dirname(path), exist_ok=True)

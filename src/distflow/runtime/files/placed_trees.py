@@ -18,7 +18,7 @@ from distflow.runtime.files.records import read_end
 from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.wire import OpError
 
-__all__ = ["FOLDER", "record", "take_over"]
+__all__ = ["FOLDER", "is_in_output", "record", "take_over"]
 
 FOLDER = "placed"
 """The directory of an attempt with a record for each archive, named by its digest."""
@@ -31,6 +31,8 @@ _SMALL = 16 << 20
 _MOST_USERS = 64
 _TICK_S = 0.05
 """File times are only as fine as a clock tick. A write later than this changes them."""
+_MOST_ENTRIES = 200_000
+"""Directories with more entries are not searched for links."""
 _GONE = ""
 
 State = str
@@ -51,7 +53,10 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
             continue
         try:
             relative, states = _read(claimed)
-            tree = _Tree(path_inside(directory, relative), states)
+            old = path_inside(directory, relative)
+            if is_in_output(directory, old) or _is_linked(directory, old, states):
+                continue
+            tree = _Tree(old, states)
             os.mkdir(top)
             moved = dict(_move(tree, top, ""))
             os.unlink(claimed)
@@ -141,6 +146,33 @@ def _is_visited(directory: str) -> bool:
                     return True
             except OSError:
                 continue  # it has ended, or belongs to another user
+    return False
+
+
+def is_in_output(directory: str, path: str) -> bool:
+    """Whether ``path`` is part of the output of the attempt in ``directory``, which has to stay complete."""
+    output = os.path.realpath(os.path.join(directory, "output")) + os.sep
+    return (os.path.realpath(path) + os.sep).startswith(output)
+
+
+def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
+    """Whether a link of the task leads to a recorded file or directory below ``top``, or possibly does.
+
+    The output may contain such links. It is transferred with the contents of their files.
+    """
+    real_top, left, folders = os.path.realpath(top), _MOST_ENTRIES, [directory]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                left -= 1
+                if not left:
+                    return True
+                if entry.is_symlink():
+                    target = os.path.relpath(os.path.realpath(entry.path), real_top)
+                    if target == "." or target in states:
+                        return True
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
     return False
 
 
