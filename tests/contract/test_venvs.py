@@ -33,9 +33,11 @@ from distflow.backends.machines.connection.transfers import build_venv_there
 from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError
 from distflow.pools.model import Node, Pool
+from distflow.runtime import processes
 from distflow.runtime.cleanup import cleaning
 from distflow.runtime.files import venvs
-from distflow.runtime.services.venv_builder import _last_lines, _only_pip_knows_the_index
+from distflow.runtime.services.frames import Peer
+from distflow.runtime.services.venv_builder import _Build, _last_lines, _only_pip_knows_the_index
 from distflow.testing.waiting import is_alive, wait_until
 
 T = TypeVar("T", bound=Observation)
@@ -99,7 +101,17 @@ def builder(node: NodeUnderTest, tmp_path: Path) -> Builder:
 
 def waits_for(path: Path, marker: str) -> str:
     """A script that says that it runs, and waits for a file."""
-    return f"echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
+    return f"{leaves(path)}; echo $$ > {path}.pid; echo installing {marker}; while [ ! -e {path} ]; do sleep 0.05; done"
+
+
+def leaves(path: Path) -> str:
+    """A script that starts a process in another session."""
+    return f"setsid sh -c 'echo $$ > {path}.left; exec sleep 300' & while [ ! -s {path}.left ]; do sleep 0.02; done"
+
+
+def is_left(path: Path) -> bool:
+    """Whether the process of ``leaves`` is alive."""
+    return is_alive(int(Path(f"{path}.left").read_text()))
 
 
 def test_an_environment_is_built_once_and_used_by_tasks(
@@ -189,7 +201,8 @@ def test_a_second_builder_waits_for_the_first(builder: Builder, tmp_path: Path) 
     assert len(builder.calls.read_text().splitlines()) == 2
 
 
-def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: Path, *, is_worker: bool) -> None:
     builder.install_by(waits_for(tmp_path / "never", "torch"))
     errors: list[BaseException] = []
 
@@ -203,26 +216,46 @@ def test_what_a_killed_builder_left_is_built_again(builder: Builder, tmp_path: P
     thread.start()
     wait_until((tmp_path / "never.pid").exists, 20)
     uv = int((tmp_path / "never.pid").read_text())
-    parent = int(Path(f"/proc/{uv}/stat").read_text().rpartition(")")[2].split()[1])
-    assert Path(f"/proc/{parent}/comm").read_text() == "df-venv\n"
-    os.kill(parent, signal.SIGKILL)
+    one = processes.read_process(uv)
+    assert one is not None
+    worker = processes.read_process(one.ppid)
+    assert worker is not None
+    assert [processes.name_of(pid) for pid in (worker.pid, worker.ppid)] == ["df-venv", "df-venv"]
+    os.kill(worker.pid if is_worker else worker.ppid, signal.SIGKILL)
     thread.join(20)
     assert errors
-    wait_until(lambda: not is_alive(uv), 20)
-    assert not venvs.is_complete(str(builder.directory))
+    wait_until(lambda: not is_alive(uv) and not is_left(tmp_path / "never"), 20)
+    wait_until(lambda: not is_alive(worker.pid), 20)
+    assert builder.is_gone is not is_worker
     link = builder.node.connect()
     with pytest.raises(AgentError, match="is not on this node"):
         builder.node.lease(link, venv=DIGEST)
-    builder.install_by("true")
-    (builder.directory / "env" / "left").touch()
+    builder.install_by(leaves(tmp_path / "end"))
+    if is_worker:
+        (builder.directory / "env" / "left").touch()
     assert builder.build() == "uv"
     assert not (builder.directory / "env" / "left").exists()
+    assert not is_left(tmp_path / "end")
+    builder.install_by("true")
     # A builder that was killed while it marked the directory.
     shutil.rmtree(builder.directory / "env")
     for path in builder.directory.iterdir():
         path.unlink()
     (builder.directory / ".distflow.123").touch()
     assert builder.build() == "uv"
+
+
+def test_packages_are_on_the_disk_before_their_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "limit_s": 60}
+    build = _Build(str(tmp_path), Peer(0, -1), 0o077, request)
+    monkeypatch.setattr(build, "_commands", lambda: ("uv", []))
+    synced: list[str] = []
+    monkeypatch.setattr(processes, "sync_file_system", lambda directory: synced.extend(os.listdir(directory)))
+    (tmp_path / venvs.VENVS).mkdir()
+    build._build()
+    assert "requirements.txt" in synced
+    assert venvs.COMPLETE not in synced
+    assert venvs.COMPLETE in os.listdir(venvs.directory_of(str(tmp_path), DIGEST))
 
 
 def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> None:

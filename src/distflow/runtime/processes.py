@@ -35,6 +35,7 @@ __all__ = [
     "reset_limits",
     "reset_signals",
     "started_at",
+    "sync_file_system",
     "variable_of",
 ]
 
@@ -74,6 +75,17 @@ def _prctl(option: int, argument: object) -> None:
 def hide_memory() -> None:
     """Prevent other users than root from reading this process's memory, and the kernel from dumping it to a file."""
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def sync_file_system(directory: str) -> None:
+    """Write all changes in the file system of a directory to its disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _LIBC.syncfs(fd) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), directory)
+    finally:
+        os.close(fd)
 
 
 def adopt_orphans() -> None:

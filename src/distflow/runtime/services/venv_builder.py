@@ -1,5 +1,7 @@
 """The builder of Python environments (``files.venvs``). It runs on its own connection, and stops when the connection ends.
 
+Two processes hold the lock of the environment: a worker builds it, and its parent kills what is left of a killed worker.
+
 Standard input: a line ``{"venv", "file", "lines", "constraints", "env", "path_prepend", "shell_prelude", "limit_s"}``, where
 ``venv`` is the digest of the requirements. Standard output: lines ``{"building": text, "seconds": n}`` every two seconds, then
 ``{"built": tool, "seconds": n}``, where ``tool`` is empty if the environment was there already, or ``{"error": {"kind",
@@ -12,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +27,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory, venvs
 from distflow.runtime.files.safe_files import open_locked, publish
 from distflow.runtime.guard import command
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.services.frames import Gone, Peer
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
@@ -93,6 +97,7 @@ class _Build:
         if not root_directory.is_own_directory(top):
             raise OpError("permission", "`{}` is not a directory of this user".format(top))
         lock = self._lock()
+        _continue_in_worker()
         try:
             if venvs.is_complete(self._directory):
                 venvs.touch(self._directory)
@@ -160,6 +165,8 @@ class _Build:
             "seconds": self._seconds,
             "built_at": now(),
         }
+        # Without this, a power cut can leave empty files in an environment that counts as complete.
+        processes.sync_file_system(self._directory)
         with open(os.path.join(self._directory, venvs.COMPLETE + ".new"), "w", encoding="utf-8") as file:
             json.dump(record, file)
             publish(file, os.path.join(self._directory, venvs.COMPLETE))
@@ -211,16 +218,42 @@ class _Build:
                     break
                 except subprocess.TimeoutExpired:
                     self._report((_last_lines(path) or ["creating it"])[-1])
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+        finally:
+            _kill_descendants()
         if code != 0:
             lines = _last_lines(path) or ["it printed nothing"]
             message = "cannot build the Python environment of {}: {} failed with exit code {}:\n{}"
             code = code if code >= 0 else 128 - code
             raise OpError("venv_failed", message.format(self._file, tool, code, "\n".join(lines)))
+
+
+def _continue_in_worker() -> None:
+    """Return in a child of this process. This process ends with it, and then kills all that it left."""
+    parent = os.getpid()
+    processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    worker = os.fork()
+    if worker == 0:
+        processes.adopt_orphans()
+        if not processes.die_with_parent(signal.SIGTERM, parent):
+            raise Gone
+        return
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGTERM))
+        status = os.waitpid(worker, 0)[1]
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1
+        _kill_descendants()
+    finally:
+        os._exit(code)
+
+
+def _kill_descendants() -> None:
+    """Kill the processes that a build left, such as compilers of a killed pip or an agent that ``setup`` started."""
+    me = os.getpid()
+    killer = TreeKiller(lambda found: processes.only_descendants(found, me), lambda one: processes.is_below(one, me))
+    while processes.reap()[1] and killer.step() and not killer.is_over:
+        select.select([], [], [], killer.pause_s)
 
 
 def _pip_configurations(environment: Dict[str, str]) -> List[str]:
