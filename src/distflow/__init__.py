@@ -1,6 +1,8 @@
 """distflow: declarative distributed training on machines that you can SSH to.
 
-The names below are the Python API (``docs/python.md``). Their modules are imported when they are first used.
+``submit``, ``get`` and ``list`` return workflows. ``run`` runs a function on all ranks of a gang, and ``Launcher`` runs many
+functions. ``Spec``, ``Group``, ``Task`` and others build specs. See ``docs/python.md``, and ``help(distflow.submit)``,
+``help(distflow.run)`` and ``help(distflow.Workflow)``. Modules are imported when their names are first used.
 """
 
 from __future__ import annotations
@@ -75,6 +77,11 @@ _OTHER_MODULES = (
     | dict.fromkeys(("FunctionJob", "Launcher", "Results", "run"), "api.functions")
 )
 """The modules of names that are not in ``api.spec``."""
+
+
+def __dir__() -> tuple[str, ...]:
+    """Return all public names, also those that have not been imported yet."""
+    return (*globals(), *__all__)
 
 
 def __getattr__(name: str) -> object:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -49,6 +52,9 @@ if __name__ == "__main__":
 """
 
 
+TRUE = {"workflow": {"name": "true", "tasks": [{"name": "one", "command": "true"}]}}
+
+
 @pytest.fixture
 def project(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of a program whose environment is that of ``cli``."""
@@ -79,29 +85,45 @@ def test_a_function_runs_on_two_hosts_and_returns_the_values_of_all_ranks(lab: L
 
 
 def test_errors_of_functions(cli: Cli, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(how: str) -> None:
+    class TwoArguments(Exception):
+        def __init__(self, text: str, number: int) -> None:
+            super().__init__(f"{text} {number}")
+            self.number = number
+
+    def fails(how: str) -> object:
         import os
+        import threading
 
         print("about to fail")
+        if how == "two arguments":
+            raise TwoArguments("unlucky", 13)
         if how == "unpicklable":
-
-            class TwoArguments(Exception):
-                def __init__(self, text: str, number: int) -> None:
-                    super().__init__(text)
-
-            raise TwoArguments("with two arguments", 2)
-        if how == "killed":
+            error = ValueError("with a lock")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
+        if how == "killed" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), 9)
+        if how == "killed":
+            signal.signal(signal.SIGTERM, lambda *_: int("a consequence, and not the cause"))
+            signal.pause()
+        if how == "lock":
+            return threading.Lock()
         raise SystemExit
 
-    with pytest.raises(
-        distflow.WorkflowEnded, match=r"(?s)rank 0 of fails-1 \(node-0 on local\): .*TwoArguments: with two arg"
-    ):
-        distflow.run(fails, args=("unpicklable",))
+    with pytest.raises(Exception, match="unlucky 13") as raised:
+        distflow.run(fails, args=("two arguments",))
+    assert (type(raised.value).__name__, raised.value.number) == ("TwoArguments", 13)  # type: ignore[attr-defined]
     assert "[node-0] about to fail\n" in capsys.readouterr().out
-    with pytest.raises(distflow.WorkflowEnded, match="rank 0 ended with SIGKILL"):
-        distflow.run(fails, args=("killed",))
-    with pytest.raises(distflow.WorkflowEnded, match="fails-3: rank 0 ended without a return value"):
+    with pytest.raises(
+        distflow.WorkflowEnded, match=r"rank 0 of fails-2 \(node-0 on local\): ValueError: with a lock"
+    ) as ended:
+        distflow.run(fails, args=("unpicklable",))
+    assert "in fails" in str(ended.value.__cause__)
+    with pytest.raises(distflow.WorkflowEnded, match="rank 1 ended with SIGKILL"):
+        distflow.run(fails, args=("killed",), ranks=2)
+    with pytest.raises(distflow.WorkflowEnded, match=r"return value cannot be pickled: cannot pickle '_thread.lock'"):
+        distflow.run(fails, args=("lock",))
+    with pytest.raises(distflow.WorkflowEnded, match="fails-5: rank 0 ended without a return value"):
         distflow.run(fails, args=("exits",))
     with pytest.raises(InputError, match=r"(?s)cannot be pickled: .*create files, locks"):
         distflow.run(fails, args=(sys.stdout,))
@@ -112,7 +134,34 @@ def test_errors_of_functions(cli: Cli, project: Path, capsys: pytest.CaptureFixt
     with pytest.raises(distflow.WorkflowEnded, match=r"the function cannot be loaded with .*No module named 'only_here'"):
         distflow.run(module.lost)
     del sys.modules["only_here"]
-    assert distflow.list(status="COMPLETED")[0].id == "fails-3"
+    assert distflow.list(status="COMPLETED")[0].id == "fails-5"
+
+
+def test_what_cannot_work_is_refused_before_it_starts(cli: Cli, project: Path) -> None:
+    def double(number: int) -> int:
+        return 2 * number
+
+    async def later() -> None:
+        pass
+
+    run = distflow.run
+    calls: dict[str, Callable[[], object]] = {
+        "`nodes` must be a whole number, 1 or more, not 0": lambda: run(double, args=(1,), nodes=0),
+        "`ranks` must be a whole number, 1 or more, not -1": lambda: run(double, args=(1,), ranks=-1),
+        "`My Run!` is not a name of a workflow\nfor example `My-Run`": lambda: run(double, args=(1,), name="My Run!"),
+        "does not take these arguments: missing a required argument: 'number'": lambda: run(double),
+        "5 is not a function": lambda: run(cast("Any", 5)),
+        "returns a coroutine or a generator": lambda: run(later),
+        "`on_interrupt` is `cancel` or `detach`": lambda: run(double, args=(1,), on_interrupt=cast("Any", "stop")),
+        "`limit` must be at least 1": lambda: next(distflow.Launcher().map_array(double, [1], limit=0)),
+        "the secret `KEY` is not a string": lambda: distflow.submit(TRUE, secrets={"KEY": cast("Any", 1)}),
+        "a spec is a path, a text, a mapping or a Spec, not None": lambda: distflow.submit(cast("Any", None)),
+        "a spec contains texts, numbers, lists and mappings, not <": lambda: distflow.submit({"workflow": object()}),
+    }
+    for message, call in calls.items():
+        with pytest.raises(InputError, match=re.escape(message)):
+            call()
+    assert distflow.list() == []
 
 
 def test_an_array_of_functions_runs_a_few_at_a_time(cli: Cli, project: Path) -> None:

@@ -4,17 +4,17 @@ Its directory contains ``function.pkl``, the function with its arguments, and ``
 result is a file of the task's output. It is a pickle of one of these mappings:
 
 * ``{"value": bytes}``, the pickled return value
-* ``{"error": bytes, "traceback": str, "name": str, "at": float}``, the pickled exception, which is empty if it has no pickle,
-  its traceback, its type and message, and the time in seconds since the epoch
+* ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception, which is empty if it has no pickle, its traceback,
+  and its type and message
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,57 +35,80 @@ def result_name(rank: int) -> str:
 
 def main() -> None:
     """Call the function and store its result. An exception ends the process, after it has been stored."""
+    # The function may change the environment.
+    place = Path(os.environ["DISTFLOW_OUTPUT"]) / RESULTS / result_name(int(os.environ.get("RANK", "0")))
     about = json.loads((_HERE / "function.json").read_text(encoding="utf-8"))
-    _check_python(about["python"], about["executable"])
+    _check_python(place, about["python"], about["executable"])
     sys.path[1:1] = [os.getcwd(), *(os.path.join(os.getcwd(), path) for path in about["paths"])]
     import cloudpickle  # noqa: PLC0415  it is next to this file on a node
 
     try:
         function, args, kwargs = pickle.loads((_HERE / "function.pkl").read_bytes())
     except Exception as error:
-        _refuse(f"the function cannot be loaded with {sys.executable}: {type(error).__name__}: {error}")
+        _refuse(place, f"the function cannot be loaded with {sys.executable}: {type(error).__name__}: {error}")
     try:
-        value = {"value": cloudpickle.dumps(function(*args, **kwargs))}
+        value = function(*args, **kwargs)
     except Exception as error:
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
         name = traceback.format_exception_only(type(error), error)[-1].strip()
-        _store({"error": _pickled(cloudpickle, error), "traceback": shown, "name": name, "at": time.time()})  # noqa: TID251
+        _store(place, {"error": _pickled(cloudpickle, error), "traceback": shown, "name": name})
         raise
-    _store(value)
+    try:
+        result = {"value": cloudpickle.dumps(value)}
+    except Exception as error:
+        _refuse(place, f"the return value cannot be pickled: {error}")
+    _store(place, result)
 
 
-def _check_python(wanted: str, executable: str) -> None:
+def _check_python(place: Path, wanted: str, executable: str) -> None:
     """End the process if this is another Python than the one that wrote the function: their byte code differs."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != wanted:
         _refuse(
+            place,
             f"the function was written by Python {wanted} ({executable}), and {sys.executable} is Python {version}. "
-            f"Use the same version: give distflow.run the path of a Python {wanted} of the nodes as `python=`"
+            f"Use the same version: give distflow.run the path of a Python {wanted} of the nodes as `python=`",
         )
 
 
-def _refuse(message: str) -> NoReturn:
-    _store({"error": b"", "traceback": "", "name": message, "at": time.time()})  # noqa: TID251  no clock exists here
+def _refuse(place: Path, message: str) -> NoReturn:
+    _store(place, {"error": b"", "traceback": "", "name": message})
     raise SystemExit(f"distflow: error: {message}")
 
 
 def _pickled(cloudpickle: Any, error: Exception) -> bytes:
-    try:
-        data: bytes = cloudpickle.dumps(error)
-        pickle.loads(data)  # some exceptions have pickles that cannot be read
-    except Exception:
-        return b""
-    return data
+    """Return the pickle of an exception, or an empty one if there is none that can be read."""
+    for one in (error, _Rebuilt(error)):
+        with contextlib.suppress(Exception):
+            data: bytes = cloudpickle.dumps(one)
+            pickle.loads(data)
+            return data
+    return b""
 
 
-def _store(result: dict[str, Any]) -> None:
+class _Rebuilt:
+    """Stands for an exception whose constructor does not take its ``args``, so that Python's own pickle cannot be read."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def _rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _store(place: Path, result: dict[str, Any]) -> None:
     """Write the result as a whole: a file that exists is complete."""
-    folder = Path(os.environ["DISTFLOW_OUTPUT"]) / RESULTS
-    folder.mkdir(exist_ok=True)
-    path = folder / result_name(int(os.environ.get("RANK", "0")))
-    part = path.with_suffix(".part")
+    place.parent.mkdir(exist_ok=True)
+    part = place.with_suffix(".part")
     part.write_bytes(pickle.dumps(result))
-    part.replace(path)
+    part.replace(place)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ nodes. Results are pickles, too, and reading a pickle runs code: run functions o
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import os
 import pickle
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -25,7 +28,7 @@ from distflow.api.spec import File, Group, Ranks, Resources, Spec, Task, Timeout
 from distflow.api.workflow import Workflow, submit
 from distflow.client.logs import LogLine
 from distflow.client.spec_drafts.drafts import excluded_files, name_of, project_directory
-from distflow.errors import InputError, NotFound, WorkflowEnded
+from distflow.errors import DistflowError, InputError, NotFound, WorkflowEnded
 
 __all__ = ["FunctionJob", "Launcher", "RemoteTraceback", "Results", "print_line", "run"]
 
@@ -90,58 +93,71 @@ class FunctionJob(Generic[T]):
 
         """
         self.workflow.wait(timeout)
-        with tempfile.TemporaryDirectory(prefix="distflow-results-") as folder:
-            stored = self._fetch(Path(folder))
         try:
             self.workflow.raise_for_status()
         except WorkflowEnded as ended:
-            failure = self._failure(stored) or ended
+            failure = self._failure(ended)
             raise failure from failure.__cause__
+        stored = self._fetch()
         size = sum(len(task.ranks) for task in self.workflow.tasks)
-        missing = [rank for rank in range(size) if rank not in stored]
+        missing = [rank for rank in range(size) if "value" not in stored.get(rank, {})]
         if missing:
             raise WorkflowEnded(f"{self.workflow.id}: rank {missing[0]} ended without a return value")
-        return Results([pickle.loads(stored[rank]["value"]) for rank in range(size)], self.workflow)
+        return Results([self._value(rank, stored[rank]["value"]) for rank in range(size)], self.workflow)
 
-    def _fetch(self, folder: Path) -> dict[int, dict[str, Any]]:
-        """Return what each rank has stored (see ``function_rank``)."""
+    def _value(self, rank: int, data: bytes) -> T:
         try:
-            fetched = self.workflow.fetch(function_rank.RESULTS, to=folder)
-        except (InputError, NotFound):  # no task has run, or none has stored anything
-            return {}
+            value: T = pickle.loads(data)
+        except Exception as error:
+            message = f"the return value of rank {rank} of {self.workflow.id} cannot be loaded: {type(error).__name__}: {error}"
+            raise WorkflowEnded(message, hint="return values whose classes this program can import") from error
+        return value
+
+    def _fetch(self, *tasks: str) -> dict[int, dict[str, Any]]:
+        """Return what each rank of these tasks, or of all tasks, has stored (see ``function_rank``)."""
         stored = {}
-        for task in self.workflow.tasks:
-            for rank in task.ranks:
-                path = fetched.folders.get(task.name, folder) / function_rank.RESULTS / function_rank.result_name(rank)
-                if path.is_file():
-                    stored[rank] = pickle.loads(path.read_bytes())
+        with tempfile.TemporaryDirectory(prefix="distflow-results-") as folder:
+            try:
+                fetched = self.workflow.fetch(function_rank.RESULTS, to=folder, task=tasks)
+            except (InputError, NotFound):  # no task has run, or none has stored anything
+                return {}
+            for task in self.workflow.tasks:
+                for rank in task.ranks:
+                    place = fetched.folders.get(task.name, Path(folder))
+                    path = place / function_rank.RESULTS / function_rank.result_name(rank)
+                    if path.is_file():
+                        stored[rank] = pickle.loads(path.read_bytes())
         return stored
 
-    def _failure(self, stored: Mapping[int, dict[str, Any]]) -> BaseException | None:
-        """Return the exception of the rank that failed first: by the verdict, or else the earliest one."""
-        failed = {rank: one for rank, one in stored.items() if "error" in one}
-        first = next((failure.cause for failure in self.workflow.why() if failure.cause), None)
-        named = {rank: one for rank, one in failed.items() if first is not None and first.ranks == str(rank)}
-        if not failed:
-            return None
-        rank, error = min((named or failed).items(), key=lambda item: item[1]["at"])
-        task = next(task for task in self.workflow.tasks if rank in task.ranks)
-        where = f"rank {rank} of {self.workflow.id} ({task.name} on {task.node})"
-        if not error["error"]:
-            return WorkflowEnded(f"{where}: {error['name']}", hint=error["traceback"])
-        raised: BaseException = pickle.loads(error["error"])
-        raised.__cause__ = RemoteTraceback(f"\n\n{where}:\n{error['traceback']}")
+    def _failure(self, ended: WorkflowEnded) -> BaseException:
+        """Return the exception of the rank that failed first. If it has stored none, or it cannot be read, return ``ended``."""
+        cause = next((failure.cause for failure in self.workflow.why() if failure.cause), None)
+        if cause is None or not cause.ranks.isdigit():
+            return ended
+        rank = int(cause.ranks)
+        try:
+            error = self._fetch(cause.task).get(rank, {})
+            if "error" not in error:
+                return ended
+            where = f"rank {rank} of {self.workflow.id} ({cause.task} on {cause.node})"
+            raised: BaseException = WorkflowEnded(f"{where}: {error['name']}")
+            if error["error"]:
+                raised = pickle.loads(error["error"])
+            if error["traceback"]:
+                raised.__cause__ = RemoteTraceback(f"\n\n{where}:\n{error['traceback']}")
+        except Exception as other:
+            _log.warning("the exception of rank %d of %s cannot be read: %s", rank, self.workflow.id, other)
+            return ended
         return raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """Where and how functions run; reusable. ``distflow.run`` is a launcher that is used once.
+    """Where and how functions run. It starts jobs and does not wait for them; ``distflow.run`` starts one and waits.
 
     ::
 
         lab = Launcher(nodes=2, gpus=8, pool="lab")
-        results = lab.run(train, 0.1, epochs=3)
         job = lab.submit(train, 0.2, epochs=3)
         print(job.result()[0])
     """
@@ -152,7 +168,7 @@ class Launcher:
     ranks: int | None = None
     """Processes on each node. Default: one for each GPU, or else one."""
     pool: str | None = None
-    hosts: str | Sequence[str] | None = None
+    hosts: str | os.PathLike[str] | Sequence[str] | None = None
     """A hostfile, or its lines, instead of a pool."""
     python: str | None = None
     """The Python of the nodes. Default: that of the pool."""
@@ -170,6 +186,8 @@ class Launcher:
     """Memory of each node that is reserved, such as ``64Gi``."""
     timeout: str | float | None = None
     """The maximum time from start to end, such as ``2h``, or in seconds."""
+    queue_timeout: str | float | None = None
+    """The maximum time to wait for nodes."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> FunctionJob[T]:
         """Start a function on all ranks, and return at once.
@@ -185,14 +203,11 @@ class Launcher:
             ProblemsFound: if the pool cannot hold the job.
 
         """
+        self._check(function, args, kwargs)
         with tempfile.TemporaryDirectory(prefix="distflow-function-") as folder:
             spec = self._spec(function, args, kwargs, Path(folder))
             workflow = submit(spec, pool=self.pool, hosts=self.hosts, python=self.python, secrets=self.secrets)
         return FunctionJob(workflow)
-
-    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Results[T]:
-        """Run a function on all ranks, and return the values of all ranks. See ``distflow.run`` for the errors."""
-        return self.submit(function, *args, **kwargs).result()
 
     @overload
     def map_array(
@@ -221,6 +236,8 @@ class Launcher:
             Exception: the exception of a job. Jobs that are submitted continue to run, and no more are submitted.
 
         """
+        if limit < 1:
+            raise InputError(f"`limit` must be at least 1, not {limit}")
         items, jobs = iter(zip(*iterables, strict=False)), list[FunctionJob[T]]()
         position, is_over = 0, False
         while True:
@@ -243,6 +260,24 @@ class Launcher:
                 result = error
             position += 1
             yield result
+
+    def _check(self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Raise ``InputError`` for numbers, names and calls that cannot work."""
+        for name, number in (("nodes", self.nodes), ("ranks", self.ranks)):
+            if number is not None and not (str(number).isdigit() and int(number) > 0):
+                raise InputError(f"`{name}` must be a whole number, 1 or more, not {number!r}")
+        if self.name is not None and self.name != name_of(self.name):
+            raise InputError(f"`{self.name}` is not a name of a workflow", hint=f"for example `{name_of(self.name)}`")
+        if not callable(function):
+            raise InputError(f"{function!r} is not a function")
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise InputError(f"{function!r} returns a coroutine or a generator, which cannot be sent", hint="return a value")
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"the function does not take these arguments: {error}") from None
+        except ValueError:  # functions that are written in C may have no signature
+            return
 
     def _spec(
         self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], folder: Path
@@ -278,7 +313,7 @@ class Launcher:
             groups=[Group(name="function", launcher="spawn", tasks=[task])],
             venv=self.venv,
             resources={"default": Resources(gpu=self.gpus, memory=self.memory)},
-            timeout=None if self.timeout is None else Timeouts(exec_timeout=self.timeout),
+            timeout=Timeouts(exec_timeout=self.timeout, queue_timeout=self.queue_timeout),
         )
 
     def _project(self, function: Callable[..., object]) -> Path | None:
@@ -294,8 +329,9 @@ class Launcher:
             return project_directory(Path.cwd(), script, Path(self.project))
         try:
             return project_directory(Path.cwd(), script, None)
-        except InputError as error:
-            _log.warning("no files are sent with the function: %s", error.message)
+        except InputError:
+            where = Path.cwd()
+            _log.warning("no files are sent with the function, because %s contains a home directory; see `project`", where)
             return None
 
 
@@ -315,7 +351,7 @@ def run(
     gpus: int | None = None,
     ranks: int | None = None,
     pool: str | None = None,
-    hosts: str | Sequence[str] | None = None,
+    hosts: str | os.PathLike[str] | Sequence[str] | None = None,
     python: str | None = None,
     venv: str | None = None,
     name: str | None = None,
@@ -324,6 +360,7 @@ def run(
     secrets: Mapping[str, str] | None = None,
     memory: str | None = None,
     timeout: str | float | None = None,
+    queue_timeout: str | float | None = None,
 ) -> Results[T]:
     """Run a function on all ranks of a gang, and return the values of all ranks.
 
@@ -343,7 +380,8 @@ def run(
         args: Its arguments.
         kwargs: Its keyword arguments.
         on_line: Called with each line of the output. ``None``: do nothing.
-        on_interrupt: What Ctrl-C does with the job: ``cancel``, or ``detach``, after which it continues to run.
+        on_interrupt: What happens to the job if this call ends before it, by Ctrl-C or an error of ``on_line``: ``cancel``, or
+            ``detach``, after which it continues to run.
         nodes: The number of nodes. This and the other arguments are the fields of ``Launcher``.
         gpus: GPUs of each node.
         ranks: Processes on each node. Default: one for each GPU, or else one.
@@ -357,6 +395,7 @@ def run(
         secrets: Secret environment variables.
         memory: Memory of each node that is reserved.
         timeout: The maximum time from start to end.
+        queue_timeout: The maximum time to wait for nodes.
 
     Raises:
         Exception: the exception of the rank that failed first. Its ``__cause__`` has the traceback of the node.
@@ -368,25 +407,29 @@ def run(
     launcher = Launcher(
         nodes=nodes, gpus=gpus, ranks=ranks, pool=pool, hosts=hosts, python=python, venv=venv, name=name, project=project,
         environment=environment or {}, secrets=secrets or {}, memory=memory, timeout=timeout,
+        queue_timeout=queue_timeout,
     )  # fmt: skip
+    if on_interrupt not in ("cancel", "detach"):
+        raise InputError(f"`on_interrupt` is `cancel` or `detach`, not `{on_interrupt}`")
     job = launcher.submit(function, *args, **(kwargs or {}))
     try:
         for line in job.workflow.logs(follow=True):
             if on_line is not None:
                 on_line(line)
         return job.result()
-    except KeyboardInterrupt:
-        if on_interrupt == "cancel":
-            job.workflow.cancel("Ctrl-C in distflow.run")
-        else:
-            _log.warning("%s continues: distflow.get(%r)", job.workflow.id, job.workflow.id)
+    except BaseException as error:
+        with suppress(DistflowError):
+            if not job.workflow.is_finished and on_interrupt == "cancel":
+                job.workflow.cancel(f"{type(error).__name__} in distflow.run")
+            elif not job.workflow.is_finished:
+                _log.warning("%s continues: distflow.FunctionJob(distflow.get(%r)).result()", job.workflow.id, job.workflow.id)
         raise
 
 
 def _pickled(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:
         hint = "create files, locks, connections and models inside of the function instead of passing them to it"
         raise InputError(f"the function or an argument cannot be pickled: {error}", hint=hint) from error
     return data

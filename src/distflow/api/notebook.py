@@ -59,7 +59,7 @@ def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
     names = dict.fromkeys(key for _, key, _ in numbers)
     name = next((key for key in names if "loss" in key.lower()), next(iter(names), ""))
     points = [(step, float(value)) for step, key, value in numbers if key == name]
-    return name, points[:: max(1, len(points) // _MOST_POINTS)]
+    return name, points[:: -(-len(points) // _MOST_POINTS) or 1]
 
 
 def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:

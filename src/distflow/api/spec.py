@@ -2,12 +2,13 @@
 
 A field has the name and the meaning of the YAML key (``docs/spec.md``), with underscores instead of hyphens and capital
 letters: ``exit_actions`` is ``exitActions``. Fields without a value are left out of the YAML. Numbers may also be texts with
-a template, such as ``"{{gpus}}"``. Only types are checked here; ``distflow.submit`` checks a spec as the command line does.
+a template, such as ``"{{gpus}}"``. ``distflow.submit`` checks a spec as the command line does; nothing is checked before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -270,7 +271,7 @@ class Spec(_Part, frozen=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as the mapping that its YAML contains."""
-        workflow: dict[str, Any] = msgspec.to_builtins(self)
+        workflow: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_written)
         variables = workflow.pop("variables", None)
         return {"workflow": workflow} | ({"default-values": variables} if variables else {})
 
@@ -319,6 +320,13 @@ class Spec(_Part, frozen=True):
         return cls.from_dict(document, file=file)
 
 
+def _written(value: object) -> str:
+    """Return a path as text. Raises ``InputError`` for all other objects that YAML does not have."""
+    if isinstance(value, PurePath):
+        return str(value)
+    raise InputError(f"a spec contains texts, numbers, lists and mappings, not {value!r}")
+
+
 def _plain(value: Any) -> Any:
     """Return a document without the parser's type of numbers, and without null, which has the same effect as no key."""
     if isinstance(value, Mapping):
@@ -342,7 +350,13 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
+
+
 def yaml_text(document: Mapping[str, Any]) -> str:
     """Return a document as YAML in the order of its keys."""
-    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    try:
+        text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    except yaml.representer.RepresenterError as error:
+        raise InputError(f"a spec contains texts, numbers, lists and mappings, not {error.args[-1]!r}") from None
     return text

@@ -6,6 +6,7 @@ import asyncio
 import html
 import json
 import logging
+import operator
 import os
 import shlex
 import subprocess
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from distflow.api.notebook import workflow_html
 from distflow.api.spec import Spec, yaml_text
@@ -44,6 +45,8 @@ __all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit
 
 _log = logging.getLogger("distflow")
 _POLL_S = 0.2
+_REPORT_EVERY = 25
+"""Polls of the logs between two checks why a workflow waits."""
 _CONNECT_TIMEOUT_S = 30
 
 
@@ -145,7 +148,7 @@ class Workflow:
             messages = [cause.text for cause in causes] or [group.message for group in record.groups if group.message]
             lines = [*(causes[0].traceback.splitlines() or causes[0].lines)] if causes else []
             message = f"{self.id}: {record.status}" + (f": {messages[0]}" if messages else "")
-            raise WorkflowEnded(message, hint="\n".join([*lines, f"more: distflow workflow why {self.id}"]))
+            raise WorkflowEnded(message, hint="\n".join([*lines, f"more: workflow.why(), or: distflow workflow why {self.id}"]))
         return self
 
     # -- wait ---------------------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ class Workflow:
         *,
         follow: bool = False,
         task: str | Sequence[str] = (),
-        rank: int | Sequence[int] = (),
+        rank: SupportsIndex | Sequence[int] = (),
         attempt: int | None = None,
         last: int | None = None,
     ) -> Iterator[LogLine]:
@@ -231,6 +234,8 @@ class Workflow:
             NotFound: if a task or a rank does not exist.
 
         """
+        with _client() as client:
+            workflows.choose_tasks(self._record(client), _several(task), _ranks(rank))  # errors are raised now, not later
         return self._lines(workflows.pause, follow=follow, task=task, rank=rank, attempt=attempt, last=last)
 
     async def logs_async(
@@ -238,7 +243,7 @@ class Workflow:
         *,
         follow: bool = True,
         task: str | Sequence[str] = (),
-        rank: int | Sequence[int] = (),
+        rank: SupportsIndex | Sequence[int] = (),
         attempt: int | None = None,
         last: int | None = None,
     ) -> AsyncIterator[LogLine]:
@@ -268,20 +273,37 @@ class Workflow:
         *,
         follow: bool,
         task: str | Sequence[str],
-        rank: int | Sequence[int],
+        rank: SupportsIndex | Sequence[int],
         attempt: int | None,
         last: int | None,
     ) -> Generator[LogLine, None, None]:
-        names, ranks = _several(task), (rank,) if isinstance(rank, int) else tuple(rank)
+        names, ranks = _several(task), _ranks(rank)
         with _client() as client:
             record = self._record(client)
             tasks = workflows.choose_tasks(record, names, ranks)
             stream = stream_logs(
-                client, record, tasks, names=names, ranks=ranks, attempt=attempt, last=last, follow=follow, wait=wait
-            )
+                client, record, tasks, names=names, ranks=ranks, attempt=attempt, last=last, follow=follow,
+                wait=self._reporting(wait),
+            )  # fmt: skip
             yield from stream
             for remark in stream.remarks():
                 _log.warning("%s", remark)
+
+    def _reporting(self, wait: Wait) -> Wait:
+        """Return ``wait`` with a warning each time that the reason changes for which a group waits."""
+        polls, said = 0, dict[str, str]()
+
+        def reporting(seconds: float) -> None:
+            nonlocal polls
+            polls += 1
+            if polls % _REPORT_EVERY == 0:
+                for group in self.groups:
+                    if group.status == State.SCHEDULING.value and group.message and said.get(group.name) != group.message:
+                        said[group.name] = group.message
+                        _log.warning("%s waits: %s", self.id, group.message)
+            wait(seconds)
+
+        return reporting
 
     def events(self, *, follow: bool = False, task: str | Sequence[str] = ()) -> Iterator[Event]:
         """Yield what happened to the workflow, oldest first. An event has ``at``, ``code``, ``task`` and ``text``.
@@ -397,7 +419,12 @@ class Workflow:
             NodeError: if a node is unreachable or refuses the command.
 
         """
-        argv = shlex.split(command) if isinstance(command, str) else list(command)
+        try:
+            argv = shlex.split(command) if isinstance(command, str) else list(command)
+        except ValueError as error:
+            raise InputError(f"`{command}` cannot be split: {error}") from None
+        if not argv:
+            raise InputError("there is no command to run")
         names = _several(task)
         with _client() as client:
             record = self._record(client)
@@ -623,7 +650,9 @@ def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[st
         return "<spec>", yaml_text(spec)
     if isinstance(spec, str) and "\n" in spec:
         return "<spec>", spec
-    return os.fspath(spec), None
+    if isinstance(spec, str | os.PathLike):
+        return os.fspath(spec), None
+    raise InputError(f"a spec is a path, a text, a mapping or a Spec, not {spec!r}")
 
 
 def _requirements(venv: str | os.PathLike[str] | Sequence[str]) -> Requirements:
@@ -633,22 +662,29 @@ def _requirements(venv: str | os.PathLike[str] | Sequence[str]) -> Requirements:
 
 
 def _overrides(values: Mapping[str, object] | None, secrets: Mapping[str, str] | None) -> Overrides:
+    for name, value in (secrets or {}).items():
+        if not isinstance(value, str):
+            raise InputError(f"the value of the secret `{name}` is not a string")
     given = values or {}
     return Overrides(
-        sets=tuple((name, json.dumps(value)) for name, value in given.items() if not isinstance(value, str)),
+        sets=tuple((name, json.dumps(value, default=str)) for name, value in given.items() if not isinstance(value, str)),
         set_strings=tuple((name, value) for name, value in given.items() if isinstance(value, str)),
         secrets={name: Secret(value) for name, value in (secrets or {}).items()},
     )
 
 
 def _priority(text: str | None) -> Any:
-    if text is None or text.upper() in Priority.__members__:
+    if text is None or str(text).upper() in Priority.__members__:
         return text and Priority[text.upper()]
     raise InputError(f"`{text}` is not a priority", hint=did_you_mean(text, Priority.__members__))
 
 
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _ranks(rank: SupportsIndex | Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank) if isinstance(rank, Sequence) else (operator.index(rank),)
 
 
 def _time(at: float | None) -> datetime | None:
