@@ -112,7 +112,7 @@ def end_supervisor(lab: Lab) -> None:
     """Kill the supervisor if one is running."""
     directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
     if is_running(directory):
-        os.kill(int(directory.lock.read_text()), signal.SIGKILL)
+        os.kill(int(directory.lock.read_text().split()[0]), signal.SIGKILL)
 
 
 @contextmanager

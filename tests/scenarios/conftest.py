@@ -124,7 +124,7 @@ class Cli:
         directory = StateDirectory(self.state)
         # One that has just got the lock may not have written into it.
         held = directory.lock.read_text() if is_running(directory) else ""
-        return int(held) if held else None
+        return int(held.split()[0]) if held else None
 
     def kill_supervisor(self) -> int:
         """Kill the supervisor; return its process id once the next command will see that it is gone, and start another one.

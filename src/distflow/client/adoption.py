@@ -230,6 +230,7 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     if not ready:
         return results
     store = client.store
+    client.stop_outdated_supervisor()
     # Another command may have submitted or adopted one of them in the meantime.
     known = store.uuids()
     # Entries of the spec are not used: a node could have invented them.

@@ -253,6 +253,17 @@ class Client:
 
         self._preloaded = preload_supervisor(self.writable_directory(), backends)
 
+    def stop_outdated_supervisor(self) -> None:
+        """End a supervisor of an older version of distflow, before a workflow is stored whose features it would ignore.
+
+        Raises ``SupervisorError`` if it does not end.
+        """
+        from distflow.supervisor.process import stop_outdated_supervisor
+
+        old = stop_outdated_supervisor(self.directory)
+        if old is not None:
+            self.notify(f"note: the supervisor of distflow {old} is replaced by one of this version; tasks continue")
+
     def ensure_supervisor(self) -> None:
         """Wait until a supervisor is running and has been notified of new work. Raises ``SupervisorError``."""
         from distflow.supervisor.process import ensure_supervisor

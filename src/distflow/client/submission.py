@@ -253,7 +253,8 @@ def submit(
         InputError: if an output of another workflow does not exist.
         NodeError: if an output of another workflow cannot be fetched.
         StorageRefused: if this user has no credentials for data at URLs in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
+            older version of distflow does not end.
 
     """
     completed = add_previous_outputs(client, planned.checked.spec, planned.plan, on_fetch or _ignore)
@@ -283,9 +284,11 @@ def store_workflow(
 
     Raises:
         StorageRefused: if this user has no credentials for data at URLs in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
+            older version of distflow does not end.
 
     """
+    client.stop_outdated_supervisor()
     record = _insert(client, planned, kept, parent)
     try:
         if on_stored is not None:
@@ -472,7 +475,8 @@ def restart(
         InputError: if a needed output does not exist.
         NodeError: if a needed output cannot be fetched.
         StorageRefused: if this user has no credentials for data at URLs in the spec.
-        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
+            older version of distflow does not end.
 
     """
     on_fetch = on_fetch or _ignore

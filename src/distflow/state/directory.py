@@ -80,7 +80,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def lock(self) -> Path:
-        """Contains the supervisor's process id. A running supervisor keeps it locked, and ``blobs`` as well."""
+        """Contains the supervisor's process id and version. A running supervisor keeps it locked, and ``blobs`` as well."""
         return self.path / "supervisor.lock"
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distflow.pools.model import Pool
     from distflow.state.notices import Notice
 
-__all__ = ["Store"]
+__all__ = ["STORE_FORMAT", "Store"]
 
 _MIGRATIONS = (
     """
@@ -85,6 +85,9 @@ _MIGRATIONS = (
     "ALTER TABLE notices ADD COLUMN deliveries INTEGER NOT NULL DEFAULT 0",
 )
 
+STORE_FORMAT = len(_MIGRATIONS)
+"""The number of the schema (``PRAGMA user_version``)."""
+
 _FIELDS = (
     "uuid", "id", "name", "number", "user", "pool", "pool_key", "state", "reason", "submitted_at", "started_at", "ended_at",
     "warnings", "priority", "labels", "parent",
@@ -124,7 +127,7 @@ class Store:
             self._db = opening.connect(Path(self._copy.name) / path.name if self._copy else path)
             try:
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if version != len(_MIGRATIONS):
+                if version != STORE_FORMAT:
                     self._migrate()
             except BaseException:
                 self.close()
@@ -280,9 +283,14 @@ class Store:
         return tuple(found)
 
     def has_news(self) -> bool:
-        """Return whether another process has written since the last call; True for the first call."""
+        """Return whether another process has written since the last call; True for the first call.
+
+        Raises ``StoreTooNew`` if it was a newer version of distflow that has upgraded the store.
+        """
         with self._errors():
             before, (self._version,) = self._version, self._db.execute("PRAGMA data_version").fetchone()
+            if self._version != before:
+                self._check_format()
         return self._version != before
 
     def has_unfinished(self, but: Container[str] = ()) -> bool:
@@ -458,16 +466,20 @@ class Store:
     def _migrate(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._transaction():
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version > len(_MIGRATIONS):
-                raise StoreTooNew(
-                    f"{self.path} was written by a newer distflow (format {version}, this one knows {len(_MIGRATIONS)})",
-                    hint="install that version again, or point DISTFLOW_STATE at another directory",
-                )
-            for step in range(version, len(_MIGRATIONS)):
+            for step in range(self._check_format(), STORE_FORMAT):
                 for statement in _MIGRATIONS[step].split(";"):
                     self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+            self._db.execute(f"PRAGMA user_version = {STORE_FORMAT}")
+
+    def _check_format(self) -> int:
+        """Return the number of the file's schema. Raises ``StoreTooNew``."""
+        version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
+        if version > STORE_FORMAT:
+            raise StoreTooNew(
+                f"{self.path} was written by a newer distflow (format {version}, this one knows {STORE_FORMAT})",
+                hint="install that version again, or point DISTFLOW_STATE at another directory",
+            )
+        return version
 
     @contextmanager
     def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:

@@ -47,8 +47,9 @@ def next_wait_notice(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, 
 
 
 def _waits(target: NotifyTarget, record: WorkflowRecord) -> Iterator[tuple[str, float]]:
-    """Yield each group that waits for nodes, with its attempt, and when that must be reported."""
+    """Yield each group that waits for nodes, not for Python environments, with its attempt, and when that must be reported."""
     if Trigger.WAITING in target.on:
         for group in record.groups:
-            if group.state is State.SCHEDULING and group.scheduling_at is not None:
+            # The time of the builds is added to `scheduling_at` when they end.
+            if group.state is State.SCHEDULING and group.scheduling_at is not None and not group.venv_builds:
                 yield f"{group.name}/{group.attempt}", group.scheduling_at + target.after_s

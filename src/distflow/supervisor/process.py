@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distflow import __version__
 from distflow.errors import SupervisorError
 from distflow.state.directory import StateDirectory, is_locked, lock_at_once
+from distflow.state.store import STORE_FORMAT
 
-__all__ = ["Lock", "PreloadedSupervisor", "ensure_supervisor", "is_running", "open_wake_socket", "preload_supervisor", "wake"]
+__all__ = [
+    "Lock",
+    "PreloadedSupervisor",
+    "ensure_supervisor",
+    "is_running",
+    "open_wake_socket",
+    "preload_supervisor",
+    "stop_outdated_supervisor",
+    "wake",
+]
 
 _READY_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 15.0
+_END_POLL_S = 0.05
 _MAX_ADDRESS = 103
 """The longest address of a socket in bytes (macOS; Linux: 107)."""
 _LOG_LIMIT = 4 << 20
@@ -52,7 +69,7 @@ class Lock:
                 self.give_up()
                 return False
         os.ftruncate(self._handles[-1], 0)
-        os.pwrite(self._handles[-1], f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._handles[-1], f"{os.getpid()}\n{__version__} {STORE_FORMAT}\n".encode(), 0)
         return True
 
     def give_up(self) -> None:
@@ -64,6 +81,75 @@ class Lock:
 def is_running(directory: StateDirectory) -> bool:
     """Return whether a supervisor holds the lock."""
     return is_locked(directory.blobs) or is_locked(directory.lock)
+
+
+def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
+    """End a running supervisor of an older version of distflow, which would ignore features of newer workflows.
+
+    Tasks continue, and the next supervisor asks the nodes what happened meanwhile.
+
+    Returns:
+        Its version, or ``None`` if none was running.
+
+    Raises:
+        SupervisorError: if it does not end.
+
+    """
+    deadline, old, killed = time.monotonic() + _END_TIMEOUT_S, None, 0
+    while True:
+        pid, version = _read_lock(directory)
+        if not _is_outdated(version) or not is_running(directory):
+            return old
+        # A supervisor that has just taken the lock may not have written its own process id yet.
+        if pid != killed and _is_supervisor(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
+            old, killed = version.partition(" ")[0] or "0.2.0 or older", pid
+        if time.monotonic() > deadline:
+            pattern = shlex.quote(f"distflow.supervisor {directory.path}")
+            raise SupervisorError(
+                "the supervisor of an older distflow does not end, and would ignore features of this version, so nothing was"
+                " stored",
+                hint=f"end it, and try again; tasks continue without it: pkill -f {pattern}",
+            )
+        threading.Event().wait(_END_POLL_S)
+
+
+def _read_lock(directory: StateDirectory) -> tuple[int, str]:
+    """Return the process id (0 if it is unknown) and the version of the supervisor that took the lock last.
+
+    The version is that of distflow and that of the store's format, and empty for a supervisor of distflow 0.2.0 or older.
+    """
+    try:
+        pid, _, version = directory.lock.read_text(errors="replace").partition("\n")
+    except OSError:
+        return 0, ""
+    return int(pid) if pid.isdecimal() else 0, version.strip()
+
+
+def _is_outdated(version: str) -> bool:
+    release, _, form = version.partition(" ")
+    return (int(form) if form.isdecimal() else 0, _numbers(release)) < (STORE_FORMAT, _numbers(__version__))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", release))
+
+
+def _is_supervisor(pid: int) -> bool:
+    """Return whether a process of this user runs a supervisor, because its id may belong to another process now."""
+    if pid <= 0:
+        return False
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        if os.path.exists("/proc/self/cmdline"):
+            return False
+        try:
+            command = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, check=False).stdout
+        except OSError:
+            return False
+    return b"distflow.supervisor" in command
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from distflow.backends import steady
 from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.backends.registry import open_backend, preload
-from distflow.errors import StateError
+from distflow.errors import StateError, StoreTooNew
 from distflow.pools.model import Pool
 from distflow.state.credentials import data_credentials
 from distflow.state.directory import StateDirectory, has_room
@@ -78,6 +78,11 @@ def main(argv: list[str]) -> int:
         try:
             if _serve(directory, starter, lock):
                 return 0
+        except StoreTooNew as error:
+            # The version that upgraded the store starts a supervisor of its own. Tasks continue.
+            _log(f"handing over to a newer version: {error.message}")
+            lock.give_up()
+            return error.exit_code
         except (StateError, OSError) as error:
             _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
             lock.give_up()
@@ -167,8 +172,8 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     finally:
         if wake_socket is not None:
             wake_socket.close()
-    if store.has_notices():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StateError):
+        if store.has_notices():
             start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it has done that
     _log("all workflows have ended")
     return supervisor.unreadable

@@ -6,6 +6,7 @@ import pytest
 
 from distflow.backends.base import AttemptKey, Backend
 from distflow.documents.notify import NotifyTarget, Trigger
+from distflow.documents.requirements import Requirements
 from distflow.errors import InputError
 from distflow.state.event_details import NotificationSent
 from distflow.state.record import Event
@@ -79,6 +80,16 @@ def test_a_long_wait_is_due_once_although_the_supervisor_is_killed(driver: Drive
         driver.restart()
         driver.advance(60.0)
         assert due(driver) == []
+
+
+def test_a_build_of_a_python_environment_is_not_a_wait_for_nodes(driver: Driver) -> None:
+    plan = replace(group_plan(tasks=1), venv=Requirements(file="requirements.txt", lines=("torch",)))
+    driver.backend.holds_builds = True
+    driver.add(notified(workflow(plan), EVERYTHING))
+    driver.settle()
+    driver.advance(3600.0)
+    assert driver.group().venv_builds
+    assert due(driver) == []
 
 
 def test_the_end_of_a_workflow_that_this_version_cannot_run_is_due(driver: Driver) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from distflow.errors import StoreTooNew, SupervisorError
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
-from distflow.supervisor.process import Lock, is_running, open_wake_socket, wake
+from distflow.supervisor.process import Lock, is_running, open_wake_socket, stop_outdated_supervisor, wake
 from distflow.supervisor.service import _serve, _Starter
 from unit.state.stored import running_group, submit, workflow
 
@@ -52,6 +58,68 @@ def test_a_supervisor_of_an_earlier_version_holds_the_file_alone(tmp_path: Path)
         assert not lock.take()
     assert lock.take()
     lock.give_up()
+
+
+_HOLDER = """
+import fcntl, os, sys
+for path in sys.argv[1:3]:
+    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(directory: StateDirectory, version: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process that has the supervisor's lock, and whose lock file has this version."""
+    directory.lock.touch()
+    command = [sys.executable, "-c", _HOLDER, str(directory.blobs), str(directory.lock), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        directory.lock.write_text(f"{process.pid}\n{version}")
+        yield process
+        process.terminate()
+
+
+@pytest.mark.parametrize(("version", "name"), [("", "0.2.0 or older"), ("0.1.9 7\n", "0.1.9")])
+def test_a_supervisor_of_an_older_version_is_ended(tmp_path: Path, version: str, name: str) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    assert stop_outdated_supervisor(directory) is None
+    with holder(directory, version, "distflow.supervisor") as process:
+        assert stop_outdated_supervisor(directory) == name
+        assert process.wait(20) == -signal.SIGTERM
+    assert not is_running(directory)
+
+
+def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    with holder(directory, "999.0 999\n", "distflow.supervisor") as process:
+        assert stop_outdated_supervisor(directory) is None
+        assert process.poll() is None
+    lock = Lock(directory)
+    assert lock.take()
+    monkeypatch.setattr("distflow.supervisor.process._is_supervisor", lambda _: pytest.fail("it was taken for an old one"))
+    assert stop_outdated_supervisor(directory) is None
+    lock.give_up()
+
+
+def test_no_other_process_is_ended_for_an_old_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.1)
+    directory = StateDirectory(tmp_path).ensure()
+    with holder(directory, "") as process:
+        with pytest.raises(SupervisorError, match=r"nothing was stored\n.*pkill -f"):
+            stop_outdated_supervisor(directory)
+        assert process.poll() is None
+
+
+def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    with Store(directory.store) as store, Store(directory.store) as newer:
+        assert store.has_news()
+        newer._db.execute("PRAGMA user_version = 99")
+        with pytest.raises(StoreTooNew):
+            store.has_news()
 
 
 def test_another_users_directory_keeps_nobody_from_being_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
