@@ -179,6 +179,22 @@ def test_the_targets_of_links_stay(node: Node, link: Callable[[Path], object]) -
     assert (output / "code/train.py").exists() or link is not LINKS["a directory"]
 
 
+def test_the_list_of_attempts_stays_short_and_never_prevents_a_start(node: Node) -> None:
+    users = node.root / f"blobs/{node.digest}.users"
+    node.place("a")
+    node.end("a")
+    users.write_text("gone\n" * 100 + "a\n" + "gone\n" * 100)
+    blocked = [Path(f"{users}.{end}") for end in ("new", f"{os.getpid()}.part")]
+    for path in blocked:
+        path.mkdir()
+    assert _is_complete(node.place("b"))
+    assert not [path for path in (node.root / "a/work").rglob("*") if path.is_file()]
+    for path in blocked:
+        path.rmdir()
+    assert _is_complete(node.place("c"))
+    assert users.read_text() == "b\nc\n"
+
+
 @pytest.mark.parametrize("more", [{"reusable": False}, {"only": ".*module"}])
 def test_other_entries_neither_take_nor_leave_files(node: Node, more: dict[str, object]) -> None:
     node.place("a", **more)

@@ -187,7 +187,7 @@ def _measure(top: str) -> Tuple[int, float]:
     return size, modified
 
 
-_BLOB_NAME = re.compile(r"\.unmarked|(pack-)?[0-9a-f]{16,64}(\.part|\.new|\.users|\.users\.new|\.[0-9]+-[0-9]+\.part)?")
+_BLOB_NAME = re.compile(r"\.unmarked|(pack-)?[0-9a-f]{16,64}(\.users)?(\.new|\.([0-9-]+\.)?part)?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DIRECTORIES = ("images", _TRASH, "runtime", venvs.VENVS)
 _EARLIER = {

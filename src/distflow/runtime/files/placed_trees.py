@@ -8,6 +8,7 @@ that state.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import stat
@@ -118,9 +119,12 @@ def _users(root: str, digest: str) -> List[str]:
         if os.path.exists(os.path.join(directory, FOLDER, digest)) and directory not in found:
             found.append(directory)
     if len(lines) > _MOST_USERS:
-        with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write("".join(os.path.relpath(one, root) + "\n" for one in reversed(found[:_MOST_USERS])))
-        os.rename(path + ".new", path)
+        # Other processes may do the same now. A file that a full disk leaves is removed like other old parts of blobs.
+        new = "{}.{}.part".format(path, os.getpid())
+        with contextlib.suppress(OSError):
+            with open(new, "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write("".join(os.path.relpath(one, root) + "\n" for one in reversed(found[:_MOST_USERS])))
+            os.rename(new, path)
     return found
 
 
