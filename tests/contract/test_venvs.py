@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from distflow.backends.base import (
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.machines.connection.transfers import build_venv_there
 from distflow.documents.requirements import Requirements
-from distflow.errors import AgentError
+from distflow.errors import AgentError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.runtime import processes
 from distflow.runtime.cleanup import cleaning
@@ -191,9 +192,10 @@ def test_a_second_builder_waits_for_the_first(builder: Builder, tmp_path: Path) 
     first = threading.Thread(target=lambda: tools.append(builder.build()))
     first.start()
     wait_until((tmp_path / "go.pid").exists, 20)
-    second = threading.Thread(target=lambda: tools.append(builder.build()))
+    # Its time limit begins when the first has ended.
+    second = threading.Thread(target=lambda: tools.append(builder.build(limit_s=-1)))
     second.start()
-    wait_until(lambda: "waiting for another workflow that builds it" in builder.progress, 20)
+    wait_until(lambda: "another node or workflow is building it" in builder.progress, 20)
     (tmp_path / "go").touch()
     first.join(20)
     second.join(20)
@@ -319,6 +321,35 @@ def test_the_backend_reports_a_build_and_cancels_one(
         assert (refused.without_venv, refused.nodes, refused.is_final) == ({"t": "n"}, {}, False)
     finally:
         backend.close()
+
+
+def test_a_canceled_build_ends_while_its_node_hangs_and_a_waiting_one_never_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.backends.machines.backend._BUILD_THREADS", 1)
+    seen: list[Observation] = []
+    logs = SimpleNamespace(has_room=lambda: True)
+    backend = MachinesBackend(Pool(name="p", backend="ssh", nodes=()), blobs=tmp_path, sink=seen.append, logs=logs)
+    calls: list[Requirements] = []
+    is_closed = threading.Event()
+
+    def build(venv: Requirements, _progress: object, opened: Callable[[Callable[[], None]], None]) -> tuple[str, float]:
+        calls.append(venv)
+        opened(is_closed.set)
+        assert is_closed.wait(20)
+        raise NodeUnreachable("n", "the connection ended")
+
+    backend._connections["n"] = SimpleNamespace(build_venv=build, close=lambda: None)  # type: ignore[assignment]
+    first, second = (AttemptKey(workflow="1" * 32, group="g", task=task, attempt=0, node="n") for task in ("a", "b"))
+    backend.build_venv(first, Requirements(file="r", lines=("torch",)))
+    backend.build_venv(second, Requirements(file="r", lines=("torch",)))
+    wait_until(lambda: calls, 20)
+    backend.cancel_venv(second)
+    backend.cancel_venv(first)
+    assert is_closed.wait(10)
+    backend._building.shutdown(wait=True)
+    backend.close()
+    assert (len(calls), seen) == (1, [])
 
 
 def test_a_directory_of_somebody_else_is_not_removed(builder: Builder) -> None:

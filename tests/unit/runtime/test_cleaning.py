@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from distflow.runtime.cleanup import cleaning
-from distflow.runtime.files import attempts
+from distflow.runtime.files import attempts, venvs
 from distflow.runtime.files.root_directory import MARKER, mark
+from distflow.runtime.files.safe_files import open_locked
 from distflow.runtime.wire import OpError
 
 NOBODY = 65534
@@ -131,3 +132,34 @@ def test_a_failed_mark_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         mark(str(tmp_path))
     assert os.listdir(tmp_path) == [MARKER]
+
+
+def make_venv(root: Path) -> Path:
+    """A complete Python environment."""
+    directory = root / venvs.VENVS / ("a" * 40)
+    (directory / "env/bin").mkdir(parents=True)
+    (directory / "env/bin/python").touch(0o700)
+    mark(str(directory))
+    (directory / venvs.COMPLETE).write_text("{}")
+    return directory
+
+
+def test_an_environment_that_a_task_gets_during_its_removal_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_venv(tmp_path)
+    uses: list[set[str]] = [set(), {directory.name}]
+    monkeypatch.setattr(cleaning, "_used_venvs", lambda _root: uses.pop(0))
+    with pytest.raises(OpError, match="in use"):
+        cleaning.remove_venv(str(tmp_path), directory.name)
+    assert venvs.is_complete(str(directory))
+
+
+def test_distflow_is_not_removed_while_an_environment_is_built(tmp_path: Path) -> None:
+    directory = make_venv(tmp_path)
+    lock = open_locked(venvs.lock_of(str(directory)))
+    assert lock is not None
+    with pytest.raises(OpError, match="being built"):
+        cleaning.uninstall(str(tmp_path), {})
+    assert venvs.is_complete(str(directory))
+    os.close(lock)
+    mark(str(tmp_path))
+    assert cleaning.uninstall(str(tmp_path), {})["left"] == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -92,8 +92,8 @@ class MachinesBackend:
         """The Pythons of nodes that have torch."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
-        self._builds: dict[AttemptKey, threading.Event] = {}
-        """Events of Python environments that are being built. An event is set to cancel the build."""
+        self._builds: dict[AttemptKey, _VenvBuild] = {}
+        """The Python environments that are being built."""
         self._building = ThreadPoolExecutor(max_workers=_BUILD_THREADS, thread_name_prefix="venv")
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
         # Separate threads: the outputs of a slow node may wait for hours, and the start of a gang must not.
@@ -119,17 +119,17 @@ class MachinesBackend:
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
         """Build the Python environment in a thread, because that may take minutes."""
-        halt = threading.Event()
+        build = _VenvBuild()
         with self._lock:
-            self._builds[key] = halt
-        self._building.submit(self._build_venv, key, venv, halt)
+            self._builds[key] = build
+        self._building.submit(self._build_venv, key, venv, build)
 
     def cancel_venv(self, key: AttemptKey) -> None:
-        """Stop a build at the next sign of progress, which its node sends every two seconds."""
+        """Stop a build by ending its connection."""
         with self._lock:
-            halt = self._builds.pop(key, None)
-        if halt is not None:
-            halt.set()
+            build = self._builds.pop(key, None)
+        if build is not None:
+            build.cancel()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage large files, then write the launch record, in a thread, because that may take minutes.
@@ -275,23 +275,23 @@ class MachinesBackend:
                 if self._halts.get(key) is halt:
                     del self._halts[key]
 
-    def _build_venv(self, key: AttemptKey, venv: Requirements, halt: threading.Event) -> None:
+    def _build_venv(self, key: AttemptKey, venv: Requirements, build: _VenvBuild) -> None:
         reported_at = 0.0
 
         def progress(message: str, seconds: float) -> None:
             nonlocal reported_at
-            if halt.is_set():
-                raise _Unwanted
+            build.check()
             if seconds - reported_at >= _REPORT_INTERVAL_S:
                 reported_at = seconds
                 self._sink(VenvProgress(at=now(), key=key, message=plain(message), seconds=seconds))
 
         try:
-            tool, seconds = self._connections[key.node].build_venv(venv, progress)
+            build.check()  # it may have waited for a thread
+            tool, seconds = self._connections[key.node].build_venv(venv, progress, build.opened)
         except _Unwanted:
             return
         except NodeUnreachable as error:
-            halt.wait(_PAUSE_S)  # a restarting sshd refuses connections without delay
+            build.halt.wait(_PAUSE_S)  # a restarting sshd refuses connections without delay
             seen: VenvFailed | VenvBuilt = VenvFailed(at=now(), key=key, message=error.message, is_final=False)
         except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if isinstance(error, AgentError):
@@ -305,9 +305,9 @@ class MachinesBackend:
         else:
             seen = VenvBuilt(at=now(), key=key, tool=plain(tool), seconds=seconds)
         with self._lock:
-            if self._builds.get(key) is halt:
+            if self._builds.get(key) is build:
                 del self._builds[key]
-        if not halt.is_set():
+        if not build.halt.is_set():
             self._sink(seen)
 
     def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
@@ -435,6 +435,30 @@ class MachinesBackend:
 
 class _Unwanted(Exception):
     """The attempt whose files are being copied is no longer wanted."""
+
+
+class _VenvBuild:
+    """The build of a Python environment in one thread, which another thread may cancel."""
+
+    def __init__(self) -> None:
+        self.halt = threading.Event()
+        self._close: Callable[[], None] | None = None
+
+    def check(self) -> None:
+        """Raise ``_Unwanted`` if the build was canceled."""
+        if self.halt.is_set():
+            raise _Unwanted
+
+    def opened(self, close: Callable[[], None]) -> None:
+        """Note how to end the build's connection."""
+        self._close = close
+        self.check()
+
+    def cancel(self) -> None:
+        """Cancel the build. Does not wait for its node, which may not respond."""
+        self.halt.set()
+        if self._close is not None:
+            threading.Thread(target=self._close, name="cancel venv", daemon=True).start()
 
 
 class _Relay(Exception):

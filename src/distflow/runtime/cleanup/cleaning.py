@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-from typing import Callable, List, Optional, Set, Tuple
+from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import file_system_now
@@ -94,18 +94,32 @@ def _used_venvs(root: str) -> Optional[Set[str]]:
     return used
 
 
+def _refuse_used(root: str, key: str) -> None:
+    used = _used_venvs(root)
+    if used is None or key in used:
+        raise OpError("conflict", "the Python environment is in use")
+
+
 def remove_venv(root: str, key: str) -> Json:
     """Remove a Python environment. Refused while a task uses it, and while it is built."""
     directory = dict(venvs.list_venvs(root)).get(key)
     if directory is None:
         return {"freed_bytes": 0}
     lock = open_locked(venvs.lock_of(directory))
-    used = _used_venvs(root)
+    complete = os.path.join(directory, venvs.COMPLETE)
     try:
-        if lock is None or used is None or key in used:
+        if lock is None:
             raise OpError("conflict", "the Python environment is in use")
+        _refuse_used(root, key)
         size = _measure(directory)[0]
-        _remove_tree(os.path.join(directory, venvs.COMPLETE))  # first, so that a partly removed one does not look complete
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(complete, complete + ".old")  # a partly removed one must not look complete
+        try:
+            _refuse_used(root, key)  # again: until now, a task could get it
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(complete + ".old", complete)
+            raise
         _remove_tree(directory)
         _remove_tree(venvs.lock_of(directory))
         return {"freed_bytes": size}
@@ -212,14 +226,30 @@ def uninstall(root: str, request: Json) -> Json:
         raise OpError("conflict", "tasks are running here: {}".format(", ".join(alive[:5])))
     removed: List[str] = []
     left: List[str] = []
-    for workflow in attempts.workflows(root):
-        for _, directory in attempts.list_attempts(root, workflow):
-            attempt_files.remove_secrets(directory)
-    lease_dir = os.path.abspath(os.path.expanduser(str(request.get("lease_dir") or "")))
-    if request.get("lease_dir") and os.path.isdir(lease_dir):
-        _remove_locks(lease_dir, removed, left)
-    _remove_root(root, removed, left)
+    with _no_builds(root):
+        for workflow in attempts.workflows(root):
+            for _, directory in attempts.list_attempts(root, workflow):
+                attempt_files.remove_secrets(directory)
+        lease_dir = os.path.abspath(os.path.expanduser(str(request.get("lease_dir") or "")))
+        if request.get("lease_dir") and os.path.isdir(lease_dir):
+            _remove_locks(lease_dir, removed, left)
+        _remove_root(root, removed, left)
     return {"removed": removed, "left": left}
+
+
+@contextlib.contextmanager
+def _no_builds(root: str) -> Iterator[None]:
+    """Hold the locks of all Python environments. Raises ``conflict`` if one is being built."""
+    top = os.path.join(root, venvs.VENVS)
+    names = os.listdir(top) if root_directory.is_own_directory(top) else []
+    with contextlib.ExitStack() as held:
+        for name in names:
+            if name.endswith(".lock"):
+                lock = open_locked(os.path.join(top, name))
+                if lock is None:
+                    raise OpError("conflict", "a Python environment is being built here; try again later")
+                held.callback(os.close, lock)
+        yield
 
 
 def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:

@@ -79,7 +79,7 @@ def require(root: str, digest: object) -> str:
     """Return the directory of a complete environment, and note its use. Raises ``no_venv`` if it must be built first."""
     directory = directory_of(root, digest)
     if not is_complete(directory):
-        raise OpError("no_venv", "its Python environment is not on this node, or was removed")
+        raise OpError("no_venv", "its Python environment is not on this node, or was removed; submit the workflow again")
     touch(directory)
     return directory
 

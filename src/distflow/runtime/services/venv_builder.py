@@ -76,6 +76,7 @@ class _Build:
         self._began_at = time.monotonic()
         self._reported_at = 0.0
         self._limit_s = float(request["limit_s"])
+        self._locked_at = self._began_at
         self._directory = venvs.directory_of(root, request["venv"])
         self._env_directory = os.path.join(self._directory, venvs.ENV)
         self._file = str(request["file"])
@@ -97,6 +98,7 @@ class _Build:
         if not root_directory.is_own_directory(top):
             raise OpError("permission", "`{}` is not a directory of this user".format(top))
         lock = self._lock()
+        self._locked_at = time.monotonic()
         _continue_in_worker()
         try:
             if venvs.is_complete(self._directory):
@@ -117,12 +119,15 @@ class _Build:
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began_at, 1)
 
-    def _report(self, text: str) -> None:
-        """Report the progress, not too often. Raises ``Gone``, and ``timeout`` after the time limit."""
-        self._peer.check()
-        if self._seconds > self._limit_s:
+    def _check_limit(self, text: str) -> None:
+        """Raise ``timeout`` after the time limit. The builds of others, for which this one waited, do not count."""
+        if time.monotonic() - self._locked_at > self._limit_s:
             message = "the Python environment was not ready after {:.0f} s (`venv_timeout`); its last output: {}"
             raise OpError("timeout", message.format(self._limit_s, text))
+
+    def _report(self, text: str) -> None:
+        """Report the progress, not too often. Raises ``Gone``."""
+        self._peer.check()
         if time.monotonic() - self._reported_at >= _REPORT_S:
             self._reported_at = time.monotonic()
             self._peer.send({"building": text, "seconds": self._seconds})
@@ -133,7 +138,7 @@ class _Build:
             lock = open_locked(venvs.lock_of(self._directory))
             if lock is not None:
                 return lock
-            self._report("waiting for another workflow that builds it")
+            self._report("another node or workflow is building it")
             self._peer.check(_POLL_S)
 
     def _remove(self) -> None:
@@ -217,7 +222,9 @@ class _Build:
                     code = process.wait(timeout=_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    self._report((_last_lines(path) or ["creating it"])[-1])
+                    text = (_last_lines(path) or ["creating it"])[-1]
+                    self._check_limit(text)
+                    self._report(text)
         finally:
             _kill_descendants()
         if code != 0:

@@ -239,7 +239,9 @@ class Connection:
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
-    def build_venv(self, venv: Requirements, progress: Callable[[str, float], None]) -> tuple[str, float]:
+    def build_venv(
+        self, venv: Requirements, progress: Callable[[str, float], None], opened: Callable[[Callable[[], None]], None]
+    ) -> tuple[str, float]:
         """Build a Python environment on the node, unless it is there. Returns and raises as ``build_venv_there``."""
         request = {
             "venv": venv.digest(self.node.environment), "file": venv.file, "lines": venv.lines, "constraints": venv.constraints,
@@ -253,6 +255,7 @@ class Connection:
             request,
             timeout_s=self._pool.connect_timeout_s,
             progress=progress,
+            opened=opened,
         )
 
     @property

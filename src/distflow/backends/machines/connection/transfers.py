@@ -231,17 +231,19 @@ def _ask(
 
 def build_venv_there(
     transport: Transport, root: str, python: str, request: Mapping[str, Any], *, timeout_s: float,
-    progress: Callable[[str, float], None],
+    progress: Callable[[str, float], None], opened: Callable[[Callable[[], None]], None] = lambda _close: None,
 ) -> tuple[str, float]:  # fmt: skip
     """Build a Python environment on a node, unless it is there. Return the tool (empty if it was there) and the seconds.
 
     ``request`` is that of ``runtime.services.venv_builder``. ``progress`` gets the last line of the tool and the seconds every
-    two seconds, and may cancel the build by raising. Raises ``AgentError`` with the tool's last lines if it fails, and
+    two seconds, and may cancel the build by raising. ``opened`` gets a function with which any thread can end the connection,
+    and so the build; it may raise, too. Raises ``AgentError`` with the tool's last lines if it fails, and
     ``NodeUnreachable`` and ``BootstrapFailed`` for connections.
     """
-    opened = open_service(transport, root, python, "services.venv_builder", timeout_s=timeout_s)
-    stream = ServiceStream(transport.name, opened, "the connection over which a Python environment is built ended")
+    service = open_service(transport, root, python, "services.venv_builder", timeout_s=timeout_s)
+    stream = ServiceStream(transport.name, service, "the connection over which a Python environment is built ended")
     try:
+        opened(stream.close)
         stream.write(encode(dict(request)))
         while "building" in (reply := stream.line()):
             progress(str(reply["building"])[:_LONGEST_PROGRESS], float(reply["seconds"]))
