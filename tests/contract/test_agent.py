@@ -410,7 +410,8 @@ def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
     assert link.request("lease", attempt=attempt, **fields) == first[0]
     for _ in range(2):
         link.request("stop", attempt=attempt, grace_s=5, why="enough")
-    assert node.end(attempt)["reason"] == "stopped"
+    end = node.end(attempt)
+    assert (end["reason"], end["all_ended"]) == ("stopped", True)
     link.request("stop", attempt=attempt, grace_s=5, why="again")
     assert link.request("start", attempt=attempt)["pid"] > 0
     refused(link, "conflict", "lease", attempt=attempt, **fields)
@@ -877,6 +878,22 @@ def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTe
     assert node.end(attempt)["exit_code"] == 0
     assert node.output(attempt) == "hi\n"
     assert stat.S_IMODE((node.directory(attempt) / "work/d/run.sh").stat().st_mode) == 0o755
+
+
+def test_an_attempt_takes_over_the_unchanged_files_of_an_ended_one(node: NodeUnderTest) -> None:
+    link = node.connect()
+    folders = [(member(f"d{number}", type=tarfile.DIRTYPE, mode=0o755), b"") for number in range(3)]
+    blob = node.stage(tar_of(*folders, *((member(f"d{number % 3}/{number}.py"), b"text") for number in range(120))))
+    files = [{"path": "work/code", "blob": blob, "is_tar": True, "reusable": True}]
+    first = node.start(link, ["sh", "-c", "echo more >> code/d1/1.py"], files=files)
+    assert node.end(first)["exit_code"] == 0
+    before = {path.name: path.stat().st_ino for path in (node.directory(first) / "work").rglob("*.py")}
+    second = node.start(link, ["sleep", "60"], files=files)
+    found = {path.name: path.stat().st_ino for path in (node.directory(second) / "work").rglob("*.py")}
+    assert len(found) == 120
+    assert before.keys() - {name for name, inode in found.items() if before[name] == inode} == {"1.py"}
+    assert (node.directory(first) / "work/code/d1/1.py").read_text() == "textmore\n"
+    link.request("stop", attempt=second, grace_s=0, why="test")
 
 
 @pytest.mark.parametrize(

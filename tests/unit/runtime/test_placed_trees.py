@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, placed_trees
 from distflow.runtime.files.blobs import Part
 
@@ -47,9 +50,11 @@ class Node:
         attempt_files.place(str(self.root), str(directory), launch)
         return directory / str(file["path"])
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, *, all_ended: bool | None = True, boot_id: str = "", host: str = "") -> None:
         """Let an attempt end."""
-        (self.root / name / "exit.json").write_text('{"reason": "exited", "exit_code": 0}')
+        (self.root / name / "exit.json").write_text(json.dumps({"reason": "exited", "exit_code": 0, "all_ended": all_ended}))
+        state = {"boot_id": boot_id or processes.boot_id(), "host": host or os.uname().nodename}
+        (self.root / name / "runner.json").write_text(json.dumps(state))
 
 
 @pytest.fixture
@@ -177,6 +182,24 @@ def test_the_targets_of_links_stay(node: Node, link: Callable[[Path], object]) -
     assert _is_complete(node.place("b"))
     assert {path.name: path.read_text() for path in output.rglob("*") if path.is_file()} == files
     assert (output / "code/train.py").exists() or link is not LINKS["a directory"]
+
+
+def test_files_that_may_still_change_are_not_taken(node: Node) -> None:
+    unsure: list[dict[str, Any]] = [{"all_ended": False}, {"all_ended": None}, {"boot_id": "earlier"}, {"host": "another"}]
+    for number, known in enumerate(unsure):
+        node.place(str(number))
+        node.end(str(number), **known)
+    work = node.place("used")
+    node.end("used")
+    with open(work / "train.py", encoding="utf-8"):
+        node.place("b")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={"DISTFLOW_ATTEMPT": "used"}) as process:
+        node.place("c")
+        process.communicate()
+    for directory in (work, *(node.root / str(number) / "work" for number in range(len(unsure)))):
+        assert _is_complete(directory)
+    inodes = _inodes(work)
+    assert _inodes(node.place("d")) == inodes
 
 
 def test_the_list_of_attempts_stays_short_and_never_prevents_a_start(node: Node) -> None:

@@ -14,8 +14,9 @@ import select
 import stat
 from typing import Dict, Iterator, List, Optional, Set, Tuple
 
+from distflow.runtime import processes
 from distflow.runtime.files.blobs import path_of
-from distflow.runtime.files.records import read_end
+from distflow.runtime.files.records import read_end, read_state
 from distflow.runtime.files.safe_files import path_inside
 from distflow.runtime.wire import OpError
 
@@ -49,20 +50,24 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
     if os.path.lexists(top):
         return None  # other files were placed there, or an earlier try was interrupted
     for directory in _users(root, digest):
-        claimed = _claim(directory, digest)
-        if claimed is None:
-            continue
+        path = os.path.join(directory, FOLDER, digest)
         try:
-            relative, states = _read(claimed)
+            relative, states = _read(path)
             old = path_inside(directory, relative)
-            if is_in_output(directory, old) or _is_linked(directory, old, states):
+            if not _is_settled(directory) or is_in_output(directory, old) or _is_linked(directory, old, states):
                 continue
+            if _is_visited(os.path.relpath(directory, root), directory, old):
+                continue
+            os.rename(path, path + _TAKEN)
+        except (OSError, OpError, ValueError):
+            continue  # another attempt was faster, or the attempt is being removed
+        try:
             tree = _Tree(old, states)
             os.mkdir(top)
             moved = dict(_move(tree, top, ""))
-            os.unlink(claimed)
+            os.unlink(path + _TAKEN)
             return moved, states.keys() - moved.keys()
-        except (OSError, OpError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError):
             return None  # the attempt is being removed; the archive has everything
     return None
 
@@ -128,28 +133,31 @@ def _users(root: str, digest: str) -> List[str]:
     return found
 
 
-def _claim(directory: str, digest: str) -> Optional[str]:
-    """Reserve the record of an ended attempt for this process, and return its path; ``None`` if it cannot be used."""
-    path = os.path.join(directory, FOLDER, digest)
-    if read_end(directory) is None or _is_visited(directory):
-        return None
-    try:
-        os.rename(path, path + _TAKEN)
-    except OSError:
-        return None  # another attempt was faster
-    return path + _TAKEN
+def _is_settled(directory: str) -> bool:
+    """Whether the attempt has ended, and the keeper saw that none of its processes could still write files.
+
+    It must have run on this machine since its start: a power cut may restore old times of changed files. Machines may share a
+    root, but none sees the processes of another.
+    """
+    end, state = read_end(directory), read_state(directory)
+    if end is None or state is None or end.get("all_ended") is not True:
+        return False
+    return state.get("boot_id") == processes.boot_id() and state.get("host") == os.uname().nodename
 
 
-def _is_visited(directory: str) -> bool:
-    """Whether a process, such as a shell of the user, has its working directory in the attempt's files."""
-    inside = os.path.realpath(directory) + os.sep
-    for pid in os.listdir("/proc"):
-        if pid.isdigit():
-            try:
-                if (os.readlink("/proc/{}/cwd".format(pid)) + os.sep).startswith(inside):
-                    return True
-            except OSError:
-                continue  # it has ended, or belongs to another user
+def _is_visited(attempt: str, directory: str, top: str) -> bool:
+    """Whether a process has its working directory in ``directory`` or a file in ``top`` open, or was started by the attempt."""
+    mark, home, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if (os.readlink("/proc/{}/cwd".format(pid)) + os.sep).startswith(home) or processes.has_variable(int(pid), mark):
+                return True
+            for number in os.listdir("/proc/{}/fd".format(pid)):
+                with contextlib.suppress(OSError):  # it was closed
+                    if os.readlink("/proc/{}/fd/{}".format(pid, number)).startswith(inside):
+                        return True
+        except OSError:
+            continue  # it has ended, or belongs to another user
     return False
 
 

@@ -256,6 +256,7 @@ class _Keeper:
         process_tree.remove_cgroup(self._state["command"] or {})
         known["kernel"] = self._ask_kernel(known)
         known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
+        known["all_ended"] = not self._killer.message
         self._await_empty_gpus(known)
         if self._reason is EndReason.RUNNER_DIED:
             known["message"] = known["message"] or "the task's runner was killed (by hand?)"
@@ -278,6 +279,7 @@ class _Keeper:
 
             left = gpu_users.wait_until_empty(self._handles.gpu_ids, self._handles.attempt)
             if left:
+                known["all_ended"] = False
                 known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
 
     def _ask_kernel(self, known: Json) -> Optional[Json]:
