@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.errors import StoreTooNew, SupervisorError
+from distflow.errors import StateError, StoreTooNew, SupervisorError
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.supervisor.process import Lock, is_running, open_wake_socket, stop_outdated_supervisor, wake
@@ -32,6 +32,26 @@ def test_it_ends_when_only_workflows_are_left_that_it_cannot_read(tmp_path: Path
     assert lock.take()
     assert _serve(directory, _Starter(tell), lock)
     assert os.read(told, 64) == b"ready"
+    os.close(told)
+
+
+def test_it_ends_although_notifications_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    answers = [False]
+
+    def has_notices(_: Store) -> bool:
+        if answers:
+            return answers.pop()
+        raise StateError("the disk is full")
+
+    with Store(directory.store) as store:
+        submit(store, workflow([running_group()]))
+        store._db.execute("UPDATE groups SET record = ?", (b'{"name": 3}',))
+    monkeypatch.setattr(Store, "has_notices", has_notices)
+    told, tell = os.pipe()
+    lock = Lock(directory)
+    assert lock.take()
+    assert _serve(directory, _Starter(tell), lock)
     os.close(told)
 
 

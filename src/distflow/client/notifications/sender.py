@@ -143,7 +143,7 @@ class _Sender:
             else:
                 # Written first: if the disk is full, nothing is sent, and a notification cannot arrive without end.
                 if self._client.store.count_delivery(notice) > _MOST_DELIVERIES:
-                    self._record(notice, label, f"given up: {_MOST_DELIVERIES} processes ended while they delivered it")
+                    self._record(notice, label, f"given up: its delivery was interrupted {_MOST_DELIVERIES} times")
                 else:
                     self._deliveries[place] = _Delivery(notice, target, message, url)
 
