@@ -34,6 +34,7 @@ class ParallelGzip:
         self._writing = ThreadPoolExecutor(1)
         self._pending: deque[Future[None]] = deque()
         self._most_pending = 2 * workers + 2
+        self._has_failed = False
 
     @property
     def digest(self) -> str:
@@ -67,6 +68,12 @@ class ParallelGzip:
         return b"".join((_HEADER, packer.compress(data), packer.flush(), end))
 
     def _store(self, block: Future[bytes]) -> None:
-        data = block.result()
-        self._hasher.update(data)
-        self._sink.write(data)
+        if self._has_failed:
+            return  # the caller learns of the error from the failed block
+        try:
+            data = block.result()
+            self._hasher.update(data)
+            self._sink.write(data)
+        except BaseException:
+            self._has_failed = True
+            raise

@@ -31,11 +31,16 @@ def test_the_result_does_not_depend_on_the_number_of_cores(monkeypatch: pytest.M
 
 
 class _FullDisk(io.BytesIO):
+    tries = 0
+
     def write(self, data: object) -> int:
+        self.tries += 1
         raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("blocks", [1, len(BLOCKS)])
-def test_a_full_disk_is_an_error(blocks: int) -> None:
+def test_a_full_disk_is_an_error_and_is_not_written_again(blocks: int) -> None:
+    sink = _FullDisk()
     with pytest.raises(OSError, match="No space left"):
-        _pack(3, _FullDisk(), blocks)
+        _pack(3, sink, blocks)
+    assert sink.tries == 1
