@@ -98,7 +98,8 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
     deadline, old, killed = time.monotonic() + _END_TIMEOUT_S, None, 0
     while True:
         pid, version = _read_lock(directory)
-        if not _is_outdated(version) or not is_running(directory):
+        # Without a process id, its file was removed, and nothing is known about the supervisor.
+        if not pid or not _is_outdated(version) or not is_running(directory):
             return old
         # A supervisor that has just taken the lock may not have written its own process id yet.
         if pid != killed and _is_supervisor(pid):
@@ -138,8 +139,6 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 def _is_supervisor(pid: int) -> bool:
     """Return whether a process of this user runs a supervisor, because its id may belong to another process now."""
-    if pid <= 0:
-        return False
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

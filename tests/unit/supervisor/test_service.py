@@ -121,6 +121,9 @@ def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monke
     assert lock.take()
     monkeypatch.setattr("distflow.supervisor.process._is_supervisor", lambda _: pytest.fail("it was taken for an old one"))
     assert stop_outdated_supervisor(directory) is None
+    directory.lock.unlink()
+    monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.0)
+    assert stop_outdated_supervisor(directory) is None
     lock.give_up()
 
 
