@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib  # noqa: F401  who is not root any more may not be able to import it
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,22 @@ def test_a_workflow_that_somebody_else_removes_just_now_is_removed(tmp_path: Pat
     assert cleaning.clean(str(tmp_path), W1, keep_output=False) == {"freed_bytes": 0}
     assert not (tmp_path / W1).exists()
     assert os.listdir(tmp_path / ".trash") == []
+
+
+def test_no_attempt_can_take_over_files_while_they_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = make(tmp_path, W1, "work/code")
+    for name in ("output", ".removed-1-work"):
+        (attempt / name / "deeper").mkdir(parents=True)
+    rmtree = shutil.rmtree
+    removed = []
+
+    def checked(path: str) -> None:
+        removed.append(os.path.basename(path).startswith(".removed-"))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", checked)
+    cleaning.clean(str(tmp_path), W1, keep_output=True)
+    assert (os.listdir(attempt), removed) == (["output"], [True, True])
 
 
 def test_a_failed_mark_leaves_no_file(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ __all__ = ["clean", "recall", "remove_venv", "survey", "uninstall"]
 _KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
 _TRASH = ".trash"
 """Directory of files that are being removed."""
+_REMOVED = ".removed-"
+"""The prefix of an attempt's directories that are being removed."""
 
 
 def survey(root: str) -> Json:
@@ -139,9 +141,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
         attempt_files.remove_secrets(directory)  # needed if the pair was killed while no agent was running
     if keep_output:
         for _, directory in list(attempts.list_attempts(root, workflow)):
-            for entry in list(os.scandir(directory)):
-                if entry.name not in _KEPT and not log_files.is_output(entry.name):
-                    _remove_tree(entry.path)
+            _remove_all_but_output(directory)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
     # Moved away first, so that a partly removed workflow does not look complete.
     trash = os.path.join(root, _TRASH)
@@ -160,6 +160,20 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     for path in hidden:
         _remove_tree(path)
     return {"freed_bytes": before}
+
+
+def _remove_all_but_output(directory: str) -> None:
+    """Remove the files of an attempt except its output and its records."""
+    for entry in list(os.scandir(directory)):
+        if entry.name in _KEPT or log_files.is_output(entry.name):
+            continue
+        path = entry.path
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_REMOVED):
+            # Otherwise a new attempt could take over a directory whose files are being removed.
+            path = os.path.join(directory, "{}{}-{}".format(_REMOVED, os.getpid(), entry.name))
+            with contextlib.suppress(FileNotFoundError):  # another agent has moved it
+                os.rename(entry.path, path)
+        _remove_tree(path)
 
 
 def _alive(root: str, workflow: str) -> List[str]:
