@@ -44,7 +44,7 @@ class Node:
     def place(self, name: str, output_link: object = None, **more: object) -> Path:
         """Place the archive for a new attempt, and return its directory of files."""
         directory = self.root / name
-        directory.mkdir()
+        (directory / "work").mkdir(parents=True)  # as a lease does
         file = {"path": "work", "is_tar": True, "blob": self.digest, "reusable": True, **more}
         launch = {"argv": ["true"], "files": [file], "output_link": output_link}
         attempt_files.place(str(self.root), str(directory), launch)
@@ -80,6 +80,18 @@ def test_unchanged_files_move_again_and_again(node: Node) -> None:
         assert _is_complete(work)
         assert _inodes(work) == inodes
         assert not [path for path in (node.root / before / "work").rglob("*") if path.is_file()]
+
+
+def test_files_are_not_moved_between_other_files(node: Node) -> None:
+    old = node.place("a")
+    node.end("a")
+    (node.root / "b" / "work").mkdir(parents=True)
+    (node.root / "b" / "work" / "earlier").touch()
+    assert placed_trees.take_over(str(node.root), node.digest, str(node.root / "b" / "work")) is None
+    (node.root / "b" / "link").symlink_to(node.root / "b" / "empty")
+    (node.root / "b" / "empty").mkdir()
+    assert placed_trees.take_over(str(node.root), node.digest, str(node.root / "b" / "link")) is None
+    assert _is_complete(old)
 
 
 def _keep_times(path: Path) -> None:

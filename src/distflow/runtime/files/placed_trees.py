@@ -47,7 +47,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
     Returns the names that are in ``top`` now, with their states as far as the move did not change them, and the names that the
     archive has in addition. ``None`` if there is no such attempt.
     """
-    if os.path.lexists(top):
+    if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted
     for directory in _users(root, digest):
         path = os.path.join(directory, FOLDER, digest)
@@ -63,7 +63,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
             continue  # another attempt was faster, or the attempt is being removed
         try:
             tree = _Tree(old, states)
-            os.mkdir(top)
+            os.makedirs(top, exist_ok=True)  # the working directory exists already
             moved = dict(_move(tree, top, ""))
             os.unlink(path + _TAKEN)
             return moved, states.keys() - moved.keys()
