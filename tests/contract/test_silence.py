@@ -58,8 +58,13 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
         # Before the runtime has arrived.
         here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent.server")),
     ]
-    started = (started | set(processes_with(str(here.top)))) - before
-    assert len(started) >= len(channels)
+
+    def all_were_seen() -> bool:
+        started.update(processes_with(str(here.top)))
+        return len(started - before) >= len(channels)
+
+    wait_until(all_were_seen, what="a process for each service")
+    started -= before
     wait_until(lambda: not started & set(processes_with(str(here.top))), 60, "all services are gone")
     assert here.record(running) is None
     for channel in channels:
