@@ -89,6 +89,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/staging.py
 	$(BIN)/python benchmarks/failure.py
+	$(BIN)/python benchmarks/functions.py
 	$(BIN)/python benchmarks/train.py
 
 soak: $(STAMP)

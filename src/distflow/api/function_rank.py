@@ -58,6 +58,14 @@ def main() -> None:
     except Exception as error:
         _refuse(place, f"the return value cannot be pickled: {error}")
     _store(place, result)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Close the process group of torch if the function left it open: its threads may abort a process that ends."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _check_python(place: Path, wanted: str, executable: str) -> None:
