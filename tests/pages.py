@@ -187,7 +187,7 @@ def normal(line: str) -> str:
     passed = line
     for pattern, word in _PASSING:
         passed = pattern.sub(word, passed)
-    if passed != line:
+    if passed != line or line.startswith("Time   "):  # the header of a table with process ids, which have any width
         passed = re.sub(r" +", " ", passed)
     # The rule under a table's header is as long as its longest row.
     return re.sub(r"^={5,}$", "====", passed.rstrip())
