@@ -79,6 +79,7 @@ def train_pytorch(epochs, text):
     dist.barrier()
     weights = [weight.detach() for weight in model.parameters()]
     print(f"weight {weights[0].sum().item():.6f} on {local_rank}")
+    del model  # torch may hang if the model has the last reference to the group: pytorch/pytorch#56297
     dist.destroy_process_group()
 
 

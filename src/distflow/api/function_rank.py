@@ -11,6 +11,7 @@ result is a file of the task's output. It is a pickle of one of these mappings:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -65,6 +66,7 @@ def _leave_group() -> None:
     """Close the process group of torch if the function left it open: its threads may abort a process that ends."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # a model that had the last reference to the group could hang: pytorch/pytorch#56297
         distributed.destroy_process_group()
 
 
