@@ -17,7 +17,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "pipeline", "train"]
+__all__ = ["GANG", "TORCHRUN", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "pipeline", "train"]
 
 GANG = """
 workflow:
@@ -37,6 +37,20 @@ workflow:
 """
 """Three tasks on three nodes, until the file GO is there."""
 
+TORCHRUN = """
+workflow:
+  name: trains
+  groups:
+  - name: train
+    launcher: torchrun
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 2}
+      command: [python3, train.py]
+      files: [{path: train.py, contents: "print('never')"}]
+"""
+"""A task that torchrun starts."""
 TRAINING = ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
 """The specs of ``workflow_specs/`` that train; each runs on every backend."""
 

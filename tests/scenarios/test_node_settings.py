@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from scenarios.conftest import Cli
+from scenarios.lab import TORCHRUN
 
 SPEC = """
 workflow:
@@ -56,21 +57,6 @@ def test_wrong_settings_are_refused(cli: Cli) -> None:
         done = cli.run("workflow", "submit", cli.spec(SPEC), option, value)
         assert (done.code, done.out) == (2, "")
         assert words in done.err
-
-
-TORCHRUN = """
-workflow:
-  name: trains
-  groups:
-  - name: train
-    launcher: torchrun
-    tasks:
-    - name: one
-      lead: true
-      ranks: {size: 2}
-      command: [python3, train.py]
-      files: [{path: train.py, contents: "print('never')"}]
-"""
 
 
 def test_a_python_without_torch_is_reported_before_the_start_with_the_line_to_add(cli: Cli) -> None:

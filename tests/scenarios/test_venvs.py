@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scenarios.conftest import Cli
-from scenarios.lab import Lab
+from scenarios.lab import TORCHRUN, Lab
 
 SPEC = """
 workflow:
@@ -16,19 +16,6 @@ workflow:
   tasks:
   - name: one
     command: [python3, -c, "import greeter, os, sys; print(greeter.hello(), sys.prefix == os.environ['VIRTUAL_ENV'])"]
-"""
-TORCHRUN = """
-workflow:
-  name: trains
-  groups:
-  - name: train
-    launcher: torchrun
-    tasks:
-    - name: one
-      lead: true
-      ranks: {size: 2}
-      command: [python3, train.py]
-      files: [{path: train.py, contents: "print('never')"}]
 """
 
 

@@ -15,9 +15,11 @@ import pickle
 import sys
 import sysconfig
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -25,9 +27,10 @@ import cloudpickle
 
 from distflow.api import function_rank
 from distflow.api.spec import File, Group, Ranks, Resources, Spec, Task, Timeouts
-from distflow.api.workflow import Workflow, submit
+from distflow.api.workflow import TaskInfo, Workflow, submit
 from distflow.client.logs import LogLine
 from distflow.client.spec_drafts.drafts import excluded_files, name_of, project_directory
+from distflow.client.workflows import pause
 from distflow.errors import DistflowError, InputError, NotFound, WorkflowEnded
 
 __all__ = ["FunctionJob", "Launcher", "RemoteTraceback", "Results", "print_line", "run"]
@@ -35,6 +38,8 @@ __all__ = ["FunctionJob", "Launcher", "RemoteTraceback", "Results", "print_line"
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("distflow")
+_POLL_S = 0.2
+"""Seconds between two checks whether jobs have ended."""
 _DIRECTORY = "distflow_function"
 """The directory of the function in the working directory of a task."""
 
@@ -98,8 +103,9 @@ class FunctionJob(Generic[T]):
         except WorkflowEnded as ended:
             failure = self._failure(ended)
             raise failure from failure.__cause__
-        stored = self._fetch()
-        size = sum(len(task.ranks) for task in self.workflow.tasks)
+        tasks = self.workflow.tasks
+        stored = self._fetch(tasks)
+        size = sum(len(task.ranks) for task in tasks)
         missing = [rank for rank in range(size) if "value" not in stored.get(rank, {})]
         if missing:
             raise WorkflowEnded(f"{self.workflow.id}: rank {missing[0]} ended without a return value")
@@ -113,15 +119,15 @@ class FunctionJob(Generic[T]):
             raise WorkflowEnded(message, hint="return values whose classes this program can import") from error
         return value
 
-    def _fetch(self, *tasks: str) -> dict[int, dict[str, Any]]:
-        """Return what each rank of these tasks, or of all tasks, has stored (see ``function_rank``)."""
+    def _fetch(self, tasks: Sequence[TaskInfo]) -> dict[int, dict[str, Any]]:
+        """Return what each rank of these tasks has stored (see ``function_rank``)."""
         stored = {}
         with tempfile.TemporaryDirectory(prefix="distflow-results-") as folder:
             try:
-                fetched = self.workflow.fetch(function_rank.RESULTS, to=folder, task=tasks)
+                fetched = self.workflow.fetch(function_rank.RESULTS, to=folder, task=[task.name for task in tasks])
             except (InputError, NotFound):  # no task has run, or none has stored anything
                 return {}
-            for task in self.workflow.tasks:
+            for task in tasks:
                 for rank in task.ranks:
                     place = fetched.folders.get(task.name, Path(folder))
                     path = place / function_rank.RESULTS / function_rank.result_name(rank)
@@ -136,7 +142,7 @@ class FunctionJob(Generic[T]):
             return ended
         rank = int(cause.ranks)
         try:
-            error = self._fetch(cause.task).get(rank, {})
+            error = self._fetch([task for task in self.workflow.tasks if task.name == cause.task]).get(rank, {})
             if "error" not in error:
                 return ended
             where = f"rank {rank} of {self.workflow.id} ({cause.task} on {cause.node})"
@@ -238,27 +244,24 @@ class Launcher:
         """
         if limit < 1:
             raise InputError(f"`limit` must be at least 1, not {limit}")
-        items, jobs = iter(zip(*iterables, strict=False)), list[FunctionJob[T]]()
-        position, is_over = 0, False
+        items = iter(zip(*iterables, strict=False))
+        jobs, running = deque[FunctionJob[T]](), list[FunctionJob[T]]()
         while True:
-            while not is_over and sum(not job.workflow.is_finished for job in jobs[position:]) < limit:
-                item = next(items, None)
-                if item is None:
-                    is_over = True
-                else:
-                    jobs.append(self.submit(function, *item))
-            if position == len(jobs):
+            running = [job for job in running if not job.workflow.is_finished]
+            started = [self.submit(function, *item) for item in islice(items, limit - len(running))]
+            jobs += started
+            running += started
+            if not jobs:
                 return
-            if not jobs[position].workflow.is_finished:
-                jobs[position].workflow.pause()
+            if jobs[0] in running:
+                pause(_POLL_S)
                 continue
             try:
-                result: Results[T] | Exception = jobs[position].result()
+                result: Results[T] | Exception = jobs.popleft().result()
             except Exception as error:
                 if not return_exceptions:
                     raise
                 result = error
-            position += 1
             yield result
 
     def _check(self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:

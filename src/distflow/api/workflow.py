@@ -144,10 +144,9 @@ class Workflow:
         with _client() as client:
             record = self._record(client)
         if record.state.is_final and record.state is not WorkflowState.COMPLETED:
-            causes = sorted((group.cause for group in record.groups if group.cause), key=lambda cause: cause.at)
-            messages = [cause.text for cause in causes] or [group.message for group in record.groups if group.message]
-            lines = [*(causes[0].traceback.splitlines() or causes[0].lines)] if causes else []
-            message = f"{self.id}: {record.status}" + (f": {messages[0]}" if messages else "")
+            cause, why = record.first_cause, record.end_text
+            lines = [*(cause.traceback.splitlines() or cause.lines)] if cause else []
+            message = f"{self.id}: {record.status}" + (f": {why}" if why else "")
             raise WorkflowEnded(message, hint="\n".join([*lines, f"more: workflow.why(), or: distflow workflow why {self.id}"]))
         return self
 
@@ -171,10 +170,6 @@ class Workflow:
             for _ in self._polls(client, timeout, on_update):
                 workflows.pause(_POLL_S)
         return self
-
-    def pause(self) -> None:
-        """Wait for the time between two polls of a workflow's status, 0.2 s."""
-        workflows.pause(_POLL_S)
 
     async def wait_async(self, timeout: float | None = None) -> Workflow:
         """Wait until the workflow has ended, without blocking the event loop. ``await workflow`` does the same.
@@ -567,7 +562,7 @@ def submit(
     name, text = _source(spec)
     with _client() as client:
         configuration = client.configuration()
-        client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
+        client.load_supervisor(configuration, with_hosts=hosts is not None)
         request = submission.SubmitRequest(
             spec=name,
             text=text,

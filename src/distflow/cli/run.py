@@ -132,7 +132,7 @@ def run_command(
     with open_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         if not (dry_run or print_spec):
-            client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
+            client.load_supervisor(configuration, with_hosts=hosts is not None)
         draft = draft_run(
             words,
             configuration,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,6 +226,7 @@ class Client:
             self.notify(f"warning: the supervisor could not be started: {error}")
 
     def _send_notices(self) -> None:
+        from distflow.supervisor.process import let_go
         from distflow.supervisor.sending import start_sender
 
         try:
@@ -234,16 +235,17 @@ class Client:
             self.notify(f"warning: notifications cannot be sent: {error}")
             return
         if process is not None:
-            process.returncode = 0  # init reaps the child, because this process exits before it
+            let_go(process)
 
-    def load_supervisor(self, backends: Iterable[str]) -> None:
+    def load_supervisor(self, configuration: Configuration, *, with_hosts: bool) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
 
         This hides the start time of the supervisor behind the check of a spec. If ``ensure_supervisor`` is never called, the
         process ends when the client is closed.
 
         Args:
-            backends: The backends whose modules the supervisor imports.
+            configuration: The pools whose backends the supervisor imports.
+            with_hosts: Whether the hosts of a hostfile take the place of the pools.
 
         Raises:
             StateError: if the state directory is not writable.
@@ -251,6 +253,7 @@ class Client:
         """
         from distflow.supervisor.process import preload_supervisor
 
+        backends = ["ssh"] if with_hosts else [pool.backend for pool in configuration.pools.values()]
         self._preloaded = preload_supervisor(self.writable_directory(), backends)
 
     def stop_outdated_supervisor(self) -> None:

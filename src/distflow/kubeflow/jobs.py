@@ -96,12 +96,10 @@ def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Eve
 def failure_text(record: WorkflowRecord, last_lines: Mapping[str, str]) -> str:
     """Return why a job failed: the first cause with its last lines, and the end of each node."""
     name = record.labels[JOB_LABEL]
-    groups = sorted((group for group in record.groups if group.cause), key=lambda group: group.cause.at if group.cause else 0)
-    cause = groups[0].cause if groups else None
-    messages = [cause.text] if cause else [group.message for group in record.groups if group.message]
-    lines = [f"TrainJob {name} is Failed" + (f": {messages[0]}" if messages else f": {record.status}")]
+    cause = record.first_cause
+    lines = [f"TrainJob {name} is Failed: {record.end_text or record.status}"]
     if cause is not None:
-        lines += [f"  {line}" for line in (*cause.traceback.splitlines(),) or cause.lines]
+        lines += [f"  {line}" for line in cause.traceback.splitlines() or cause.lines]
     for task in (task for group in record.groups for task in group.tasks):
         ended = f", exit_code={task.exit_code}" if task.exit_code is not None else ""
         said = f": {last_lines[task.name]}" if cause is not None and task.name in last_lines and task.name != cause.task else ""

@@ -456,6 +456,17 @@ class WorkflowRecord(Struct, frozen=True, kw_only=True):
         """OSMO's word for state and reason."""
         return workflow_status_of(self.state, self.reason)
 
+    @property
+    def first_cause(self) -> Cause | None:
+        """The earliest cause of the failures of its groups."""
+        return min((group.cause for group in self.groups if group.cause), key=lambda cause: cause.at, default=None)
+
+    @property
+    def end_text(self) -> str:
+        """Why it ended, in one line: the first cause, or else the first message of a group. May be empty."""
+        cause = self.first_cause
+        return cause.text if cause else next((group.message for group in self.groups if group.message), "")
+
     def group(self, name: str) -> GroupRecord:
         """Return one group."""
         return next(group for group in self.groups if group.name == name)

@@ -31,6 +31,7 @@ __all__ = [
     "PreloadedSupervisor",
     "ensure_supervisor",
     "is_running",
+    "let_go",
     "open_wake_socket",
     "preload_supervisor",
     "stop_outdated_supervisor",
@@ -194,7 +195,7 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
         if wait:
             _await_ready(process, ready, directory)
         else:
-            _let_go(process)
+            let_go(process)
     finally:
         os.close(ready)
 
@@ -228,7 +229,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
     answer = os.read(ready, 64) if readable else b""
     # "ready": it runs. "other": another supervisor took the lock first and must be woken for the new work.
     if answer in (b"ready", b"other"):
-        _let_go(process)
+        let_go(process)
         if answer == b"other":
             wake(directory)
         return
@@ -238,8 +239,8 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
     )
 
 
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Let the supervisor outlive this process, or reap it when it ends first, as it may under a notebook."""
+def let_go(process: subprocess.Popen[bytes]) -> None:
+    """Let a child process outlive this one, or reap it when it ends first, as it may under a notebook."""
 
     def reap(pid: int) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -165,7 +165,7 @@ def submit_workflow(
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         is_dry = dry_run or scripts is not None
         if not is_dry:
-            client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
+            client.load_supervisor(configuration, with_hosts=hosts is not None)
         request = SubmitRequest(
             spec=file, text=_stdin(file), overrides=overrides, pool=pool, hosts=hosts, settings=settings, labels=labels,
             priority=urgency,

@@ -90,6 +90,10 @@ _Destination = tuple[str, str, tuple[str, ...]]
 """The URL, credential and command of an entry. A server receives one message at a time, whichever workflows they are about."""
 
 
+def _destination(target: NotifyTarget) -> _Destination:
+    return target.url, target.credential, target.command
+
+
 class _Delivery:
     """The delivery of one notification."""
 
@@ -130,7 +134,7 @@ class _Sender:
             try:
                 target = self._target(notice)
                 label = target.label
-                place = (target.url, target.credential, target.command)
+                place = _destination(target)
                 if place in self._deliveries:
                     continue
                 url = url_of(self._client, target)
@@ -185,7 +189,7 @@ class _Sender:
         text = f"gave up after {seconds_text(_LONGEST_TRY_S)}"
         ended += [(one, NotifyError(text)) for one in self._deliveries.values() if (one.give_up_at or late) < late]
         for delivery, error in ended:
-            place = (delivery.target.url, delivery.target.credential, delivery.target.command)
+            place = _destination(delivery.target)
             if self._deliveries.get(place) is not delivery:
                 continue  # it was given up before
             if error is not None and error.may_retry and delivery.tries <= len(self._pauses_s):
