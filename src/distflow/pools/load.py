@@ -255,7 +255,9 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
             "keep one node",
             key="nodes",
         )
-    times = {field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None}
+    times: dict[str, Any] = {
+        field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None
+    }
     for key in _NEVER_ZERO:
         if times.get(_DURATIONS[key]) == 0:
             pool.add(f"`{path_text((*pool.path, key))}` must be more than 0", key=key)

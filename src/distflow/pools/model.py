@@ -21,6 +21,8 @@ __all__ = [
     "Node",
     "NodeSettings",
     "Pool",
+    "SlurmPlatform",
+    "SlurmSettings",
     "is_program",
     "ssh_node",
 ]
@@ -115,6 +117,41 @@ NO_SETTINGS = NodeSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmPlatform:
+    """What a ``platform`` of a spec means in the terms of Slurm; ``None``: as the pool."""
+
+    partition: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    """The type of GPU, such as ``gpu:h100``. The number is that of the task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSettings:
+    """How jobs of a pool are submitted to Slurm. ``None``: the cluster's default."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
+    time_s: float | None = None
+    """The time limit of groups that have no ``exec_timeout``."""
+    gres: str = "gpu"
+    """The generic resource of GPUs, such as ``gpu`` or ``gpu:h100``."""
+    het_jobs: bool = True
+    """Whether tasks of different shapes become a heterogeneous job; ``False``: one job with nodes of the largest shape."""
+    extra: tuple[str, ...] = ()
+    """Further arguments of ``sbatch``."""
+    container: Literal["pyxis"] | None = None
+    """How the image of a task is used: ``pyxis`` gives it to Slurm; ``None``: the node's ``container`` runtime."""
+    idle_release_s: float = 600.0
+    """The time without tasks and supervisor after which the job ends by itself."""
+    platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Nodes, and the backend that runs tasks on them."""
 
@@ -146,27 +183,48 @@ class Pool:
     """The maximum time to build that environment on a node."""
     given: NodeSettings = NO_SETTINGS
     """The settings that the command gave. The nodes have them, and a restart applies them to the pool as configured then."""
+    slurm: SlurmSettings | None = None
+    """Slurm allocates the nodes; ``nodes`` is empty then."""
+    login: Node | None = None
+    """The machine with the commands of the engine, over SSH; ``None``: this machine."""
+    template: Node | None = None
+    """The settings of allocated nodes, whose names are not known yet."""
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether an engine chooses the nodes, so that ``nodes`` is empty."""
+        return self.template is not None
+
+    def node(self, name: str) -> Node:
+        """Return the node of a name. An allocated node has the form ``<host>@<allocation>``. Raises ``KeyError``."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        if self.template is None:
+            raise KeyError(name)
+        return replace(self.template, name=name, host=name.rpartition("@")[0])
 
     def with_settings(self, given: NodeSettings) -> Pool:
         """Return the pool with these settings for all its nodes, in addition to those that it was given before."""
         if given == NO_SETTINGS:
             return self
-        changed = (
-            replace(
+
+        def changed(node: Node) -> Node:
+            return replace(
                 node,
                 python=given.python or node.python,
                 setup=node.setup if given.setup is None else given.setup,
                 environment=MappingProxyType({**node.environment, **given.environment}),
             )
-            for node in self.nodes
-        )
+
         joined = NodeSettings(
             python=given.python or self.given.python,
             setup=self.given.setup if given.setup is None else given.setup,
             environment=MappingProxyType({**self.given.environment, **given.environment}),
             venv=given.venv or self.given.venv,
         )
-        return replace(self, nodes=tuple(changed), given=joined)
+        template = None if self.template is None else changed(self.template)
+        return replace(self, nodes=tuple(map(changed, self.nodes)), template=template, given=joined)
 
     @property
     def shares_nodes(self) -> bool:

@@ -1,0 +1,168 @@
+"""What the backend for allocated nodes needs from a cluster engine: allocations, their states, and a way to their nodes.
+
+An allocation is what the engine grants as a whole (a job of Slurm), for one attempt of one group. The engine queues, places and
+accounts. It starts one resident program on each node (``runtime/services/resident.py``), which runs commands there for as long
+as the allocation exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from distflow.errors import DistflowError
+from distflow.lifecycle.states import Reason
+from distflow.transports.base import Transport
+
+__all__ = [
+    "Allocation",
+    "AllocationRequest",
+    "AllocationState",
+    "Engine",
+    "Granted",
+    "NodeRequest",
+    "Over",
+    "Queued",
+    "RequestRefused",
+    "host_of",
+    "node_name",
+]
+
+_MARK = "distflow"
+
+
+class RequestRefused(DistflowError):
+    """The engine will never grant the request. The message has its own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One attempt of a group, for which nodes are allocated."""
+
+    workflow: str
+    """uuid"""
+    group: str
+    attempt: int
+
+    @property
+    def marker(self) -> str:
+        """The text by which distflow finds its allocations in the engine's list: ``distflow:<uuid>/<group>/<attempt>``."""
+        return f"{_MARK}:{self.workflow}/{self.group}/{self.attempt}"
+
+    @classmethod
+    def of_marker(cls, text: str) -> Allocation | None:
+        """Return the allocation of a marker; ``None`` for any other text."""
+        mark, _, rest = text.partition(":")
+        parts = rest.split("/")
+        if mark != _MARK or len(parts) != 3 or not all(parts) or not parts[2].isdecimal():
+            return None
+        return cls(workflow=parts[0], group=parts[1], attempt=int(parts[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """The node of one task. Every task gets another node."""
+
+    task: str
+    gpus: int = 0
+    cpus: int = 0
+    """0: as few as the engine gives."""
+    memory: int = 0
+    """Bytes; 0: the engine's default."""
+    platform: str | None = None
+    """A key of the pool's ``platforms``."""
+    excluded: tuple[str, ...] = ()
+    """Hosts that must not be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationRequest:
+    """A request for the nodes of a whole group."""
+
+    allocation: Allocation
+    label: str
+    """For people: ``<workflow id>/<group>``."""
+    nodes: tuple[NodeRequest, ...]
+    time_limit_s: float | None = None
+    """The longest time that the group may run, with its preparation; ``None``: that of the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """The allocation waits."""
+
+    why: str
+    """The engine's reason in plain words, with its own word; empty if it gave none."""
+    starts_at: float | None = None
+    """The expected start, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """The allocation has its nodes, and its resident programs run or are being started."""
+
+    hosts: Mapping[str, str]
+    """Task → host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The allocation has ended, and its processes have been killed."""
+
+    reason: Reason | None
+    """Why, if that was not the end of its programs: for example ``PREEMPTED`` or ``NODE_LOST``."""
+    message: str
+    """The engine's account in plain words."""
+    hosts: Collection[str] = field(default_factory=tuple)
+    """The hosts that caused the end, if the engine names any."""
+
+
+AllocationState = Queued | Granted | Over
+
+
+class Engine(Protocol):
+    """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine cannot be asked now."""
+
+    def request(self, wanted: AllocationRequest) -> str:
+        """Request an allocation and return its id. May be repeated: an existing allocation with the same marker is returned.
+
+        Raises ``RequestRefused``.
+        """
+        ...
+
+    def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        """Return the state of each allocation, with one question to the engine.
+
+        ``ids``: id → tasks in the order of the request. An allocation that the engine no longer knows is ``Over``.
+        """
+        ...
+
+    def allocations(self) -> Mapping[str, Allocation]:
+        """Return all allocations of this user that carry a marker and have not ended, by id."""
+        ...
+
+    def release(self, ids: Sequence[str]) -> None:
+        """End allocations, waiting or granted. Does nothing for those that have ended."""
+        ...
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        """Return a transport that runs commands in the allocation on one of its hosts, without connecting."""
+        ...
+
+    def close(self) -> None:
+        """Close all connections. Allocations stay."""
+        ...
+
+
+def node_name(host: str, allocation_id: str) -> str:
+    """Return the name of an allocated node: ``<host>@<id>``. One host may belong to several allocations."""
+    return f"{host}@{allocation_id}"
+
+
+def host_of(name: str) -> tuple[str, str]:
+    """Return host and allocation id of an allocated node's name. Raises ``ValueError`` for another name."""
+    host, mark, allocation_id = name.rpartition("@")
+    if not mark or not host or not allocation_id:
+        raise ValueError(f"{name!r} is not the name of an allocated node")
+    return host, allocation_id
