@@ -33,6 +33,8 @@ from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.model import DEFAULT_MAX_LOG, NO_SETTINGS, Configuration, ContainerRuntime, Node, Pool, ssh_node
 from distflow.pools.ownership import owned_by_stranger, why_not_trusted
+from distflow.pools.slurm import parse_slurm, refuse_keys_of_nodes, refuse_keys_of_slurm
+from distflow.structs import replace
 
 __all__ = [
     "Machine",
@@ -239,13 +241,18 @@ def _default_pool(top: View, names: Sequence[str]) -> str:
 
 def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     backend = pool.string("backend") or ""
-    if backend in ("slurm", "ray", "kubernetes"):
+    if backend in ("ray", "kubernetes"):
         pool.add(
             f"this version does not support `backend: {backend}`",
-            "use `backend: local` or `backend: ssh`, or remove this pool",
+            "use `backend: local`, `backend: ssh` or `backend: slurm`, or remove this pool",
             key="backend",
         )
-    if pool.has("hostfile"):
+    is_slurm = backend == "slurm"
+    (refuse_keys_of_nodes if is_slurm else refuse_keys_of_slurm)(pool)
+    nodes: tuple[Node, ...]
+    if is_slurm:
+        nodes = ()
+    elif pool.has("hostfile"):
         nodes = _nodes_of_hostfile(pool, backend)
     else:
         nodes = _parse_nodes(pool, root, machine, is_remote=backend == "ssh")
@@ -270,8 +277,25 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
         max_log=pool.parsed("max_log", parse_log_bytes) or DEFAULT_MAX_LOG,
         given=NO_SETTINGS,
         venv=_requirements(pool),
+        slurm=parse_slurm(pool) if is_slurm else None,
+        login=_parse_login(pool) if is_slurm else None,
+        template=_base_node(pool) if is_slurm else None,
         **times,
     )
+
+
+def _parse_login(pool: View) -> Node | None:
+    """Return the login node of a pool, which is given as an SSH destination or as a mapping."""
+    item = pool.view("login")
+    named = item.string("host") or pool.string("login")
+    if named is None:
+        return None
+    user, _, host = named.rpartition("@")
+    key = item.string("identity_file")
+    return replace(
+        ssh_node(), name=host, host=host, user=item.string("user") or user or None, port=item.whole("port"),
+        identity_file=_absolute((item,), "identity_file", key),
+    )  # fmt: skip
 
 
 def _requirements(pool: View) -> Requirements | None:
@@ -330,7 +354,7 @@ def _nodes_of_hostfile(pool: View, backend: str) -> tuple[Node, ...]:
 
 
 def _base_node(pool: View) -> Node:
-    """Return the settings of a node without keys of its own, in a pool over SSH."""
+    """Return the settings of a node without keys of its own, in a pool of other machines."""
     return _parse_node(pool, None, ssh_node())
 
 

@@ -1,0 +1,154 @@
+"""The settings of a pool on Slurm, from the configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from distflow.documents.document import View, path_text
+from distflow.documents.quantities import parse_duration
+from distflow.pools.model import SlurmPlatform, SlurmSettings
+
+__all__ = ["parse_slurm", "refuse_keys_of_nodes", "refuse_keys_of_slurm"]
+
+_KEYS = ("slurm", "login", "platforms")
+_NODES = ("nodes", "hostfile")
+_OF_MACHINES = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
+"""Keys of ``defaults`` that describe particular machines."""
+_CONTAINERS: Mapping[str, Literal["pyxis"]] = MappingProxyType({"pyxis": "pyxis"})
+_SHORTEST_S = 60.0
+"""Slurm counts time limits in minutes."""
+
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "-a": "",
+        "-A": "account",
+        "-C": "constraint",
+        "-i": "",
+        "-J": "",
+        "-n": "",
+        "-N": "",
+        "-o": "",
+        "-e": "",
+        "-p": "partition",
+        "-q": "qos",
+        "-t": "time",
+        "-W": "",
+        "-h": "",
+        "-V": "",
+        "--account": "account",
+        "--array": "",
+        "--comment": "",
+        "--constraint": "constraint",
+        "--error": "",
+        "--exclusive": "exclusive",
+        "--export": "",
+        "--gpus": "",
+        "--gpus-per-node": "",
+        "--gpus-per-task": "",
+        "--gres": "gres",
+        "--help": "",
+        "--input": "",
+        "--job-name": "",
+        "--no-requeue": "",
+        "--nodes": "",
+        "--ntasks": "",
+        "--ntasks-per-node": "",
+        "--output": "",
+        "--parsable": "",
+        "--partition": "partition",
+        "--qos": "qos",
+        "--requeue": "",
+        "--reservation": "reservation",
+        "--signal": "",
+        "--test-only": "",
+        "--time": "time",
+        "--usage": "",
+        "--version": "",
+        "--wait": "",
+        "--wrap": "",
+    }
+)
+"""Options of ``sbatch`` that distflow sets itself, each with the key of ``slurm`` to use instead, if there is one."""
+
+
+def parse_slurm(pool: View) -> SlurmSettings:
+    """Return how jobs of a pool are submitted. Adds its findings to those of the configuration."""
+    slurm = pool.view("slurm")
+    time_s = slurm.parsed("time", parse_duration)
+    if time_s is not None and time_s < _SHORTEST_S:
+        at = path_text((*slurm.path, "time"))
+        slurm.add(f"`{at}` must be at least 1 minute, because Slurm counts minutes", "write for example `30m`", key="time")
+    idle_release_s = slurm.parsed("idle_release", parse_duration)
+    if idle_release_s == 0:
+        at = path_text((*slurm.path, "idle_release"))
+        slurm.add(f"`{at}` must be more than 0", "write a duration such as `10m`", key="idle_release")
+    return SlurmSettings(
+        partition=slurm.string("partition"),
+        account=slurm.string("account"),
+        qos=slurm.string("qos"),
+        constraint=slurm.string("constraint"),
+        reservation=slurm.string("reservation"),
+        exclusive=slurm.flag("exclusive") or False,
+        time_s=time_s,
+        gres=slurm.string("gres") or SlurmSettings().gres,
+        het_jobs=slurm.flag("het_jobs") is not False,
+        extra=_extra(slurm),
+        container=_CONTAINERS.get(slurm.string("container") or ""),
+        idle_release_s=SlurmSettings().idle_release_s if idle_release_s is None else idle_release_s,
+        platforms=MappingProxyType({name: _platform(pool.view("platforms", name)) for name in pool.view("platforms").keys}),
+    )
+
+
+def _platform(item: View) -> SlurmPlatform:
+    return SlurmPlatform(partition=item.string("partition"), constraint=item.string("constraint"), gres=item.string("gres"))
+
+
+def _extra(slurm: View) -> tuple[str, ...]:
+    """Return further options of ``sbatch``. An argument without a dash would take the place of the job's script."""
+    found = []
+    for text in slurm.texts("extra"):
+        option = text.value
+        name = option.partition("=")[0] if option.startswith("--") else option[:2]
+        if not re.fullmatch(r"--[a-z][a-z0-9-]+(=[^\x00-\x1f\x7f]*)?|-[A-Za-z][^\x00-\x1f\x7f]*", option):
+            slurm.add(
+                f"`{option}` in `slurm.extra` is not an option of sbatch",
+                "write an option and its value as one item, such as `--licenses=matlab`",
+                where=text.mark,
+            )
+        elif name in _INSTEAD:
+            key = _INSTEAD[name]
+            slurm.add(
+                f"`{name}` in `slurm.extra` is an option that distflow sets itself",
+                f"remove it; use the key `{key}` of `slurm`" if key else "remove it",
+                where=text.mark,
+            )
+        found.append(option)
+    return tuple(found)
+
+
+def refuse_keys_of_nodes(pool: View) -> None:
+    """Add findings about keys that describe particular machines, in a pool whose nodes Slurm chooses."""
+    for key in _NODES:
+        if key in pool.keys:
+            pool.add(
+                f"a pool with `backend: slurm` has no `{key}`, because Slurm chooses the nodes",
+                f"remove `{key}`; use `slurm: {{partition: …, constraint: …}}` to choose kinds of nodes",
+                key=key,
+            )
+    defaults = pool.view("defaults")
+    for key in defaults.keys:
+        if key in _OF_MACHINES:
+            hint = "remove it; tasks request resources in their spec"
+            if key in ("host", "port", "user", "identity_file"):
+                hint = "remove it; the key `login` of the pool describes the connection to the cluster"
+            defaults.add(f"`defaults.{key}` has no meaning with `backend: slurm`, which chooses the nodes", hint, key=key)
+
+
+def refuse_keys_of_slurm(pool: View) -> None:
+    """Add findings about keys of Slurm in a pool of another backend."""
+    for key in _KEYS:
+        if key in pool.keys:
+            pool.add(f"`{key}` needs `backend: slurm`", f"write `backend: slurm`, or remove `{key}`", key=key)
