@@ -7,10 +7,13 @@ import itertools
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from distflow.testing.slurm import Slurm, missing_slurm
 
 gc.disable()  # until all tests are collected: the garbage collector finds nothing there, and takes a fifth of the time
 
@@ -100,6 +103,21 @@ def _clean_environment(_homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("TZ", "UTC")
+
+
+@pytest.fixture(scope="session")
+def _slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if why := missing_slurm():
+        pytest.skip(why)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_slurm_cluster: Slurm) -> Iterator[Slurm]:
+    """A Slurm cluster with two idle nodes. All tests share it, so a test that stops one of its daemons starts it again."""
+    yield _slurm_cluster
+    _slurm_cluster.cancel_jobs()
 
 
 @pytest.fixture
