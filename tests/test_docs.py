@@ -279,7 +279,7 @@ def _is_module_or_member(name: str) -> bool:
         for module in (place.with_suffix(".py"), place / "__init__.py"):
             if module.exists():
                 member = parts[length] if length < len(parts) else ""
-                known = distflow.__all__ if length == 1 else re.findall(r"\w+", module.read_text(encoding="utf-8"))
+                known = dir(distflow) if length == 1 else re.findall(r"\w+", module.read_text(encoding="utf-8"))
                 return not member or member in known
     return False
 

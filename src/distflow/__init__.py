@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         Timeouts,
         Topology,
     )
-    from distflow.api.workflow import GroupInfo, TaskInfo, Workflow, get, submit
-    from distflow.api.workflow import list_workflows as list  # noqa: A004  `distflow.list()` reads as `distflow list`
+    from distflow.api.workflow import GroupInfo, TaskInfo, Workflow, get, list_workflows, submit
     from distflow.errors import DistflowError, WaitTimeout, WorkflowEnded
+
+    list = list_workflows  # noqa: A001  `distflow.list()` reads as `distflow list`
 
 __all__ = [
     "Checkpoint",
@@ -64,10 +65,10 @@ __all__ = [
     "WorkflowEnded",
     "__version__",
     "get",
-    "list",
     "run",
     "submit",
 ]
+# `list` is missing, so that `from distflow import *` does not replace Python's own.
 
 __version__ = "0.2.0"
 
@@ -81,12 +82,12 @@ _OTHER_MODULES = (
 
 def __dir__() -> tuple[str, ...]:
     """Return all public names, also those that have not been imported yet."""
-    return (*globals(), *__all__)
+    return (*globals(), *__all__, "list")
 
 
 def __getattr__(name: str) -> object:
     """Import a name's module when the name is first used (PEP 562)."""
-    if name not in __all__:
+    if name not in (*__all__, "list"):
         raise AttributeError(f"module 'distflow' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415  a plain `import distflow` costs no more than needed
 

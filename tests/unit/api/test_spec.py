@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import types
 import typing
@@ -122,3 +123,8 @@ def test_every_public_name_exists() -> None:
         assert getattr(distflow, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'submitt'"):
         _ = distflow.submitt
+
+
+def test_a_star_import_replaces_nothing_of_python() -> None:
+    assert set(distflow.__all__).isdisjoint(dir(builtins))
+    assert distflow.list.__module__ == "distflow.api.workflow"
