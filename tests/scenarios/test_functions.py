@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 import distflow
 from distflow.errors import InputError
+from distflow.testing.nodes import write_other_python
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
@@ -162,6 +164,56 @@ def test_what_cannot_work_is_refused_before_it_starts(cli: Cli, project: Path) -
         with pytest.raises(InputError, match=re.escape(message)):
             call()
     assert distflow.list() == []
+
+
+def other_python(folder: Path) -> tuple[str, str]:
+    """Return the path and the minor version of another Python: one that is installed next to this one, or a wrapper."""
+    for path in sorted(Path(sys.base_prefix).parent.glob("*/bin/python3.[0-9]*")):
+        if re.fullmatch(r"python3\.([89]|\d\d)", path.name) and path.name != f"python3.{sys.version_info[1]}":
+            return str(path.with_name("python3")), path.name.removeprefix("python")
+    folder.mkdir()
+    return write_other_python(folder / "python3", (3, 8, 1)), "3.8"
+
+
+@pytest.mark.ssh
+def test_nodes_without_the_python_or_the_packages_of_a_function_are_named_before_anything_starts(
+    lab: Lab, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def double(number: int) -> int:
+        return 2 * number
+
+    def imports_a_package() -> object:
+        import zoneinfo
+
+        import only_elsewhere  # type: ignore[import-not-found]
+
+        return zoneinfo, only_elsewhere
+
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    other, its_version = other_python(tmp_path / "other")
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other}})
+    with pytest.raises(InputError, match=rf"needs Python {version}, .*: gpu2: Python {its_version}\.\d+ \(.*\)\n.*`python=`"):
+        distflow.run(double, args=(1,), gpus=0)
+    # Nodes that no task can get do not matter, and `python=` is the remedy.
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other, "gpus": 0}})
+    assert list(distflow.run(double, args=(1,), gpus=1)) == [2]
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": other}})
+    assert list(distflow.run(double, args=(1,), gpus=0, python=sys.executable)) == [2]
+
+    # A node that cannot be asked is left to the checks at the start.
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": "/no/such/python"}})
+    assert list(distflow.run(double, args=(1,), gpus=0)) == [2]
+
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "only_here.py").touch()
+    monkeypatch.syspath_prepend(str(packages))
+    installed = importlib.import_module("only_here")
+    with pytest.raises(InputError, match=r"needs `only_here`, not installed for .* on gpu1\ninstall what is missing"):
+        distflow.run(lambda: installed.__name__, gpus=0)
+    with pytest.raises(InputError, match=r"needs `only_elsewhere`, not installed for .* on gpu1\n"):
+        distflow.run(imports_a_package, gpus=0)
+    assert [one.id for one in distflow.list()] == ["double-3", "double-2", "double-1"]
 
 
 def test_an_array_of_functions_runs_a_few_at_a_time(cli: Cli, project: Path) -> None:

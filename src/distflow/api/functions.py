@@ -1,12 +1,14 @@
 """Functions as gang jobs: a function runs on every rank of a gang, and the return values come back.
 
 The function and its arguments travel as a pickle (cloudpickle: functions of a notebook or a script by value, functions of a
-module by name), and the project that contains its module travels with them. The same minor version of Python is needed on the
-nodes. Results are pickles, too, and reading a pickle runs code: run functions only on nodes that you trust.
+module by name), and the project that contains its module travels with them. cloudpickle travels, too, so the nodes do not need
+it, but the same minor version of Python, and the packages that the pickle names. Both are checked before anything is stored.
+Results are pickles, too, and reading a pickle runs code: run functions only on nodes that you trust.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import json
 import logging
@@ -16,20 +18,22 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import IO, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import cloudpickle
 
 from distflow.api import function_rank
 from distflow.api.spec import File, Group, Ranks, Resources, Spec, Task, Timeouts
-from distflow.api.workflow import TaskInfo, Workflow, submit
+from distflow.api.workflow import TaskInfo, Workflow, submit_checked
 from distflow.client.logs import LogLine
 from distflow.client.spec_drafts.drafts import excluded_files, name_of, project_directory
+from distflow.client.submission import PlannedWorkflow, check_python, pool_key
 from distflow.client.workflows import pause
 from distflow.errors import DistflowError, InputError, NotFound, WorkflowEnded
 
@@ -42,6 +46,15 @@ _POLL_S = 0.2
 """Seconds between two checks whether jobs have ended."""
 _DIRECTORY = "distflow_function"
 """The directory of the function in the working directory of a task."""
+_SENT = {"cloudpickle", "distflow"}
+"""Packages that tasks get from distflow."""
+_PLAIN_IMPORTS = (
+    "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_", "LOAD_CONST", "LOAD_SMALL_INT", "MAKE_CELL", "POP_TOP", "RESUME",
+    "ROT_TWO", "STORE_DEREF", "STORE_FAST", "STORE_GLOBAL", "SWAP",
+)  # fmt: skip
+"""Beginnings of the names of all instructions of imports. Others may catch an error of an import, or make it possible."""
+_CHECKED = set[Hashable]()
+"""The checks of nodes that this program has done. A rank checks its Python again."""
 
 
 class RemoteTraceback(Exception):
@@ -206,14 +219,30 @@ class Launcher:
 
         Raises:
             InputError: if the function or an argument cannot be pickled, or if the project is not a directory.
+            InputError: if a node has another minor version of Python, or lacks a package that the function uses.
             ProblemsFound: if the pool cannot hold the job.
 
         """
         self._check(function, args, kwargs)
+        root = self._project(function)
         with tempfile.TemporaryDirectory(prefix="distflow-function-") as folder:
-            spec = self._spec(function, args, kwargs, Path(folder))
-            workflow = submit(spec, pool=self.pool, hosts=self.hosts, python=self.python, secrets=self.secrets)
+            modules = _pickle_to(Path(folder, "function.pkl"), function, args, kwargs)
+            spec = self._spec(function, root, Path(folder))
+            modules |= _first_imports(function)
+            needed = tuple(name for name in sorted(modules - _SENT) if not _is_in_project(name, root))
+            workflow = submit_checked(
+                spec, lambda planned: self._check_nodes(planned, needed), pool=self.pool, hosts=self.hosts, python=self.python,
+                secrets=self.secrets,
+            )  # fmt: skip
         return FunctionJob(workflow)
+
+    def _check_nodes(self, planned: PlannedWorkflow, modules: tuple[str, ...]) -> None:
+        """Check the Python of the nodes, once for all jobs of this program that need the same."""
+        modules = () if "PYTHONPATH" in self.environment else modules  # which may name files of the project
+        asked = (pool_key(planned.pool), planned.plan.groups[0].venv, modules, frozenset(self.environment.items()))
+        if asked not in _CHECKED:
+            check_python(planned, modules, self.environment)
+            _CHECKED.add(asked)
 
     @overload
     def map_array(
@@ -282,12 +311,8 @@ class Launcher:
         except ValueError:  # functions that are written in C may have no signature
             return
 
-    def _spec(
-        self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], folder: Path
-    ) -> Spec:
-        """Return the spec of a job whose files are written to ``folder``."""
-        root = self._project(function)
-        (folder / "function.pkl").write_bytes(_pickled(function, args, kwargs))
+    def _spec(self, function: Callable[..., object], root: Path | None, folder: Path) -> Spec:
+        """Return the spec of a job whose pickle is in ``folder``."""
         about = {
             "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
             "executable": sys.executable,
@@ -429,13 +454,56 @@ def run(
         raise
 
 
-def _pickled(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-    try:
-        data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:
-        hint = "create files, locks, connections and models inside of the function instead of passing them to it"
-        raise InputError(f"the function or an argument cannot be pickled: {error}", hint=hint) from error
-    return data
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """A pickler that notes the installed packages that are imported when the pickle is loaded."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.packages: set[str] = set()
+
+    def reducer_override(self, obj: object) -> object:
+        """Pickle an object as cloudpickle does."""
+        how = super().reducer_override(obj)
+        if how is NotImplemented and isinstance(obj, type | FunctionType | BuiltinFunctionType | ModuleType):
+            name = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
+            file = getattr(sys.modules.get(name or ""), "__file__", None)
+            if file and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+                self.packages.add(name.partition(".")[0])
+        return how
+
+
+def _pickle_to(path: Path, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
+    """Pickle a call, and return the packages that the nodes need to load it. A large argument is not copied in memory."""
+    with path.open("wb") as file:
+        pickler = _Pickler(file)
+        try:
+            pickler.dump((function, tuple(args), dict(kwargs)))
+        except Exception as error:
+            hint = "create files, locks, connections and models inside of the function instead of passing them to it"
+            raise InputError(f"the function or an argument cannot be pickled: {error}", hint=hint) from error
+    return pickler.packages
+
+
+def _first_imports(function: Callable[..., object]) -> set[str]:
+    """Return the modules that the first statements of a function import, before it could install them or handle an error."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return set()
+    found, seen = set(), list[object]()
+    handled_from = min((one.start for one in getattr(dis.Bytecode(code), "exception_entries", ())), default=len(code.co_code))
+    for one in dis.get_instructions(code):
+        if one.offset >= handled_from or not one.opname.startswith(_PLAIN_IMPORTS):
+            break
+        if one.opname == "IMPORT_NAME" and seen[-2] == 0:  # which is the level: this import is not relative
+            found.add(str(one.argval).partition(".")[0])
+        seen.append(one.argval)
+    return found - sys.stdlib_module_names
+
+
+def _is_in_project(module: str, root: Path | None) -> bool:
+    """Return whether a top-level module is also sent as a part of the project."""
+    places = [] if root is None else [root, *(root / path for path in _paths_in(root))]
+    return any((place / module).is_dir() or (place / f"{module}.py").is_file() for place in places)
 
 
 def _paths_in(root: Path) -> list[str]:

@@ -41,7 +41,7 @@ from distflow.state.metrics import Metric
 from distflow.state.record import Event, Priority, TaskRecord, WorkflowRecord
 from distflow.state.search import Search
 
-__all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit"]
+__all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit", "submit_checked"]
 
 _log = logging.getLogger("distflow")
 _POLL_S = 0.2
@@ -559,6 +559,27 @@ def submit(
         SupervisorError: if the background process does not start. The workflow is stored in this case.
 
     """
+    return submit_checked(
+        spec, lambda _: None, pool=pool, hosts=hosts, set=set, python=python, venv=venv, secrets=secrets, labels=labels,
+        priority=priority, on_progress=on_progress,
+    )  # fmt: skip
+
+
+def submit_checked(
+    spec: str | os.PathLike[str] | Mapping[str, Any] | Spec,
+    check: Callable[[submission.PlannedWorkflow], None],
+    *,
+    pool: str | None = None,
+    hosts: str | os.PathLike[str] | Sequence[str] | None = None,
+    set: Mapping[str, object] | None = None,
+    python: str | None = None,
+    venv: str | os.PathLike[str] | Sequence[str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    priority: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Workflow:
+    """Submit as ``submit`` does. ``check`` may raise an error before anything is stored."""
     name, text = _source(spec)
     with _client() as client:
         configuration = client.configuration()
@@ -576,6 +597,7 @@ def submit(
         planned = submission.plan(client, request, configuration=configuration, on_pack=on_progress)
         for warning in planned.checked.warnings:
             _log.warning("%s", warning)
+        check(planned)
         return Workflow(submission.submit(client, planned))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +30,14 @@ from distflow.documents.problems import Mark, Problem, ProblemsFound, in_documen
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
+from distflow.layout.placement import Free, Placement, place
 from distflow.lifecycle.states import State, WorkflowState
-from distflow.plan.compile import compile_plan
+from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices, sharing_notices, venv_notices
 from distflow.plan.model import Plan, runs_torchrun
 from distflow.plan.render import script
 from distflow.pools.hostfile import Host, choose_pool
-from distflow.pools.model import NO_SETTINGS, Configuration, NodeSettings, Pool
+from distflow.pools.model import NO_SETTINGS, Configuration, Node, NodeSettings, Pool
 from distflow.spec.files import OnPack, bundle_files
 from distflow.spec.names import MOST_LABELS
 from distflow.state.codec import encode
@@ -50,6 +52,7 @@ __all__ = [
     "PlannedWorkflow",
     "SubmitRequest",
     "check_planned",
+    "check_python",
     "join_labels",
     "plan",
     "plan_checked",
@@ -229,6 +232,55 @@ def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None
     with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
     names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
     return check_pool_nodes(planned.pool, names, torch_nodes=with_torch, venv=venv, on_progress=on_progress)
+
+
+def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Check that the nodes of a planned workflow have the Python of this program, for functions that are sent as pickles.
+
+    All nodes that may get a task are asked. Nodes that do not answer soon, and nodes that an engine allocates later, are not
+    checked.
+
+    Args:
+        planned: The planned workflow.
+        modules: Top-level modules that the tasks import.
+        variables: The environment variables of the tasks.
+
+    Raises:
+        InputError: if the Python of a node has another minor version, or lacks a module. It names the nodes and a remedy.
+
+    """
+    # Most callers do not need these modules.
+    from distflow.backends.machines.checks.findings import few
+    from distflow.backends.machines.checks.interpreters import find_interpreters
+
+    pool, asked = planned.pool, [demand for group in planned.plan.groups for demand in demands(group)]
+
+    def may_get_a_task(node: Node) -> bool:
+        return any(isinstance(place([demand], [Free.whole(node)], shared=True), Placement) for demand in asked)
+
+    nodes = list(filter(may_get_a_task, pool.nodes))
+    venv, version = next((group.venv for group in planned.plan.groups), None), f"{sys.version_info[0]}.{sys.version_info[1]}"
+    found = find_interpreters(pool, nodes, version=version, modules=modules, variables=variables, venv=venv)
+    if other := [one for one in found if not one.has_version(version)]:
+        by_python: dict[str, list[str]] = {}
+        for one in other:
+            by_python.setdefault(f"Python {one.version} ({one.executable})", []).append(one.node)
+        nodes_with = "; ".join(f"{few(names)}: {python}" for python, names in by_python.items())
+        paths = {path for one in other for path in one.others}
+        example = f", for example `{min(paths)}`" if paths else ""
+        raise InputError(
+            f"the function needs Python {version}, as here ({sys.executable}), but these nodes have another one: {nodes_with}",
+            hint=f"give the path of a Python {version} of the nodes as `python=`, or in the pool as `python:`{example}",
+        )
+    if lacking := [one for one in found if one.missing]:
+        missing = ", ".join(f"`{name}`" for name in modules if any(name in one.missing for one in lacking))
+        paths = {path for one in lacking for path in one.others}
+        example = f", such as `{min(paths)}`" if paths else ""
+        other_way = f"add them to {venv.file}" if venv else f"give the path of a Python that has them as `python=`{example}"
+        raise InputError(
+            f"the function needs {missing}, not installed for {lacking[0].executable} on {few([one.node for one in lacking])}",
+            hint=f"install what is missing there, or {other_way}",
+        )
 
 
 def submit(

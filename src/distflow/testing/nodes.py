@@ -1,4 +1,4 @@
-"""Prepared nodes: with an installed runtime, or with a wrong clock.
+"""Prepared nodes: with an installed runtime, with a wrong clock, or with another version of Python.
 
 The first connection to a node sends the runtime, and the node compiles about sixty modules. This takes a quarter of a second of
 processor time, which is more than most tests of a node need for everything else.
@@ -18,7 +18,7 @@ from pathlib import Path
 from distflow.backends.machines.connection.bootstrap import RUNTIME
 from distflow.runtime.files.root_directory import PRIVATE, mark
 
-__all__ = ["install_runtime", "write_skewed_python"]
+__all__ = ["install_runtime", "write_other_python", "write_skewed_python"]
 
 
 def install_runtime(root: Path) -> None:
@@ -56,8 +56,7 @@ _WRAPPER = """#!{python} -IS
 import os, sys, time
 if "-c" not in sys.argv:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-right = time.time
-time.time = lambda: right() + {offset_s!r}
+{change}
 at = sys.argv.index("-c")
 code = sys.argv[at + 1]
 sys.argv[:] = ["-c", *sys.argv[at + 2:]]
@@ -67,6 +66,15 @@ exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
 
 def write_skewed_python(path: Path, offset_s: float) -> str:
     """Write a program that runs this Python with a clock that is ``offset_s`` ahead of the real one; return its path."""
-    path.write_text(_WRAPPER.format(python=sys.executable, offset_s=offset_s))
+    return _write_wrapper(path, f"right = time.time\ntime.time = lambda: right() + {offset_s!r}")
+
+
+def write_other_python(path: Path, version: tuple[int, int, int]) -> str:
+    """Write a program that runs this Python, which reports another version of itself; return its path."""
+    return _write_wrapper(path, f"sys.version_info = {(*version, 'final', 0)!r}")
+
+
+def _write_wrapper(path: Path, change: str) -> str:
+    path.write_text(_WRAPPER.format(python=sys.executable, change=change))
     path.chmod(0o755)
     return str(path)
