@@ -7,13 +7,14 @@ An observation is a fact with the time at which it was seen. The answer to a com
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.states import Reason
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
@@ -38,6 +39,7 @@ __all__ = [
     "LeaseObservation",
     "LeaseRefused",
     "LeaseRequest",
+    "LeaseWaits",
     "Leased",
     "LogComplete",
     "LogSink",
@@ -88,7 +90,7 @@ class LeaseRequest:
     group: str
     attempt: int
     nodes: Mapping[str, str]
-    """Task → node."""
+    """Task → node; empty names if an engine chooses the nodes."""
     gpus: Mapping[str, int]
     """Task → number of GPUs."""
     cpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -105,6 +107,12 @@ class LeaseRequest:
     """Time after which the nodes release the lease if the start does not come."""
     venvs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → digest of its Python environment, which its node must have. Other tasks need none."""
+    platforms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → platform, for tasks that name one. An engine that chooses the nodes needs it."""
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → names of nodes that an engine must not choose."""
+    time_limit_s: float | None = None
+    """The longest time that the gang may need its nodes; ``None`` if it is not known."""
 
     def key(self, task: str) -> AttemptKey:
         """Return the attempt of one task on its node."""
@@ -176,8 +184,20 @@ class LeaseRefused(_Observed):
     """Reason of each node that refused or did not answer."""
     is_final: bool = False
     """Whether trying again would not help."""
+    reason: Reason = Reason.START_ERROR
+    """The reason of the group's end, if it is final."""
     without_venv: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → node, for each node that must first build the Python environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseWaits(_Observed):
+    """An engine has not given a gang its nodes yet. The lease request is still open."""
+
+    workflow: str
+    group: str
+    attempt: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +379,7 @@ class CollectUnanswered(_OfAttempt):
 
 
 NodeObservation = NodeUp | NodeDown
-LeaseObservation = Leased | LeaseRefused
+LeaseObservation = Leased | LeaseRefused | LeaseWaits
 VenvObservation = VenvProgress | VenvBuilt | VenvFailed
 AttemptObservation = (
     Staging | Prepared | PrepareFailed | NotBrought | Started | StopAccepted | Ended | Released | Absent
@@ -423,6 +443,16 @@ class Backend(Protocol):
 
     def lease(self, request: LeaseRequest) -> None:
         """Try to lease everything for a gang."""
+        ...
+
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+        """Give back the allocations of all other gangs that this backend has requested, where an engine chooses the nodes.
+
+        Args:
+            gangs: The attempts of groups that wait for nodes or still need theirs; task and node are empty.
+            ended: Workflows (uuids) that have ended, and may have left allocations that an earlier process requested.
+
+        """
         ...
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:

@@ -101,7 +101,11 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
-    return {**given, **values, **(_logins(plan, directory) if any(node.container != "none" for node in pool.nodes) else {})}
+    return {
+        **given,
+        **values,
+        **(_logins(plan, directory) if any(node.container != "none" for node in pool.node_settings) else {}),
+    }
 
 
 def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:

@@ -370,7 +370,7 @@ class _Nodes:
         from distflow.backends.machines.connection.output_reader import OutputReader
 
         source = task.source
-        node = next(node for node in source.pool.nodes if node.name == source.node)
+        node = source.pool.node(source.node)
         return OutputReader(
             self._transports[_node_of(task)], node.root, node.python, source.attempt, place=self._place,
             timeout_s=source.pool.connect_timeout_s,
@@ -385,7 +385,7 @@ class _Nodes:
             if key not in self._transports:
                 from distflow.backends.machines.backend import transport_of
 
-                node = next(node for node in task.source.pool.nodes if node.name == task.source.node)
+                node = task.source.pool.node(task.source.node)
                 self._transports[key] = self._open.enter_context(closing(transport_of(task.source.pool, node)))
         tasks_of = {id(self._transports[key]): tasks for key, tasks in by_node.items()}
 

@@ -126,7 +126,7 @@ def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
     from distflow.backends.machines.backend import transport_of
     from distflow.backends.machines.connection.transfers import Pace, fetch_output
 
-    node = next(node for node in source.pool.nodes if node.name == source.node)
+    node = source.pool.node(source.node)
     with closing(transport_of(source.pool, node)) as transport:
         for tries_left in reversed(range(_TRIES)):
             try:

@@ -148,7 +148,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
         task=task.name,
         attempt=attempt_name(record.uuid, group, task.name, task.attempt),
         pool=pool,
-        node=next(node for node in pool.nodes if node.name == task.node),
+        node=pool.node(task.node or ""),
         secrets=secrets.variables,
     )
 
@@ -245,13 +245,12 @@ def read_stacks(
             f"no task of {record.id} is running: {record.status}", hint=f"its status: distflow workflow query {record.id}"
         )
     pool = client.store.pool(record.uuid)
-    nodes = {node.name: node for node in pool.nodes}
     asked = [
         Asked(
             task=one.name,
             group=group,
             attempt=attempt_name(record.uuid, group, one.name, one.attempt),
-            node=nodes[one.node or ""],
+            node=pool.node(one.node or ""),
         )
         for group, one in chosen
     ]
@@ -307,7 +306,7 @@ def forward_ports(
     with ExitStack() as held:
         one = _running(record, task)
         pool = replace(client.store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
-        node = next(node for node in pool.nodes if node.name == one.node)
+        node = pool.node(one.node or "")
         if pool.backend == "local" and any(ours == theirs for ours, theirs in ports):
             hint = "use another local port"
             raise InputError(f"{node.name} is this machine, and a port cannot be forwarded to itself", hint=hint)

@@ -18,7 +18,7 @@ from distflow.client.previous_outputs import previous_output_problems
 from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.schema import load_schema
-from distflow.documents.text import few
+from distflow.documents.text import did_you_mean, few
 from distflow.errors import InputError
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -187,7 +187,7 @@ def validate(
         raise ProblemsFound([*problems, *checked.warnings])
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
     placement, misfits = propose_placement(plan, chosen, checked.spec, Severity.WARNING)
-    notices = container_notices(checked.spec, chosen.nodes) + venv_notices(checked.spec, chosen.nodes)
+    notices = container_notices(checked.spec, chosen.node_settings) + venv_notices(checked.spec, chosen.node_settings)
     notices += sharing_notices(checked.spec, bundles, placement, chosen.nodes)
     return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
 
@@ -207,6 +207,8 @@ def propose_placement(
         The name of the node for each task, and a problem for each group that does not fit.
 
     """
+    if pool.is_allocated:
+        return {}, _unknown_platforms(pool, spec, severity)
     free = tuple(Free.whole(node) for node in pool.nodes)
     placement: dict[str, str] = {}
     problems: list[Problem] = []
@@ -229,6 +231,26 @@ def propose_placement(
                 )
             )
     return placement, tuple(problems)
+
+
+def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
+    """Return a problem for each platform of a spec that the pool of a cluster engine does not translate."""
+    known = pool.slurm.platforms if pool.slurm is not None else {}
+    marks = {
+        platform: task.mark
+        for group in spec.groups
+        for task in group.tasks
+        if (platform := spec.resources[task.resource].platform) is not None and platform not in known
+    }
+    return tuple(
+        Problem(
+            where=mark,
+            severity=severity,
+            message=f"pool {pool.name!r} has no platform {name!r}",
+            hint=did_you_mean(name, known, what="platforms") if known else "add it to `platforms` of the pool",
+        )
+        for name, mark in marks.items()
+    )
 
 
 def _why_unplaced(unplaced: Sequence[Unplaced]) -> str:

@@ -193,7 +193,7 @@ def plan_checked(
 
     """
     checked = _with_environment(checked, pool.given.environment)
-    notices = container_notices(checked.spec, pool.nodes) + venv_notices(checked.spec, pool.nodes)
+    notices = container_notices(checked.spec, pool.node_settings) + venv_notices(checked.spec, pool.node_settings)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs, on_pack or _ignore)
     if problems:

@@ -121,7 +121,7 @@ def _container_command(options: JobOptions, pool: Pool) -> dict[str, Any]:
         raise ValueError(
             "CustomTrainerContainer needs the option TrainerCommand(command=[…]): distflow does not run entry points"
         )
-    if any(node.container == "none" for node in pool.nodes):
+    if any(node.container == "none" for node in pool.node_settings):
         raise ValueError(
             f"the pool `{pool.name}` does not run containers: set `container: auto` for it in the configuration "
             "(docs/containers.md), or pass CustomTrainer(func=…)"

@@ -195,6 +195,11 @@ class Pool:
         """Whether an engine chooses the nodes, so that ``nodes`` is empty."""
         return self.template is not None
 
+    @property
+    def node_settings(self) -> tuple[Node, ...]:
+        """The nodes; where an engine chooses them, the settings that all of them have."""
+        return self.nodes if self.template is None else (self.template,)
+
     def node(self, name: str) -> Node:
         """Return the node of a name. An allocated node has the form ``<host>@<allocation>``. Raises ``KeyError``."""
         for node in self.nodes:

@@ -42,6 +42,8 @@ class EndReason(str, enum.Enum):
     """The keeper process was killed, so the runner stopped the command."""
     BOTH_DIED = "both_died"
     """Runner and keeper were killed, so the next agent stopped what was left."""
+    ALLOCATION_OVER = "allocation_over"
+    """The cluster engine ended the allocation of its node; no node writes it."""
     UNKNOWN = "unknown"
     """A word that only another version of distflow on the node knows; no node writes it."""
 

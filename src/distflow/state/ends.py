@@ -37,6 +37,8 @@ class End(Struct, frozen=True, kw_only=True):
     stopped_at: float | None = None
     """When the stop request reached it; ``None`` if it was not stopped."""
     message: str | None = None
+    allocation: Reason | None = None
+    """Why the cluster engine ended the allocation of its node, if it did."""
     output_bytes: int = 0
     lost_output_bytes: int = 0
     """Bytes of output that the node could not keep, because its disk was full."""

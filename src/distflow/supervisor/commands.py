@@ -19,6 +19,7 @@ from distflow.backends.base import (
     LeaseObservation,
     LeaseRefused,
     LeaseRequest,
+    LeaseWaits,
     LogComplete,
     NotBrought,
     OutputLost,
@@ -222,7 +223,16 @@ def answered(
             if seen.checkpoint is None:
                 return (CommandId.of(CollectOutput, seen.key),)
             return (CommandId.of(PackCheckpoint, seen.key, seen.checkpoint.number),)
-        case LogComplete() | OutputLost() | OutputWaits() | Staging() | Collecting() | TransferMoved() | VenvProgress():
+        case (
+            LeaseWaits()
+            | LogComplete()
+            | OutputLost()
+            | OutputWaits()
+            | Staging()
+            | Collecting()
+            | TransferMoved()
+            | VenvProgress()
+        ):
             return ()
         case (
             Prepared() | PrepareFailed() | NotBrought() | Started() | StopAccepted() | Ended() | Released() | Absent()

@@ -103,7 +103,7 @@ class GroupStep:
     def _cancel(self, request: CancelRequest) -> None:
         message = _canceled(request)
         if self.group.state in (State.WAITING, State.SCHEDULING):
-            if not self._is_leasing:
+            if not self._waits_for_answer:
                 self.group = replace(self.group, venv_builds=())
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
@@ -140,7 +140,7 @@ class GroupStep:
         limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
         if limit is None or since is None:
             return
-        if self._is_leasing:
+        if self._waits_for_answer:
             return
         if self.now >= since + limit:
             waited = f"waited {seconds_text(limit)} for nodes (queue_timeout)"
@@ -503,8 +503,10 @@ class GroupStep:
         self.decision.commands += [one for one in commands if one.identity not in self.snapshot.in_flight]
 
     @property
-    def _is_leasing(self) -> bool:
-        """Whether the group's nodes have been asked for a lease and have not answered."""
+    def _waits_for_answer(self) -> bool:
+        """Whether the group's nodes have been asked for a lease and will answer soon. An engine may take days."""
+        if self.pool is not None and self.pool.is_allocated:
+            return False
         group = AttemptKey(workflow=self.record.uuid, group=self.group.name, task="", attempt=self.group.attempt, node="")
         return CommandId.of(Lease, group) in self.snapshot.in_flight
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.backends.base import (
+    AttemptKey,
     AttemptObservation,
     Backend,
     CollectUnanswered,
     Leased,
     LeaseObservation,
     LeaseRefused,
+    LeaseWaits,
     NodeDown,
     NodeUp,
     Observation,
@@ -162,6 +164,10 @@ class Supervisor:
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
         self._last_decision = LastDecision()
         self._backends: dict[str, Backend] = {}
+        self._kept: dict[str, frozenset[AttemptKey]] = {}
+        """Per pool whose nodes an engine allocates: the gangs that need them."""
+        self._allocated: set[tuple[str, str]] = set()
+        """Pool and name of the allocated nodes that attempts have."""
         self.in_flight: dict[CommandId, Command] = {}
         """Commands that were given and are not answered yet."""
 
@@ -234,7 +240,7 @@ class Supervisor:
     ) -> None:
         for identity in answered(seen):
             self.in_flight.pop(identity, None)
-        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
+        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused | LeaseWaits) else seen.key.workflow
         workflow = self._workflows.get(uuid)
         new_archives = arrived_archives(seen)
         if workflow is None:
@@ -255,7 +261,7 @@ class Supervisor:
 
     def _apply_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
-        view = self._nodes[place]
+        view = self._nodes.get(place) or self._view(seen.pool, seen.node)
         self._nodes = {**self._nodes, place: update_node_view(view, seen)}
         if isinstance(seen, NodeDown):
             is_news = view.up or view.error != seen.error
@@ -328,18 +334,16 @@ class Supervisor:
         key = record.pool_key
         if key not in self._backends:
             pool = replace(self._store.pool(record.uuid), name=key)
-            now = self._now()
             self._pools = {**self._pools, key: pool}
-            self._nodes = {
-                **self._nodes,
-                **{
-                    (key, node.name): NodeView(node=node, since=now, gpus=node.gpus, cpus=node.cpus, memory=node.memory)
-                    for node in pool.nodes
-                },
-            }
+            self._nodes = {**self._nodes, **{(key, node.name): self._view(key, node.name) for node in pool.nodes}}
             self._backends[key] = self._open_backend(pool, self.report)
             self._backends[key].connect(pool.nodes)
         return self._backends[key]
+
+    def _view(self, pool: str, name: str) -> NodeView:
+        """Return the view of a node about which nothing is known yet."""
+        node = self._pools[pool].node(name)
+        return NodeView(node=node, since=self._now(), gpus=node.gpus, cpus=node.cpus, memory=node.memory)
 
     # Deciding and acting.
 
@@ -359,18 +363,21 @@ class Supervisor:
                 self._act(command)
             if not decision.records and not decision.commands:
                 break
-        self._cancel_unneeded_transfers()
+        self._drop_unneeded_commands()
         self._forget_finished()
+        self._give_back_allocations()
         return decision.wake_at
 
-    def _cancel_unneeded_transfers(self) -> None:
-        """Cancel the transfers and builds of groups that have ended or have another attempt."""
+    def _drop_unneeded_commands(self) -> None:
+        """Cancel the transfers, builds and requests for nodes of groups that have ended or have another attempt."""
         for identity, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
                 self._transfers.cancel(command)
                 del self.in_flight[identity]
             elif isinstance(command, BuildVenv) and not _waits_for(self._workflows[command.key.workflow].record, command):
                 self._backends[command.pool].cancel_venv(command.key)
+                del self.in_flight[identity]
+            elif isinstance(command, Lease) and not _waits_for_nodes(self._workflows[command.key.workflow].record, command):
                 del self.in_flight[identity]
 
     def decide(self) -> Decision:
@@ -431,7 +438,7 @@ class Supervisor:
 
     def _prepare(self, backend: Backend, command: Prepare) -> None:
         workflow, pool, node = self._workflows[command.key.workflow], self._pools[command.pool], command.key.node
-        launch = launch_of(workflow, command, {node: self._nodes[command.pool, node].node})
+        launch = launch_of(workflow, command, {node: pool.node(node)})
         if launch is None:
             del self.in_flight[command.identity]
             return
@@ -468,6 +475,32 @@ class Supervisor:
             for part in self._blobs.glob("*.part"):
                 part.unlink(missing_ok=True)  # a partial archive of an output that no group needs now
 
+    def _give_back_allocations(self) -> None:
+        """Tell the engines of pools whose nodes are allocated which gangs still need theirs."""
+        for pool in (key for key, one in self._pools.items() if one.is_allocated):
+            records = [one.record for one in self._workflows.values() if one.record.pool_key == pool]
+            kept = frozenset(gang for record in records for gang in _gangs(record))
+            if kept != self._kept.get(pool):
+                # Allocations of an earlier supervisor are known only to the engine. It is asked once.
+                ended = () if pool in self._kept else self._store.uuids() - self._workflows.keys()
+                self._kept[pool] = kept
+                self._backends[pool].keep(kept, ended)
+            used = {(pool, task.node) for record in records for task in _tasks(record) if task.node is not None}
+            gone = {one for one in self._allocated if one[0] == pool} - used
+            self._allocated = (self._allocated | used) - gone
+            if gone:
+                self._nodes = {place: view for place, view in self._nodes.items() if place not in gone}
+
+
+def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:
+    """Yield the attempts of groups that wait for nodes, or still need those that they have."""
+    for group in record.groups:
+        attempts = {task.attempt for task in group.attempts if task.node is not None and not _is_done(task)}
+        if not group.state.is_final and group.state is not State.WAITING:
+            attempts.add(group.attempt)
+        for attempt in attempts:
+            yield AttemptKey(workflow=record.uuid, group=group.name, task="", attempt=attempt, node="")
+
 
 def _brings_archives(command: Command) -> bool:
     return isinstance(command, CollectOutput | PackCheckpoint | TransferData)
@@ -476,6 +509,11 @@ def _brings_archives(command: Command) -> bool:
 def _waits_for(record: WorkflowRecord, command: BuildVenv) -> bool:
     group = record.group(command.key.group)
     return group.attempt == command.key.attempt and any(one.node == command.key.node for one in group.venv_builds)
+
+
+def _waits_for_nodes(record: WorkflowRecord, command: Lease) -> bool:
+    group = record.group(command.key.group)
+    return group.attempt == command.key.attempt and group.state is State.SCHEDULING
 
 
 def _is_over(record: WorkflowRecord) -> bool:

@@ -20,6 +20,7 @@ from distflow.backends.base import (
     Leased,
     LeaseObservation,
     LeaseRefused,
+    LeaseWaits,
     LogComplete,
     NodeDown,
     NodeUp,
@@ -114,7 +115,7 @@ def apply_observation(
     record: WorkflowRecord, plan: Plan, seen: LeaseObservation | VenvObservation | AttemptObservation
 ) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that report it."""
-    if isinstance(seen, Leased | LeaseRefused):
+    if isinstance(seen, Leased | LeaseRefused | LeaseWaits):
         group = record.group(seen.group)
         if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
             return record, []
@@ -123,6 +124,8 @@ def apply_observation(
             nodes = {task: where.node for task, where in seen.binding.tasks.items()}
             granted = LeaseGranted(nodes=nodes, port=seen.binding.port, left_out=leased.left_out)
             return record.with_group(leased), [_event(record, seen.at, granted, group.name)]
+        if isinstance(seen, LeaseWaits):
+            return _announced(record, group, seen.message, seen.at)
         return _refused(record, plan, group, seen)
     key = seen.key
     group = record.group(key.group)
@@ -243,11 +246,15 @@ def _refused(record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: Lease
         return _with_message(record, replace(group, refusals=tuple(known.values())), _building_text(plan, group), seen.at)
     message = few([one.message for one in known.values()], "; ")  # each node's last refusal
     if seen.is_final:
-        failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
+        failed = end_unstarted(group, State.FAILED, seen.reason, message, seen.at)
         event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
         return record.with_group(failed), [event]
-    waiting, details = announce_wait(replace(group, refusals=tuple(known.values())), message)
-    return record.with_group(waiting), [_event(record, seen.at, details, group.name)] if details is not None else []
+    return _announced(record, replace(group, refusals=tuple(known.values())), message, seen.at)
+
+
+def _announced(record: WorkflowRecord, group: GroupRecord, message: str, at: float) -> tuple[WorkflowRecord, list[Event]]:
+    waiting, details = announce_wait(group, message)
+    return record.with_group(waiting), [_event(record, at, details, group.name)] if details is not None else []
 
 
 def _building_text(plan: Plan, group: GroupRecord) -> str:

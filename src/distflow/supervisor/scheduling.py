@@ -3,6 +3,8 @@
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang never
 overtakes one that waits for nodes, so that a large gang is never starved. A gang that has nodes keeps them. Only one gang per
 pool asks the nodes at a time, so two gangs never hold half of what both need.
+
+Where a cluster engine chooses the nodes, every gang asks it at once, because the engine has a queue of its own.
 """
 
 from __future__ import annotations
@@ -67,11 +69,28 @@ def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> 
         resting = [group.resting_until for _, group in waiting if now < group.resting_until]
         leases.wake(resting)
         waiting = [one for one in waiting if now >= one[1].resting_until]
+        if pool.is_allocated:
+            _ask_engine(snapshot, pool_key, pool, waiting, now, leases)
+            continue
         # The sort is stable: workflows of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
         if waiting and not any(usage.workflow.record.uuid in asking for usage in (of_pool if asking else ())):
             _next_of_pool(snapshot, pool_key, pool, of_pool, waiting, now, leases)
     return leases
+
+
+def _ask_engine(
+    snapshot: Snapshot, pool_key: str, pool: Pool, waiting: Sequence[tuple[Workflow, GroupRecord]], now: float, leases: Leases
+) -> None:
+    for workflow, group in waiting:
+        due = max([group.not_before, *(one.until for one in group.refusals)])
+        plan = workflow.plan.group(group.name)
+        request = _request(workflow.record, group, plan, dict.fromkeys((one.task for one in plan.launches), ""), pool)
+        command = Lease(pool_key, request)
+        if now < due:
+            leases.wake([due])
+        elif command.identity not in snapshot.in_flight:
+            leases.commands.append(command)
 
 
 def _next_of_pool(
@@ -203,15 +222,24 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         start_timeout_s=pool.start_barrier_s + _LEASE_OUTLIVES_S,
         workflow_id=record.id,
         venvs=_venvs(plan, nodes, pool),
+        platforms={one.task: one.resource.platform for one in plan.launches if one.resource.platform is not None},
+        excluded=_excluded(plan, group),
+        time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + pool.start_barrier_s + pool.stop_grace_s,
     )
+
+
+def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
+    """Return the nodes that each task must not get: those of its spec, and those on which earlier attempts failed."""
+    failures = Counter(cause.node for cause in group.earlier_causes)
+    avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
+    return {one.task: found for one in demands(plan) if (found := (*one.nodes_excluded, *avoided))}
 
 
 def _venvs(plan: GroupPlan, nodes: Mapping[str, str], pool: Pool) -> Mapping[str, str]:
     """Return the digest of the Python environment of each task that has one."""
     if plan.venv is None:
         return {}
-    by_name = {node.name: node for node in pool.nodes}
-    found = {launch.task: venv_of(plan, launch, by_name[nodes[launch.task]]) for launch in plan.launches}
+    found = {launch.task: venv_of(plan, launch, pool.node(nodes[launch.task])) for launch in plan.launches}
     return {task: digest for task, digest in found.items() if digest is not None}
 
 

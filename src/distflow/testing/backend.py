@@ -7,7 +7,7 @@ runs there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 from distflow.backends.base import (
@@ -103,6 +103,9 @@ class FakeBackend:
         """Whether builds do not end."""
 
     # The protocol.
+
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+        """Do nothing: nodes are not allocated."""
 
     def connect(self, nodes: Sequence[Node]) -> None:
         """Make the nodes reachable."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Machi
 class MachinesBackend:
     """Runs gangs on nodes through their agents; see ``backends.base.Backend`` for the contract."""
 
-    def __init__(self, pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> None:
-        """Create the backend without connecting."""
+    def __init__(
+        self, pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink, open_transport: Callable[[Node], Transport] | None = None
+    ) -> None:
+        """Create the backend without connecting. ``open_transport``: if the pool does not tell how to reach its nodes."""
+        self._open_transport = open_transport or partial(transport_of, pool)
         self._pool = pool
         self._blobs = blobs
         self._sink = sink
@@ -103,7 +107,7 @@ class MachinesBackend:
         """Connect to these nodes, and stay connected."""
         for node in nodes:
             if node.name not in self._connections:
-                connection = Connection(self._pool, node, transport_of(self._pool, node), self._sink, self._logs)
+                connection = Connection(self._pool, node, self._open_transport(node), self._sink, self._logs)
                 self._connections[node.name] = connection
                 connection.begin()
 
@@ -116,6 +120,16 @@ class MachinesBackend:
     def lease(self, request: LeaseRequest) -> None:
         """Request a lease from every node. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
+
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+        """Do nothing: nodes are not allocated."""
+
+    def drop(self, names: Collection[str]) -> None:
+        """Close the connections to nodes that are no longer part of the pool."""
+        for name in names:
+            connection = self._connections.pop(name, None)
+            if connection is not None:
+                connection.close()
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
         """Build the Python environment in a thread, because that may take minutes."""

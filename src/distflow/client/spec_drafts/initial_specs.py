@@ -118,7 +118,7 @@ def _submit_command(draft: Draft, file: str, configuration: Configuration) -> st
     fitting = [
         name
         for name, pool in configuration.pools.items()
-        if sum(node.gpus is None or node.gpus >= gpus for node in pool.nodes) >= (draft.nodes or 1)
+        if pool.is_allocated or sum(node.gpus is None or node.gpus >= gpus for node in pool.nodes) >= (draft.nodes or 1)
     ]
     place = [] if default in fitting else ["--pool", fitting[0]] if fitting else ["--hostfile", "hosts.txt"]
     setup = ["--setup", draft.setup] if draft.setup else []

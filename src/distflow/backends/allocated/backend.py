@@ -1,0 +1,556 @@
+"""The backend for nodes that a cluster engine allocates: one allocation for each attempt of a group.
+
+It requests allocations, waits for them, and runs gangs on their nodes as on plain machines (``MachinesBackend``). One thread
+talks to the engine: it requests, asks for the states of all allocations with one question, and releases. The engine's word
+about the end of an allocation takes the place of what its nodes saw: a program that gets SIGTERM does not know that its job was
+preempted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from distflow.backends.allocated.engine import (
+    Allocation,
+    AllocationRequest,
+    AllocationState,
+    Engine,
+    Granted,
+    NodeRequest,
+    Over,
+    Queued,
+    RequestRefused,
+    host_of,
+    node_name,
+)
+from distflow.backends.allocated.engines import open_engine
+from distflow.backends.base import (
+    AttemptKey,
+    CheckpointRef,
+    Ended,
+    Leased,
+    LeaseRefused,
+    LeaseRequest,
+    LeaseWaits,
+    LogComplete,
+    LogSink,
+    NodeDown,
+    NodeUp,
+    Observation,
+    Sink,
+    Unanswered,
+)
+from distflow.backends.machines.backend import MachinesBackend
+from distflow.backends.steady import now
+from distflow.documents.requirements import Requirements
+from distflow.errors import DistflowError
+from distflow.lifecycle.states import Reason
+from distflow.plan.credentials import GivenSecrets
+from distflow.plan.model import BoundLaunch
+from distflow.pools.model import Node, Pool
+from distflow.protocol.ends import EndReason
+from distflow.storage.base import Progress
+from distflow.storage.credentials import Identity
+from distflow.storage.task_data import Delivered, Delivery
+from distflow.structs import replace
+from distflow.transports.base import Transport
+
+__all__ = ["AllocatedBackend", "open_backend"]
+
+_FIRST_POLL_S = 0.3
+"""Seconds from a request to the first question about it. Each further question comes later, up to ``_QUEUED_POLL_S``."""
+_POLL_GROWTH = 1.5
+_QUEUED_POLL_S = 10.0
+_HELD_POLL_S = 30.0
+"""Seconds between two questions while no allocation waits: nodes report the end of their tasks themselves."""
+_POLLS, _POLL_EVERY_S = 5.0, 6.0
+"""Questions that may follow each other quickly, and seconds until there may be one more."""
+_RETRY_S = 10.0
+"""Seconds until an engine that could not be asked is asked again."""
+_DOUBT_S = 5.0
+"""Seconds that the failure of a task waits for the engine's word about its allocation."""
+_REQUESTS_AT_ONCE = 8
+"""Requests between two questions, so that many new gangs do not delay news about the others."""
+_CLOSE_S = 15.0
+
+
+def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> AllocatedBackend:
+    """Return the backend of a pool whose nodes an engine allocates."""
+    return AllocatedBackend(pool, open_engine(pool), blobs=blobs, sink=sink, logs=logs)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """An allocation that was requested, and what is known of it."""
+
+    allocation: Allocation
+    request: LeaseRequest | None = None
+    """The open lease request; ``None`` after it was answered."""
+    id: str = ""
+    """The engine's id; empty until the engine has accepted it."""
+    retry_at: float = 0.0
+    """When the engine is asked again for an allocation that it could not accept yet."""
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Task → node, as soon as the engine has granted it."""
+    is_leasing: bool = False
+    """Whether the nodes have been asked for the lease."""
+    connects_until: float = 0.0
+    """The time by which all nodes must be connected."""
+    attempts: dict[AttemptKey, bool] = field(default_factory=dict)
+    """Attempts on its nodes, and whether their end was reported."""
+    doubtful: dict[AttemptKey, tuple[float, Ended]] = field(default_factory=dict)
+    """Failures that wait for the engine's word, each with the time at which it was seen."""
+    said: str = ""
+    """The last reason for waiting that was reported."""
+
+
+class AllocatedBackend:
+    """Runs gangs on allocated nodes; see ``backends.base.Backend`` for the contract."""
+
+    def __init__(self, pool: Pool, engine: Engine, *, blobs: Path, sink: Sink, logs: LogSink) -> None:
+        """Create the backend. The engine is not asked before there is something to ask."""
+        self._pool = pool
+        self._engine = engine
+        self._sink = sink
+        self._machines = MachinesBackend(pool, blobs=blobs, sink=self._seen, logs=logs, open_transport=self._transport)
+        self._changed = threading.Condition()
+        """Guards everything below, and wakes the thread that talks to the engine."""
+        self._held: dict[Allocation, _Held] = {}
+        self._unwanted: list[str] = []
+        """Ids of allocations to release."""
+        self._ended: Collection[str] = ()
+        """Workflows whose leftover allocations are to be found and released."""
+        self._up: set[str] = set()
+        self._pace = _Pace()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name=f"allocations of {pool.name}", daemon=True)
+        self._thread.start()
+
+    # The protocol.
+
+    def connect(self, nodes: Sequence[Node]) -> None:
+        """Do nothing: nodes are connected when they are allocated."""
+
+    def watch(self, keys: Sequence[AttemptKey]) -> None:
+        """Observe attempts that an earlier process started."""
+        with self._changed:
+            for key in keys:
+                held = self._held.setdefault(_allocation_of(key), _Held(allocation=_allocation_of(key)))
+                _, held.id = host_of(key.node)
+                held.nodes = {**held.nodes, key.task: key.node}
+                held.attempts.setdefault(key, False)
+            self._pace.hurry()
+            self._changed.notify()
+        self._machines.connect([self._pool.node(key.node) for key in keys])
+        self._machines.watch(keys)
+
+    def lease(self, request: LeaseRequest) -> None:
+        """Request an allocation, then lease its nodes."""
+        allocation = Allocation(workflow=request.workflow, group=request.group, attempt=request.attempt)
+        with self._changed:
+            held = self._held.setdefault(allocation, _Held(allocation=allocation))
+            held.request, held.is_leasing, held.said = request, False, ""
+            self._lease_if_connected(held)  # it already has nodes if an earlier lease was refused there
+            self._pace.hurry()
+            self._changed.notify()
+
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+        """Release all other allocations, and find those that ended workflows have left."""
+        kept = {_allocation_of(key) for key in gangs}
+        with self._changed:
+            for allocation in [one for one in self._held if one not in kept]:
+                held = self._held.pop(allocation)
+                self._unwanted += [held.id] if held.id else []
+                self._drop(held)
+            self._ended = ended
+            self._changed.notify()
+
+    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
+        """Build the Python environment on an allocated node."""
+        self._machines.build_venv(key, venv)
+
+    def cancel_venv(self, key: AttemptKey) -> None:
+        """Stop a ``build_venv``."""
+        self._machines.cancel_venv(key)
+
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
+        """Copy files and launch record to the node."""
+        if self._reaches(key):
+            self._machines.prepare(key, launch, secrets, stop_grace_s, memo)
+
+    def start(self, key: AttemptKey) -> None:
+        """Start a prepared attempt."""
+        if self._reaches(key):
+            self._machines.start(key)
+
+    def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
+        """Stop an attempt."""
+        if self._reaches(key):
+            self._machines.stop(key, grace_s=grace_s, why=why)
+
+    def release(self, key: AttemptKey) -> None:
+        """Release the lease of an attempt that has not started. The allocation remains until the gang no longer needs it."""
+        if self._reaches(key):
+            self._machines.release(key)
+
+    def collect(
+        self,
+        key: AttemptKey,
+        checkpoint: CheckpointRef | None = None,
+        place: str | None = None,
+        *,
+        for_nodes: bool = False,  # noqa: ARG002  the next gang gets other nodes, so nothing stays on a node
+    ) -> None:
+        """Copy the output of an ended attempt here."""
+        if self._reaches(key):
+            self._machines.collect(key, checkpoint, place)
+
+    def deliver(
+        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
+    ) -> Delivered:
+        """Let the node upload the output of an ended attempt."""
+        return self._machines.deliver(key, delivery, identity, halt, progress)
+
+    def close(self) -> None:
+        """Release what is no longer wanted, and close all connections. Other allocations stay."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_S)
+        self._machines.close()
+        self._engine.close()
+
+    # What the nodes report.
+
+    def _seen(self, seen: Observation) -> None:
+        with self._changed:
+            if isinstance(seen, NodeUp):
+                self._up.add(seen.node)
+                self._sink(seen)
+                self._lease_if_connected(self._of_node(seen.node))
+            elif isinstance(seen, NodeDown):
+                self._node_down(seen)
+            elif isinstance(seen, Leased | LeaseRefused):
+                self._lease_answered(seen)
+            elif isinstance(seen, Ended):
+                self._attempt_ended(seen)
+            else:
+                self._sink(seen)
+
+    def _node_down(self, seen: NodeDown) -> None:
+        self._up.discard(seen.node)
+        held = self._of_node(seen.node)
+        if held is None:
+            return  # its allocation is over, and was reported
+        self._pace.hurry()
+        self._changed.notify()
+        if held.request is None:
+            self._sink(seen)
+        elif seen.needs_action:
+            host, _ = host_of(seen.node)
+            self._refuse(held, {seen.node: f"{host}: {seen.error}"}, is_final=True)
+        else:
+            self._say(held, f"connecting to {host_of(seen.node)[0]}: {seen.error}")
+
+    def _lease_answered(self, seen: Leased | LeaseRefused) -> None:
+        held = self._held.get(Allocation(workflow=seen.workflow, group=seen.group, attempt=seen.attempt))
+        if held is None:
+            return  # the gang no longer wants it
+        if isinstance(seen, Leased) and held.request is not None:
+            held.attempts = {_key(held, task): False for task in held.nodes}
+        held.request, held.is_leasing = None, False
+        self._sink(seen)
+
+    def _attempt_ended(self, seen: Ended) -> None:
+        held = self._held.get(_allocation_of(seen.key))
+        if held is None or held.attempts.get(seen.key, True):
+            self._sink(seen)
+        elif _may_be_by_engine(seen.end):
+            held.doubtful.setdefault(seen.key, (time.monotonic(), seen))
+            self._pace.hurry()
+            self._changed.notify()
+        else:
+            held.attempts[seen.key] = True
+            self._sink(seen)
+
+    # The thread that talks to the engine.
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not (self._unwanted or self._ended or self._is_closing):
+                    self._changed.wait(self._next_in_s())
+                if self._is_closing and not self._unwanted:
+                    return
+                unwanted, self._unwanted = self._unwanted, []
+                ended, self._ended = self._ended, frozenset()
+            try:
+                self._release(unwanted, ended)
+                if not self._is_closing:
+                    self._request_due()
+                    self._poll()
+            except DistflowError as error:
+                with self._changed:
+                    if self._is_closing:
+                        return
+                    self._unwanted += unwanted
+                    self._ended = self._ended or ended
+                    for held in self._held.values():
+                        self._say(held, error.message)
+                    self._give_up_doubts()
+                    self._changed.wait(_RETRY_S if not self._pace.is_urgent else 1.0)
+
+    def _release(self, ids: Sequence[str], ended: Collection[str]) -> None:
+        if ended:
+            with self._changed:
+                known = {held.id for held in self._held.values()}
+            found = self._engine.allocations()
+            ids = [*ids, *(name for name, one in found.items() if one.workflow in ended and name not in known)]
+        if ids:
+            self._engine.release(ids)
+
+    def _request_due(self) -> None:
+        """Request the allocations that have not been requested, some at a time."""
+        with self._changed:
+            due = [one for one in self._held.values() if one.request and not one.id and one.retry_at <= time.monotonic()]
+        for held in due[:_REQUESTS_AT_ONCE]:
+            request = held.request
+            if request is None:
+                continue
+            try:
+                found = self._engine.request(_wanted(held.allocation, request))
+            except RequestRefused as error:
+                with self._changed:
+                    words = f"{error.message} ({error.hint})" if error.hint else error.message
+                    self._refuse(held, {"": words}, is_final=True)
+                continue
+            except DistflowError as error:
+                with self._changed:
+                    held.retry_at = time.monotonic() + _RETRY_S
+                    self._say(held, error.message)
+                continue
+            with self._changed:
+                held.id = found
+                if self._held.get(held.allocation) is not held:
+                    self._unwanted.append(found)  # it was canceled meanwhile
+                self._pace.hurry()
+
+    def _poll(self) -> None:
+        """Ask for the states of all allocations, if that is due."""
+        with self._changed:
+            asked = {one.id: one for one in self._held.values() if one.id}
+            if not asked or not self._pace.is_due(self._is_queued()):
+                self._give_up_doubts()
+                return
+            self._pace.begin()
+            tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in asked.items()}
+            began = time.monotonic()
+        states = self._engine.states(tasks)
+        with self._changed:
+            for name, state in states.items():
+                if self._held.get(asked[name].allocation) is asked[name]:
+                    self._apply(asked[name], state, began)
+
+    def _apply(self, held: _Held, state: AllocationState, asked_at: float) -> None:
+        if isinstance(state, Queued):
+            message = state.why or "waits in the queue"
+            if state.starts_at is not None:
+                message += (
+                    f"; expected start: {datetime.fromtimestamp(state.starts_at, timezone.utc).astimezone():%Y-%m-%d %H:%M}"
+                )
+            self._say(held, message)
+        elif isinstance(state, Granted):
+            self._granted(held, state, asked_at)
+        else:
+            self._over(held, state)
+
+    def _granted(self, held: _Held, state: Granted, asked_at: float) -> None:
+        self._believe(held, until=asked_at)  # the allocation still existed then, so these tasks failed by themselves
+        if held.request is None or held.is_leasing:
+            return
+        if not held.connects_until:
+            held.connects_until = time.monotonic() + self._pool.start_barrier_s
+            held.nodes = {task: node_name(host, held.id) for task, host in state.hosts.items()}
+            self._machines.connect([self._pool.node(name) for name in held.nodes.values()])
+        if not self._lease_if_connected(held) and time.monotonic() > held.connects_until:
+            away = [name for name in held.nodes.values() if name not in self._up]
+            self._refuse(held, {name: f"{name} did not answer ({held.said})" for name in away}, is_final=False)
+
+    def _over(self, held: _Held, state: Over) -> None:
+        if held.request is not None:
+            is_final = state.reason not in (None, Reason.PREEMPTED, Reason.NODE_LOST) or not state.message
+            reason = Reason.START_ERROR if state.reason is None else state.reason
+            self._refuse(held, {"": state.message}, is_final=is_final or state.reason is None, reason=reason)
+            return
+        del self._held[held.allocation]
+        for key, is_reported in held.attempts.items():
+            if is_reported:
+                continue
+            _, seen = held.doubtful.get(key, (0.0, None))
+            if seen is None or state.reason is not None:
+                told: dict[str, object] = dict(seen.end) if seen is not None else {}
+                reason = Reason.NODE_LOST if state.reason is None else state.reason
+                told |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
+                seen = Ended(at=now(), key=key, end=told, clock=seen.clock if seen is not None else None)
+            self._sink(seen)
+            self._sink(LogComplete(at=now(), key=key))
+        self._drop(held)
+
+    # Helpers. The lock is held.
+
+    def _lease_if_connected(self, held: _Held | None) -> bool:
+        """Lease the nodes of an allocation if all of them are connected and the lease request is open."""
+        if held is None or held.request is None or held.is_leasing or not held.nodes:
+            return False
+        if not self._up.issuperset(held.nodes.values()):
+            return False
+        held.is_leasing = True
+        self._machines.lease(replace(held.request, nodes=held.nodes))
+        return True
+
+    def _refuse(self, held: _Held, nodes: Mapping[str, str], *, is_final: bool, reason: Reason = Reason.START_ERROR) -> None:
+        """Answer the lease request with a refusal, and give up the allocation. The next request makes a new one."""
+        self._held.pop(held.allocation, None)
+        self._unwanted += [held.id] if held.id else []
+        self._drop(held)
+        self._sink(
+            LeaseRefused(
+                at=now(), workflow=held.allocation.workflow, group=held.allocation.group, attempt=held.allocation.attempt,
+                nodes=nodes, is_final=is_final, reason=reason,
+            )
+        )  # fmt: skip
+        self._changed.notify()
+
+    def _say(self, held: _Held, message: str) -> None:
+        """Report why an open lease request waits, if that is news."""
+        if held.request is None or held.is_leasing or message == held.said:
+            return
+        held.said = message
+        one = held.allocation
+        self._sink(LeaseWaits(at=now(), workflow=one.workflow, group=one.group, attempt=one.attempt, message=message))
+
+    def _drop(self, held: _Held) -> None:
+        """Disconnect from the nodes of an allocation."""
+        for name in held.nodes.values():
+            if name in self._up:
+                self._up.discard(name)
+                self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
+        # Closing waits for threads that may be waiting for our lock.
+        names = tuple(held.nodes.values())
+        threading.Thread(target=self._machines.drop, args=(names,), name="drop nodes", daemon=True).start()
+
+    def _give_up_doubts(self) -> None:
+        for held in self._held.values():
+            self._believe(held, until=time.monotonic() - _DOUBT_S)
+
+    def _believe(self, held: _Held, *, until: float) -> None:
+        """Report the doubtful failures that were seen until then."""
+        for key, (at, seen) in list(held.doubtful.items()):
+            if at <= until:
+                del held.doubtful[key]
+                held.attempts[key] = True
+                self._sink(seen)
+
+    def _of_node(self, name: str) -> _Held | None:
+        return next((one for one in self._held.values() if name in one.nodes.values()), None)
+
+    def _is_queued(self) -> bool:
+        return any(one.request is not None for one in self._held.values())
+
+    def _next_in_s(self) -> float | None:
+        """Return the seconds until something is due without a change; ``None`` for never."""
+        times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
+        times += [at + _DOUBT_S - time.monotonic() for one in self._held.values() for at, _ in one.doubtful.values()]
+        if any(one.id for one in self._held.values()):
+            times.append(self._pace.due_in_s(self._is_queued()))
+        return max(0.0, min(times)) if times else None
+
+    def _reaches(self, key: AttemptKey) -> bool:
+        with self._changed:
+            reaches = key.node in self._up
+        if not reaches:
+            self._sink(Unanswered(at=now(), key=key))
+        return reaches
+
+    def _transport(self, node: Node) -> Transport:
+        host, allocation_id = host_of(node.name)
+        return self._engine.transport(allocation_id, host)
+
+
+class _Pace:
+    """When the engine is asked: soon after a change, then ever more rarely, and never too often."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._wait_s = _QUEUED_POLL_S
+        self._tokens = _POLLS
+        self._counted_at = time.monotonic()
+        self.is_urgent = False
+
+    def hurry(self) -> None:
+        """Ask soon, because something has changed."""
+        self._wait_s = _FIRST_POLL_S
+        self.is_urgent = True
+
+    def due_in_s(self, is_queued: bool) -> float:
+        """Return the seconds until the next question; ``is_queued``: whether an allocation waits."""
+        wait_s = self._wait_s if is_queued or self.is_urgent else _HELD_POLL_S
+        lacking = max(0.0, 1.0 - self._filled()) * _POLL_EVERY_S
+        return max(self._last + wait_s - time.monotonic(), lacking)
+
+    def is_due(self, is_queued: bool) -> bool:
+        """Return whether the next question may be asked now."""
+        return self.due_in_s(is_queued) <= 0
+
+    def begin(self) -> None:
+        """Count a question that is asked now."""
+        self._tokens, self._counted_at = self._filled() - 1.0, time.monotonic()
+        self._last = time.monotonic()
+        self._wait_s = min(self._wait_s * _POLL_GROWTH, _QUEUED_POLL_S)
+        self.is_urgent = False
+
+    def _filled(self) -> float:
+        return min(_POLLS, self._tokens + (time.monotonic() - self._counted_at) / _POLL_EVERY_S)
+
+
+def _allocation_of(key: AttemptKey) -> Allocation:
+    return Allocation(workflow=key.workflow, group=key.group, attempt=key.attempt)
+
+
+def _key(held: _Held, task: str) -> AttemptKey:
+    one = held.allocation
+    return AttemptKey(workflow=one.workflow, group=one.group, task=task, attempt=one.attempt, node=held.nodes[task])
+
+
+def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
+    """Return whether the engine may have caused an end: not if the command succeeded, and not if distflow stopped it."""
+    reasons: Iterable[EndReason] = (
+        EndReason.EXITED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED,
+    )  # fmt: skip
+    return EndReason.of(end.get("reason", EndReason.EXITED)) in reasons and end.get("exit_code") != 0
+
+
+def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:
+    hosts = {name: host for names in request.excluded.values() for name in names if (host := name.rpartition("@")[0] or name)}
+    return AllocationRequest(
+        allocation=allocation,
+        label=f"{request.workflow_id}/{request.group}",
+        nodes=tuple(
+            NodeRequest(
+                task=task,
+                gpus=request.gpus.get(task, 0),
+                cpus=request.cpus.get(task, 0),
+                memory=request.memory.get(task, 0),
+                platform=request.platforms.get(task),
+                excluded=tuple(hosts[name] for name in request.excluded.get(task, ())),
+            )
+            for task in request.nodes
+        ),
+        time_limit_s=request.time_limit_s,
+    )
