@@ -8,6 +8,7 @@ preempted.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -72,7 +73,7 @@ _HELD_POLL_S = 30.0
 _POLLS, _POLL_EVERY_S = 5.0, 6.0
 """Questions that may follow each other quickly, and seconds until there may be one more."""
 _RETRY_S = 10.0
-"""Seconds until an engine that could not be asked is asked again."""
+"""The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
 _DOUBT_S = 5.0
 """Seconds that the failure of a task waits for the engine's word about its allocation."""
 _REQUESTS_AT_ONCE = 8
@@ -94,8 +95,10 @@ class _Held:
     """The open lease request; ``None`` after it was answered."""
     id: str = ""
     """The engine's id; empty until the engine has accepted it."""
+    failures: int = 0
+    """How often the engine could not accept the request yet."""
     retry_at: float = 0.0
-    """When the engine is asked again for an allocation that it could not accept yet."""
+    """When it is asked again."""
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Task → node, as soon as the engine has granted it."""
     is_leasing: bool = False
@@ -282,12 +285,15 @@ class AllocatedBackend:
     # The thread that talks to the engine.
 
     def _work(self) -> None:
+        failures, retry_at = 0, 0.0
         while True:
             with self._changed:
-                if not (self._unwanted or self._ended or self._is_closing):
-                    self._changed.wait(self._next_in_s())
+                self._wait(retry_at)
                 if self._is_closing and not self._unwanted:
                     return
+                self._give_up_doubts()
+                if time.monotonic() < retry_at and not self._is_closing:
+                    continue
                 unwanted, self._unwanted = self._unwanted, []
                 ended, self._ended = self._ended, frozenset()
             try:
@@ -295,7 +301,10 @@ class AllocatedBackend:
                 if not self._is_closing:
                     self._request_due()
                     self._poll()
+                failures = 0
             except DistflowError as error:
+                failures += 1
+                retry_at = time.monotonic() + _pause_s(failures)
                 with self._changed:
                     if self._is_closing:
                         return
@@ -303,8 +312,17 @@ class AllocatedBackend:
                     self._ended = self._ended or ended
                     for held in self._held.values():
                         self._say(held, error.message)
-                    self._give_up_doubts()
-                    self._changed.wait(_RETRY_S if not self._pace.is_urgent else 1.0)
+
+    def _wait(self, retry_at: float) -> None:
+        """Wait until something has changed or is due. An engine that could not be asked is not asked before ``retry_at``."""
+        left_s, doubt_s = retry_at - time.monotonic(), self._doubt_ends_in_s()
+        if self._is_closing:
+            return
+        if left_s > 0:
+            self._changed.wait(min(left_s, doubt_s))
+        elif not (self._unwanted or self._ended):
+            next_s = min(self._next_in_s(), doubt_s)
+            self._changed.wait(None if next_s == math.inf else max(0.0, next_s))
 
     def _release(self, ids: Sequence[str], ended: Collection[str]) -> None:
         if ended:
@@ -332,7 +350,8 @@ class AllocatedBackend:
                 continue
             except DistflowError as error:
                 with self._changed:
-                    held.retry_at = time.monotonic() + _RETRY_S
+                    held.failures += 1
+                    held.retry_at = time.monotonic() + _pause_s(held.failures)
                     self._say(held, error.message)
                 continue
             with self._changed:
@@ -346,7 +365,6 @@ class AllocatedBackend:
         with self._changed:
             asked = {one.id: one for one in self._held.values() if one.id}
             if not asked or not self._pace.is_due(self._is_queued()):
-                self._give_up_doubts()
                 return
             self._pace.begin()
             tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in asked.items()}
@@ -463,13 +481,17 @@ class AllocatedBackend:
     def _is_queued(self) -> bool:
         return any(one.request is not None for one in self._held.values())
 
-    def _next_in_s(self) -> float | None:
-        """Return the seconds until something is due without a change; ``None`` for never."""
+    def _next_in_s(self) -> float:
+        """Return the seconds until the engine is to be asked without a change; infinite for never."""
         times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
-        times += [at + _DOUBT_S - time.monotonic() for one in self._held.values() for at, _ in one.doubtful.values()]
         if any(one.id for one in self._held.values()):
             times.append(self._pace.due_in_s(self._is_queued()))
-        return max(0.0, min(times)) if times else None
+        return min(times, default=math.inf)
+
+    def _doubt_ends_in_s(self) -> float:
+        """Return the seconds until a failure no longer waits for the engine's word; infinite for never."""
+        seen = [at for one in self._held.values() for at, _ in one.doubtful.values()]
+        return min(seen, default=math.inf) + _DOUBT_S - time.monotonic()
 
     def _reaches(self, key: AttemptKey) -> bool:
         with self._changed:
@@ -481,6 +503,11 @@ class AllocatedBackend:
     def _transport(self, node: Node) -> Transport:
         host, allocation_id = host_of(node.name)
         return self._engine.transport(allocation_id, host)
+
+
+def _pause_s(failures: int) -> float:
+    """Return the seconds until an engine is asked again after this number of failures."""
+    return float(min(_RETRY_S, 2.0 ** (failures - 1)))
 
 
 class _Pace:

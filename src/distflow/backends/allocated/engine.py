@@ -88,7 +88,7 @@ class AllocationRequest:
     """The longest time that the group may run, with its preparation; ``None``: that of the pool."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Queued:
     """The allocation waits."""
 

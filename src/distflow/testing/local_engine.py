@@ -1,0 +1,114 @@
+"""A cluster engine in memory, whose hosts are all this machine. It keeps the contract of ``backends.allocated.engine.Engine``.
+
+Tests decide when it grants an allocation and how it ends one. It ends no processes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distflow.backends.allocated.engine import (
+    Allocation,
+    AllocationRequest,
+    AllocationState,
+    Granted,
+    Over,
+    Queued,
+    RequestRefused,
+    node_name,
+)
+from distflow.errors import NodeUnreachable
+from distflow.transports.base import Transport
+from distflow.transports.local import LocalTransport
+
+__all__ = ["LocalEngine"]
+
+
+@dataclass(slots=True)
+class _Job:
+    allocation: Allocation
+    hosts: Mapping[str, str]
+    state: AllocationState = field(default_factory=lambda: Queued("waits for resources (Resources)"))
+
+
+class LocalEngine:
+    """Allocations that exist only in this object."""
+
+    def __init__(self, *, grants_at_once: bool = True) -> None:
+        """``grants_at_once``: without it, allocations wait until ``grant`` is called."""
+        self.grants_at_once = grants_at_once
+        self.refuses = ""
+        """Why every request is refused for good; empty if it is not."""
+        self.is_away = False
+        """Whether the engine cannot be asked."""
+        self.questions = 0
+        """The number of times that it was asked for states."""
+        self.requests: list[AllocationRequest] = []
+        self.released: list[str] = []
+        self._jobs: dict[str, _Job] = {}
+        self._lock = threading.RLock()
+
+    def request(self, wanted: AllocationRequest) -> str:
+        """Request an allocation. Its hosts are ``h0``, ``h1`` and so on."""
+        with self._lock:
+            self._ask()
+            if self.refuses:
+                raise RequestRefused(self.refuses)
+            for known, job in self._jobs.items():
+                if job.allocation == wanted.allocation and not isinstance(job.state, Over):
+                    return known
+            self.requests.append(wanted)
+            number = str(len(self._jobs) + 1)
+            hosts = {one.task: f"h{place}" for place, one in enumerate(wanted.nodes)}
+            self._jobs[number] = _Job(wanted.allocation, hosts)
+            if self.grants_at_once:
+                self.grant(number)
+            return number
+
+    def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        """Return the state of each allocation."""
+        with self._lock:
+            self._ask()
+            self.questions += 1
+            unknown = Over(reason=None, message="the engine does not know it")
+            return {name: self._jobs[name].state if name in self._jobs else unknown for name in ids}
+
+    def allocations(self) -> Mapping[str, Allocation]:
+        """Return all allocations that have not ended."""
+        with self._lock:
+            self._ask()
+            return {name: job.allocation for name, job in self._jobs.items() if not isinstance(job.state, Over)}
+
+    def release(self, ids: Sequence[str]) -> None:
+        """End allocations."""
+        with self._lock:
+            self._ask()
+            for name in ids:
+                self.released.append(name)
+                self.end(name, Over(reason=None, message="it was released"))
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        """Return a transport that runs commands on this machine."""
+        return LocalTransport(node_name(host, allocation_id))
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+    # What tests decide.
+
+    def grant(self, allocation_id: str) -> None:
+        """Grant an allocation."""
+        with self._lock:
+            job = self._jobs[allocation_id]
+            job.state = Granted(hosts=job.hosts)
+
+    def end(self, allocation_id: str, state: Over) -> None:
+        """End an allocation."""
+        with self._lock:
+            self._jobs[allocation_id].state = state
+
+    def _ask(self) -> None:
+        if self.is_away:
+            raise NodeUnreachable("login", "the controller does not answer")

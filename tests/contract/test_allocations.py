@@ -1,0 +1,246 @@
+"""The backend for allocated nodes, with an engine in memory whose hosts are this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from distflow.backends.allocated.backend import AllocatedBackend
+from distflow.backends.allocated.engine import Over
+from distflow.backends.base import (
+    AttemptKey,
+    Ended,
+    Leased,
+    LeaseRefused,
+    LeaseRequest,
+    LeaseWaits,
+    LogComplete,
+    NodeDown,
+    Observation,
+    Prepared,
+    Started,
+    Unanswered,
+)
+from distflow.lifecycle.states import Reason
+from distflow.plan.credentials import GivenSecrets
+from distflow.plan.model import BoundLaunch
+from distflow.pools.model import Node, Pool
+from distflow.testing.local_engine import LocalEngine
+from distflow.testing.waiting import wait_until
+
+W1, W2 = "1" * 32, "2" * 32
+T = TypeVar("T", bound=Observation)
+
+
+class Logs:
+    def __init__(self) -> None:
+        self.text: dict[tuple[str, str], bytes] = {}
+
+    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        return f"output.{kind}", len(self.text.get((key.name, f"output.{kind}"), b""))
+
+    def has_room(self) -> bool:
+        return True
+
+    def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
+        self.text[key.name, file] = self.text.get((key.name, file), b"")[:offset] + data
+
+    def beat(self, key: AttemptKey, at: float) -> None:
+        pass
+
+
+class Bench:
+    """A backend on a local engine, and everything that it reported."""
+
+    def __init__(self, folder: Path, engine: LocalEngine) -> None:
+        template = Node(
+            name="", host="", address="127.0.0.1", root=str(folder / "node"), python=sys.executable,
+            lease_dir=str(folder / "leases"), check_capacity=False,
+        )  # fmt: skip
+        self.pool = Pool(name="p", backend="slurm", nodes=(), template=template)
+        (folder / "blobs").mkdir(exist_ok=True)
+        self.engine = engine
+        self.seen: list[Observation] = []
+        self.logs = Logs()
+        self.backend = AllocatedBackend(self.pool, engine, blobs=folder / "blobs", sink=self.seen.append, logs=self.logs)
+
+    def request(self, *tasks: str, workflow: str = W1, attempt: int = 0) -> LeaseRequest:
+        return LeaseRequest(
+            workflow=workflow, group="g", attempt=attempt, nodes=dict.fromkeys(tasks, ""), gpus=dict.fromkeys(tasks, 0),
+            master=tasks[0], port="any", start_timeout_s=60.0, workflow_id="w-1",
+        )  # fmt: skip
+
+    def await_one(self, kind: type[T], **match: object) -> T:
+        def find() -> T | None:
+            for one in self.seen:
+                if isinstance(one, kind) and all(getattr(one, name) == value for name, value in match.items()):
+                    return one
+            return None
+
+        return wait_until(find, 30, f"{kind.__name__} {match}")
+
+    def lease(self, *tasks: str, workflow: str = W1, attempt: int = 0) -> list[AttemptKey]:
+        request = self.request(*tasks, workflow=workflow, attempt=attempt)
+        self.backend.lease(request)
+        binding = self.await_one(Leased, workflow=workflow, attempt=attempt).binding
+        return [
+            AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=binding.tasks[task].node)
+            for task in tasks
+        ]
+
+    def start(self, key: AttemptKey, script: str) -> int:
+        """Start a leased attempt and return the pid of its command."""
+        launch = BoundLaunch(task=key.task, node=key.node, argv=("sh", "-c", script), environment={})
+        self.backend.prepare(key, launch, GivenSecrets(), 5.0)
+        self.await_one(Prepared, key=key)
+        self.backend.start(key)
+        pid = self.await_one(Started, key=key).pid
+        assert pid is not None
+        return pid
+
+
+@pytest.fixture
+def engine() -> LocalEngine:
+    return LocalEngine()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, engine: LocalEngine) -> Iterator[Bench]:
+    made = Bench(tmp_path, engine)
+    yield made
+    for seen in [one for one in made.seen if isinstance(one, Started)]:
+        if not any(isinstance(one, Ended) and one.key == seen.key for one in made.seen):
+            made.backend.stop(seen.key, grace_s=0.0, why="test")
+            made.await_one(Ended, key=seen.key)
+    made.backend.keep(())
+    made.backend.close()
+    made.backend.close()
+
+
+def test_a_gang_waits_with_the_engines_reason_and_gets_a_node_for_each_task(bench: Bench) -> None:
+    bench.engine.grants_at_once = False
+    bench.backend.lease(bench.request("a", "b"))
+    waits = bench.await_one(LeaseWaits)
+    assert waits.message == "waits for resources (Resources)"
+    bench.engine.grant("1")
+    tasks = bench.await_one(Leased).binding.tasks
+    assert {task: one.node for task, one in tasks.items()} == {"a": "h0@1", "b": "h1@1"}
+    assert [one.label for one in bench.engine.requests] == ["w-1/g"]
+    keys = [AttemptKey(workflow=W1, group="g", task=task, attempt=0, node=one.node) for task, one in tasks.items()]
+    for key in keys:
+        bench.start(key, f"echo {key.task}; exit 0")
+    for key in keys:
+        assert bench.await_one(Ended, key=key).end["exit_code"] == 0
+        bench.await_one(LogComplete, key=key)
+        assert bench.logs.text[key.name, "output.log"].decode() == f"{key.task}\n"
+    bench.backend.keep(())
+    wait_until(lambda: bench.engine.released == ["1"], what="the allocation is released")
+    for node in ("h0@1", "h1@1"):
+        bench.await_one(NodeDown, node=node)
+    bench.backend.start(keys[0])
+    bench.await_one(Unanswered, key=keys[0])
+
+
+def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(bench: Bench) -> None:
+    killed, other = bench.lease("a", "b")
+    pid = bench.start(killed, "sleep 600")
+    bench.start(other, "trap '' TERM; sleep 600")
+    bench.engine.end("1", Over(reason=Reason.PREEMPTED, message="preempted by job 7"))
+    os.kill(pid, signal.SIGTERM)
+    end = bench.await_one(Ended, key=killed).end
+    assert (end["reason"], end["allocation"], end["message"]) == ("allocation_over", Reason.PREEMPTED, "preempted by job 7")
+    assert end["signal"] == signal.SIGTERM
+    assert bench.await_one(Ended, key=other).end["allocation"] is Reason.PREEMPTED
+    bench.await_one(LogComplete, key=other)
+    assert len([one for one in bench.seen if isinstance(one, Ended)]) == 2
+    # The engine in memory ends no processes.
+    bench.seen.clear()
+    again = Bench(Path(bench.pool.template.root).parent, bench.engine)  # type: ignore[union-attr]
+    again.engine.grant("1")
+    again.backend.watch([other])
+    again.await_one(Started, key=other)
+    again.backend.stop(other, grace_s=0.0, why="test")
+    again.await_one(Ended, key=other)
+    again.backend.close()
+
+
+def test_a_task_that_fails_by_itself_is_reported_as_it_is(bench: Bench) -> None:
+    (key,) = bench.lease("a")
+    bench.start(key, "exit 3")
+    end = bench.await_one(Ended, key=key).end
+    assert (end["reason"], end["exit_code"]) == ("exited", 3)
+
+
+def test_a_failure_is_reported_although_the_engine_cannot_be_asked(bench: Bench) -> None:
+    (key,) = bench.lease("a")
+    bench.start(key, "read line; exit 3")
+    bench.engine.is_away = True
+    assert bench.await_one(Ended, key=key).end["exit_code"] == 3
+    bench.engine.is_away = False
+
+
+def test_an_engine_that_cannot_be_asked_is_asked_again(bench: Bench) -> None:
+    bench.engine.is_away = True
+    bench.backend.lease(bench.request("a"))
+    assert "the controller does not answer" in bench.await_one(LeaseWaits).message
+    bench.engine.is_away = False
+    bench.await_one(Leased)
+
+
+def test_a_refused_request_is_final(bench: Bench) -> None:
+    bench.engine.refuses = "sbatch: error: invalid partition specified: nope"
+    bench.backend.lease(bench.request("a"))
+    refused = bench.await_one(LeaseRefused)
+    assert refused.is_final
+    assert list(refused.nodes.values()) == ["sbatch: error: invalid partition specified: nope"]
+
+
+@pytest.mark.parametrize(("reason", "is_final"), [(Reason.CANCELED, True), (Reason.PREEMPTED, False)])
+def test_an_allocation_that_ends_in_the_queue(bench: Bench, reason: Reason, is_final: bool) -> None:
+    bench.engine.grants_at_once = False
+    bench.backend.lease(bench.request("a"))
+    bench.await_one(LeaseWaits)
+    bench.engine.end("1", Over(reason=reason, message="canceled by root"))
+    refused = bench.await_one(LeaseRefused)
+    assert (refused.is_final, refused.reason, [*refused.nodes.values()]) == (is_final, reason, ["canceled by root"])
+    if not is_final:
+        bench.engine.grants_at_once = True
+        bench.backend.lease(bench.request("a"))
+        assert bench.await_one(Leased).binding.tasks["a"].node == "h0@2"
+
+
+def test_a_gang_that_no_longer_waits_leaves_nothing_in_the_queue(bench: Bench) -> None:
+    bench.engine.grants_at_once = False
+    bench.backend.lease(bench.request("a"))
+    bench.backend.lease(bench.request("a", workflow=W2))
+    bench.await_one(LeaseWaits, workflow=W1)
+    bench.await_one(LeaseWaits, workflow=W2)
+    bench.backend.keep([AttemptKey(workflow=W2, group="g", task="", attempt=0, node="")])
+    wait_until(lambda: [one.workflow for one in bench.engine.allocations().values()] == [W2], what="only one is left")
+
+
+def test_another_supervisor_finds_its_allocations_and_releases_what_ended_workflows_left(bench: Bench) -> None:
+    (key,) = bench.lease("a")
+    pid = bench.start(key, "echo one; sleep 600")
+    bench.lease("a", workflow=W2)
+    bench.backend.close()
+    bench.seen.clear()
+    folder = Path(bench.pool.template.root).parent  # type: ignore[union-attr]
+    later = Bench(folder, bench.engine)
+    later.backend.watch([key])
+    later.backend.keep([AttemptKey(workflow=W1, group="g", task="", attempt=0, node="")], ended=[W2])
+    assert later.await_one(Started, key=key).pid == pid
+    wait_until(lambda: bench.engine.released == ["2"], what="the leftover allocation is released")
+    later.backend.lease(later.request("a"))
+    assert later.await_one(Leased).binding.tasks["a"].node == key.node
+    later.backend.stop(key, grace_s=0.0, why="test")
+    assert later.await_one(Ended, key=key).end["reason"] == "stopped"
+    later.backend.keep(())
+    later.backend.close()
+    assert bench.engine.released == ["2", "1"]
