@@ -176,9 +176,10 @@ class Slurm:
 
     def add_partition(self, name: str, **options: str) -> None:
         """Add a partition with all nodes. With ``PriorityTier="10"``, its jobs preempt and cancel those of ``main``."""
-        self.run(
-            "scontrol", "create", f"PartitionName={name}", "Nodes=ALL", "State=UP", *(f"{k}={v}" for k, v in options.items())
-        )
+        partition = [f"PartitionName={name}", "Nodes=ALL", "State=UP", *(f"{key}={value}" for key, value in options.items())]
+        with self.config.open("a") as config:  # for the next start of the controller
+            config.write(" ".join(partition) + "\n")
+        self.run("scontrol", "create", *partition)
 
     def start_controller(self) -> None:
         """Start ``slurmctld``, which continues from its saved state, and wait until it answers."""

@@ -52,9 +52,10 @@ def test_a_cluster_loses_a_node_preempts_and_leaves_no_process(tmp_path: Path) -
     with Slurm(tmp_path / "cluster", options={"KillWait": "1"}) as cluster:
         cluster.add_partition("urgent", PriorityTier="10")
         job = _submit(cluster, "--exclusive")
-        wait_until(lambda: _pairs(cluster), what="the job runs on both nodes")
+        preempted = wait_until(lambda: _pairs(cluster), what="the job runs on both nodes")
         _submit(cluster, "--exclusive", "--partition=urgent")
         wait_until(lambda: "JobState=PREEMPTED" in cluster.run("scontrol", "show", "job", job), what="the job was preempted")
+        wait_until(lambda: not any(map(is_alive, preempted)), what="the processes of the preempted job have ended")
         pids = wait_until(lambda: _pairs(cluster), what="the urgent job runs")
         cluster.stop_controller()
         with pytest.raises(subprocess.TimeoutExpired):
