@@ -67,10 +67,12 @@ def list_command(
         return
     rows = []
     for one in configuration.pools.values():
+        name = f"{one.name}{' (default)' if one.name == configuration.default_pool else ''}"
+        if one.is_allocated:
+            rows.append((name, one.backend, f"(chosen by {one.backend})", "-", "-", "-", "-"))
         for node in one.nodes:
             cpus, memory, gpus = amount_cells(_usage(one, node, held).amounts, mode)
-            default = " (default)" if one.name == configuration.default_pool else ""
-            rows.append((f"{one.name}{default}", one.backend, node.name, gpus, cpus, memory, node.platform or "-"))
+            rows.append((name, one.backend, node.name, gpus, cpus, memory, node.platform or "-"))
     print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory [Gi]", "Platform"), rows), end="")
 
 

@@ -33,11 +33,15 @@ class GangLease:
         """Ask every node."""
         request = self._request
         for task, node in request.nodes.items():
+            wanted, granted = request.gpus.get(task, 0), self._connections[node].granted_gpus
+            if granted is not None and len(granted) < wanted:
+                self._answered(task, AgentError(node, "too_few", f"it was allocated with {len(granted)} of {wanted} GPUs"))
+                continue
             self._connections[node].send(
                 "lease",
                 partial(self._answered, task),
                 attempt=self._request.key(task).name,
-                gpus=request.gpus.get(task, 0),
+                gpus=wanted if granted is None else 0,
                 gpu_ids=self._connections[node].gpu_ids,
                 wanted=_wanted(request, task, self._connections[node].amounts),
                 share_gpus=self._connections[node].node.share_gpus,
@@ -107,9 +111,9 @@ class GangLease:
             connection = self._connections[node]
             if isinstance(answer, Mapping):
                 address, interface = connection.address()
-                tasks[task] = TaskBinding(
-                    node=node, address=address, interface=interface, gpu_ids=tuple(answer.get("gpu_ids") or ())
-                )
+                granted = connection.granted_gpus
+                gpus = answer.get("gpu_ids") or () if granted is None else granted[: self._request.gpus.get(task, 0)]
+                tasks[task] = TaskBinding(node=node, address=address, interface=interface, gpu_ids=tuple(gpus))
                 if task == self._request.master:
                     port, link_port = answer.get("port"), answer.get("link_port")
         at = now()

@@ -45,6 +45,7 @@ def gather_facts(root: str) -> Json:
         "free_bytes": free_bytes(root),
         "gpus": len(gpus),
         "gpu_names": gpus,
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "addresses": _ipv4() + _ipv6(),
         "ssh_server": _ssh_server(),
         "boot_id": processes.boot_id(),

@@ -269,6 +269,16 @@ class Connection:
         return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
 
     @property
+    def granted_gpus(self) -> list[int] | None:
+        """Return the GPUs that the engine granted with the node, so that no lease is needed; ``None`` if no engine did."""
+        if not self._pool.is_allocated:
+            return None
+        visible = self._facts.get("visible_gpus")
+        if not isinstance(visible, str):
+            return self.gpu_ids  # the engine hides all others
+        return [int(one) for one in visible.split(",") if one.isdecimal()]
+
+    @property
     def amounts(self) -> dict[str, int]:
         """Return the CPUs and the memory that may be leased there. Resources that are not configured are not counted."""
         node, facts = self.node, self._facts

@@ -75,6 +75,7 @@ class _Facts(_Form):
     cpus: _Count | None = None
     memory: _Count | None = None
     addresses: list[_Address] = []
+    visible_gpus: str | None = None
 
 
 class _Hello(_Form):
