@@ -61,6 +61,7 @@ __all__ = [
     "restart",
     "store_workflow",
     "submit",
+    "with_environment",
     "write_scripts",
 ]
 
@@ -192,7 +193,7 @@ def plan_checked(
         ProblemsFound: if a file cannot be read, or if the pool cannot hold a group even when idle.
 
     """
-    checked = _with_environment(checked, pool.given.environment)
+    checked = with_environment(checked, pool.given.environment)
     notices = container_notices(checked.spec, pool.node_settings) + venv_notices(checked.spec, pool.node_settings)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs, on_pack or _ignore)
@@ -211,7 +212,7 @@ def plan_checked(
     return PlannedWorkflow(checked=checked, overrides=overrides, plan=compiled, pool=pool, placement=placement, blobs=blobs)
 
 
-def _with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedSpec:
+def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedSpec:
     """Return the spec with these variables in every task. Raises ``ProblemsFound`` if its ranks do not allow them."""
     if not given:
         return checked

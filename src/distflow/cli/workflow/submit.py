@@ -50,10 +50,15 @@ from distflow.state.record import WorkflowRecord
 __all__ = [
     "DryRunOption",
     "FetchLine",
+    "FileArgument",
+    "PoolOption",
     "SetEnvOption",
+    "SetOption",
+    "SetStringOption",
     "parse_overrides",
     "print_plan",
     "print_submitted",
+    "read_stdin",
     "restart_app",
     "submit_app",
     "validate_app",
@@ -167,7 +172,7 @@ def submit_workflow(
         if not is_dry:
             client.load_supervisor(configuration, with_hosts=hosts is not None)
         request = SubmitRequest(
-            spec=file, text=_stdin(file), overrides=overrides, pool=pool, hosts=hosts, settings=settings, labels=labels,
+            spec=file, text=read_stdin(file), overrides=overrides, pool=pool, hosts=hosts, settings=settings, labels=labels,
             priority=urgency,
         )  # fmt: skip
         if is_dry:
@@ -212,7 +217,9 @@ def validate_specs(
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         for file in files:
             try:
-                checked, warnings = validate(client, file, overrides, configuration, pool=pool, hosts=hosts, text=_stdin(file))
+                checked, warnings = validate(
+                    client, file, overrides, configuration, pool=pool, hosts=hosts, text=read_stdin(file)
+                )
                 join_labels(checked.spec.labels, labels)
             except ProblemsFound as error:
                 problems += error.problems
@@ -273,7 +280,8 @@ def _parse_labels(items: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def _stdin(file: str) -> str | None:
+def read_stdin(file: str) -> str | None:
+    """Return the text of a spec on standard input, or ``None`` for a spec in a file."""
     return sys.stdin.read() if file == "-" else None
 
 

@@ -1,0 +1,91 @@
+"""``distflow workflow export``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distflow.cli.completion import complete_pool
+from distflow.cli.context import open_client
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
+from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.workflow.submit import (
+    FileArgument,
+    SetEnvOption,
+    SetOption,
+    SetStringOption,
+    parse_overrides,
+    read_stdin,
+    warn,
+)
+from distflow.client.export import Exported, export_to_slurm
+from distflow.client.submission import SubmitRequest
+from distflow.documents.text import plain_lines
+
+__all__ = ["app"]
+
+app = command_app()
+
+
+class _Target(str, Enum):
+    SLURM = "slurm"
+
+
+@app.command(
+    "export",
+    epilog="Examples: distflow workflow export train.yaml --to slurm > train.sbatch"
+    "  ·  distflow workflow export train.yaml --to slurm --pool cluster --output train.sbatch",
+)
+def export_workflow(
+    file: FileArgument,
+    to: Annotated[_Target, typer.Option("--to", help="The system to write for.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write to this file instead of standard output.")
+    ] = None,
+    sets: SetOption = None,
+    set_string: SetStringOption = None,
+    set_env: SetEnvOption = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            "--pool", "-p", help="A pool with `backend: slurm`, for partition, account …", autocompletion=complete_pool
+        ),
+    ] = None,
+    python: PythonOption = None,
+    setup: SetupOption = None,
+    env: EnvOption = None,
+    venv: VenvOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Write a spec as a script for Slurm, which needs no distflow on the cluster.
+
+    Parts of the spec that Slurm cannot do are warnings here, and comments in the script. Secrets are never written.
+    """
+    overrides = parse_overrides(sets or [], set_string or [], set_env or [])
+    settings = parse_node_settings(python, setup, env, venv)
+    with open_client() as client:
+        request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
+        exported = export_to_slurm(client, request, file=output, force=force)
+    if format_type is Format.JSON:
+        print(json.dumps(_as_json(to, exported), indent=2))
+        return
+    warn(exported.warnings)
+    if output is None:
+        sys.stdout.write(exported.text)
+    for path in exported.files:
+        print(plain_lines(f"wrote {path}"))
+
+
+def _as_json(target: _Target, exported: Exported) -> dict[str, object]:
+    return {
+        "to": target.value,
+        "text": exported.text,
+        "files": [str(path) for path in exported.files],
+        "warnings": [problem.as_json() for problem in exported.warnings],
+    }

@@ -1,0 +1,110 @@
+"""Write a spec for other systems: as a script for Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.client.client import Client
+from distflow.client.notifications.targets import own_targets
+from distflow.client.specs import CheckedSpec, check_spec, find_previous
+from distflow.client.submission import SubmitRequest, with_environment
+from distflow.documents.problems import Problem, ProblemsFound, in_document_order
+from distflow.errors import InputError
+from distflow.plan.compile import compile_plan
+from distflow.plan.slurm_script import slurm_script
+from distflow.pools.hostfile import choose_pool
+from distflow.pools.model import Pool, ssh_node
+from distflow.spec.files import bundle_files
+
+__all__ = ["Exported", "export_to_slurm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A spec in the form of another system."""
+
+    text: str
+    warnings: tuple[Problem, ...]
+    """The warnings about the spec, and the parts of it that the other system cannot do."""
+    files: tuple[Path, ...] = ()
+    """The files that were written."""
+
+
+def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
+    """Write a spec as a script for Slurm that needs no distflow on the cluster.
+
+    Args:
+        client: The client whose configuration, credentials and workflows the spec may use.
+        request: The spec, the values for its template, and the settings of the nodes. The pool is one with
+            ``backend: slurm``, which has the options of jobs. Default: that of the spec, if it is such a pool.
+        file: The file to write. Files of the spec that are too large for a script are written to the directory ``FILE.files``.
+            Default: no file is written, and such files are an error.
+        force: Whether to replace an existing file.
+
+    Raises:
+        InputError: if the pool is not one of Slurm, a file cannot be written, or the spec cannot become a script.
+        NotFound: if the pool or the workflow to export does not exist.
+        ProblemsFound: if the spec has errors. It contains all findings.
+
+    """
+    checked = _checked(client, request)
+    pool = _slurm_pool(client, request, checked)
+    checked = with_environment(checked, pool.given.environment)
+    with tempfile.TemporaryDirectory() as folder:
+        blobs = Path(folder)
+        bundles, problems = bundle_files(checked.spec, blobs)
+        if problems:
+            raise ProblemsFound([*problems, *checked.warnings])
+        plan = compile_plan(
+            checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(request.overrides.secrets),
+            datasets=client.datasets_url(client.configuration()), venv=pool.given.venv or checked.spec.venv or pool.venv,
+        )  # fmt: skip
+        contents = {digest: (blobs / digest).read_bytes() for digest in plan.blobs}
+        name = file.name if file is not None else f"{plan.name}.{'sh' if len(plan.groups) > 1 else 'sbatch'}"
+        script = slurm_script(plan, checked.spec, pool, contents, name=name, files_next_to_it=file is not None)
+        written: list[Path] = []
+        if file is not None:
+            large = {file.with_name(f"{file.name}.files") / one: blobs / digest for one, digest in script.files.items()}
+            written = _write(file, script.text, large, force=force)
+    return Exported(text=script.text, warnings=(*in_document_order(checked.warnings), *script.warnings), files=tuple(written))
+
+
+def _checked(client: Client, request: SubmitRequest) -> CheckedSpec:
+    """Return the spec of a request, which is a file, a text or the id of a workflow. Raises ``ProblemsFound``."""
+    previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
+    if previous is not None:
+        return previous.checked
+    notify = own_targets(client, client.configuration())
+    return check_spec(client, request.spec, request.overrides, text=request.text, is_tolerant=True, notify=notify)
+
+
+def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:
+    """Return the pool with the options of jobs, or one without options if neither the request nor the spec names one."""
+    configuration = client.configuration()
+    wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
+    pool = choose_pool(configuration, given=request.pool, wanted=wanted)
+    if pool.slurm is None:
+        if request.pool is not None:
+            hint = "name a pool with `backend: slurm`, or omit --pool and add `#SBATCH` lines to the script"
+            raise InputError(f"the pool `{pool.name}` has no options of Slurm", hint=hint)
+        pool = Pool(name="slurm", backend="slurm", nodes=(), template=ssh_node())
+    return pool.with_settings(request.settings)
+
+
+def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> list[Path]:
+    """Write a script and copy its large files. Raises ``InputError``."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w" if force else "x", encoding="utf-8") as target:
+            target.write(text)
+        for path, source in large.items():
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, path)
+    except FileExistsError as error:
+        raise InputError(f"{error.filename} exists already", hint="choose another name, or add --force to replace it") from None
+    except OSError as error:
+        raise InputError(f"{error.filename or file} cannot be written: {error.strerror}") from error
+    return [file, *large]

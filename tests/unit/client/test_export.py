@@ -1,0 +1,129 @@
+"""``distflow workflow export``: scripts for Slurm, as ``goldens/slurm`` shows them.
+
+``tests/scenarios/test_export.py`` runs such scripts on a real Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.app import run
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "slurm"
+SPECS = sorted(path for path in GOLDENS.glob("*.yaml") if path.name != "distflow.yaml")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(GOLDENS / "distflow.yaml"))
+    return tmp_path
+
+
+def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    assert run(["workflow", "export", *arguments]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr()
+    return shown.out, shown.err
+
+
+def one_task(**keys: object) -> str:
+    task = {"name": "only", "command": ["true"], **keys}
+    Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "tasks": [task]}}))
+    return "spec.yaml"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda path: path.stem)
+def test_scripts_are_as_the_goldens_show(
+    spec: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if spec.stem == "shapes":
+        monkeypatch.delenv("DISTFLOW_CONFIG")
+    out, err = exported(capsys, str(spec), "--to", "slurm")
+    found = out + "".join(f"\n# stderr: {line}" for line in err.replace(f"{spec.parent}/", "").splitlines())
+    golden = spec.with_suffix(".sh")
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        golden.write_text(found)
+    assert found == golden.read_text()
+    subprocess.run(["bash", "-n"], input=out, text=True, check=True)
+
+
+def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "big.bin").write_bytes(os.urandom(2 << 20))
+    (folder / "small.bin").write_bytes(b"\0\1")
+    spec = one_task(files=[{"path": "big.bin", "localpath": "big.bin"}, {"path": "small.bin", "localpath": "small.bin"}])
+    assert run(["workflow", "export", spec, "--to", "slurm"]) == 2
+    assert "files of 2.0 MiB are too large for a script\nadd `--output FILE`" in capsys.readouterr().err
+    out, _ = exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch")
+    assert out == "wrote job/one.sbatch\nwrote job/one.sbatch.files/big.bin\n"
+    assert (folder / "job/one.sbatch.files/big.bin").read_bytes() == (folder / "big.bin").read_bytes()
+    script = (folder / "job/one.sbatch").read_text()
+    assert 'cp "${FILES_DIR:-$SLURM_SUBMIT_DIR/one.sbatch.files}"/big.bin "$run_dir"/files/big.bin || exit' in script
+    assert 'base64 -d > "$run_dir"/files/small.bin' in script
+    assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
+    assert "job/one.sbatch exists already" in capsys.readouterr().err
+    exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch", "--force")
+
+
+def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = exported(capsys, one_task(), "--to", "slurm", "--set-env", "TOKEN=hunter2", "--format-type", "json")
+    document = json.loads(out)
+    assert "hunter2" not in out + err
+    assert ': "${TOKEN:?set it to a value of --set-env}"' in document["text"]
+    assert [one["message"] for one in document["warnings"]] == ["only: secrets are not in the script"]
+    assert (document["to"], document["files"]) == ("slurm", [])
+
+
+def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = one_task(image="registry.example/team/train:3", volumeMounts=["/data:/mnt"])
+    options = ("--pool", "containers", "--python", "/opt/venv/bin/python", "--setup", "module load a", "--env", "A=b c")
+    out, _ = exported(capsys, spec, "--to", "slurm", *options)
+    assert (
+        "srun --kill-on-bad-exit=1 --label '--container-image=registry.example#team/train:3' "
+        '--container-mounts="$run_dir:$run_dir,/data:/mnt" bash "$run_dir/only-group.task.sh"'
+    ) in out
+    assert "export A='b c'\n" in out
+    assert 'export PATH=/opt/venv/bin:"$PATH"\nmodule load a\n' in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--to", "slurm", "--pool", "nowhere"), "there is no pool `nowhere`"),
+        (("--to", "cloud"), "`cloud` is not one of"),
+        ((), "--to"),
+    ],
+)
+def test_wrong_options_are_one_error(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", one_task(), *arguments]) in (2, 4)
+    assert message in capsys.readouterr().err
+
+
+def test_a_pool_without_slurm_has_no_options(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DISTFLOW_CONFIG")
+    assert run(["workflow", "export", one_task(), "--to", "slurm", "--pool", "local"]) == 2
+    assert "the pool `local` has no options of Slurm" in capsys.readouterr().err
+
+
+def test_a_variable_of_the_script_cannot_be_one_of_the_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", one_task(environment={"task_dir": "x"}), "--to", "slurm"]) == 2
+    assert "the script uses the variable `task_dir` itself" in capsys.readouterr().err
+
+
+def test_programs_for_valohai_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {"name": "two", "groups": [{"name": "g", "tasks": [
+        {"name": "a", "lead": True, "ranks": {"size": 1}, "command": ["python3", "-c", "import valohai"]},
+        {"name": "b", "ranks": {"size": 1}, "command": ["true"]},
+    ]}]}  # fmt: skip
+    Path("two.yaml").write_text(json.dumps({"workflow": spec}))
+    out, err = exported(capsys, "two.yaml", "--to", "slurm")
+    assert "`distributed.json` of Valohai is not written" in err
+    assert "VH_" not in out.replace("the variables VH_*", "")
