@@ -45,6 +45,11 @@ def test_wait_with_json_prints_one_document(cli: Cli) -> None:
     assert_documented(json.loads(done.out), "query")
     assert_documented(cli.query("work-1", "--verbose"), "query")
     assert_documented(json.loads(cli.run("workflow", "list", "-t", "json").out), "list")
+    assert_documented(json.loads(cli.run("workflow", "events", "work-1", "--format-type", "json").out), "events")
+    assert_documented(json.loads(cli.run("workflow", "outputs", "work-1", "-t", "json").out), "outputs")
+    again = cli.run("workflow", "submit", "work-1", "--format-type", "json")
+    assert again.code == 0, again.err
+    assert_documented(json.loads(again.out), "submit")
     assert cli.run("schema", "--output", "query", "--config").code == 2
 
 

@@ -68,7 +68,7 @@ def test_outputs_of_running_and_ended_tasks_are_fetched(lab: Lab) -> None:
 
     assert cli.run("fetch", workflow, "{{output}}/", "--to", workflow).out.endswith("; 3 were already there\n")
     done = cli.run("fetch", workflow, "*.pt", "--to", "results", "-t", "json")
-    assert json.loads(done.out)["tasks"] == [{"name": "master", "folder": "results"}]
+    assert json.loads(done.out)["tasks"] == [{"name": "master", "task_name": "master", "folder": "results"}]
     assert contents(cli.folder / "results") == ["model.pt"]
     assert cli.run("fetch", workflow, "--workdir", "--to", "work").code == 0
     assert contents(cli.folder / "work") == ["loss.csv"]

@@ -22,6 +22,11 @@ schema_app = command_app()
 class _Output(str, Enum):
     QUERY = "query"
     LIST = "list"
+    SUBMIT = "submit"
+    EVENTS = "events"
+    OUTPUTS = "outputs"
+    WHY = "why"
+    POOL_CHECK = "pool-check"
     NOTIFICATION = "notification"
 
 

@@ -26,6 +26,7 @@ from distflow.client.nodes import (
     uninstall_nodes,
 )
 from distflow.client.workflows import workflow_ids
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, duration, parse_duration
 from distflow.documents.text import plain
 from distflow.errors import DistflowError, InputError, NodeError, NodeUnreachable
@@ -90,7 +91,7 @@ def _seconds(text: str) -> float:
 def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
     if format_type is Format.JSON:
         rows = [
-            {"node": one.node, "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,
+            {**name_keys(node=one.node), "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,
              "free_bytes": one.free_bytes, "kept_venvs": one.kept_venvs,
              "removed_venvs": [{"file": venv.file, "bytes": venv.size, "unused_s": venv.unused_s} for venv in one.venvs],
              "error": one.error or None}
@@ -190,7 +191,7 @@ def _reaped_row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]
 
 def _reaped_json(one: Reaped) -> dict[str, object]:
     return {
-        "node": one.node,
+        **name_keys(node=one.node),
         "found": [
             {"pid": left.pid, "name": left.name, "user": left.user or None, "attempt": left.attempt, "age_s": left.age_s,
              "gpus": list(left.gpus), "why": left.why, "is_ours": left.is_ours, "error": left.error or None}
@@ -220,7 +221,7 @@ def uninstall(
         results = uninstall_nodes(client, chosen)
     if format_type is Format.JSON:
         rows = [
-            {"node": one.node, "removed": list(one.removed), "left": list(one.left), "error": one.error or None}
+            {**name_keys(node=one.node), "removed": list(one.removed), "left": list(one.left), "error": one.error or None}
             for one in results
         ]
         print(json.dumps({"nodes": rows}, indent=2))

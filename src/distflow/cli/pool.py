@@ -146,6 +146,7 @@ def _node_json(usage: NodeUsage) -> dict[str, object]:
     node, (cpu, memory, gpu) = usage.node, (used for used, _ in usage.amounts)
     return {
         "name": node.name,
+        "node_name": node.name,
         "host": node.host,
         "port": node.port,
         "user": node.user,
@@ -286,6 +287,7 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
     (cpu, cpus), (memory, memories), (gpu, gpus) = row.amounts
     return {
         "hostname": row.node.name,
+        "node_name": row.node.name,
         "backend": row.pool.backend,
         "resource_type": "SHARED",
         "pool_platform_labels": {row.pool.name: [row.node.platform] if row.node.platform else []},

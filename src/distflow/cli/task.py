@@ -30,6 +30,7 @@ from distflow.cli.search_options import (
 )
 from distflow.client.client import now
 from distflow.client.workflows import ListedTask, list_tasks
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import local_minute, times
 from distflow.errors import InputError
 from distflow.lifecycle.states import OSMO_STATUSES, Reason, State, status_of
@@ -187,7 +188,7 @@ def _json(row: ListedTask) -> dict[str, object]:
         "task_name": task.name,
         "retry_id": task.attempt,
         "pool": record.pool,
-        "node": task.node,
+        **name_keys(node=task.node),
         **times(start_time=task.started_at, end_time=task.ended_at),
         "duration": elapsed_s(task.started_at, task.ended_at, now()),
         "status": task.status,

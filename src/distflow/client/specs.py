@@ -268,7 +268,7 @@ def output_schema_text(command: str) -> str:
     """Return the JSON Schema of a command's JSON output.
 
     Args:
-        command: ``query``, ``list`` or ``notification``.
+        command: ``query``, ``list``, ``submit``, ``events``, ``outputs``, ``why``, ``pool-check`` or ``notification``.
 
     """
     schema = load_schema("distflow.client", "output.schema.json")

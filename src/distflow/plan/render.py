@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from distflow.documents.json_keys import name_keys
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import waits_for
@@ -47,6 +48,7 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
         "groups": [
             {
                 "name": group.name,
+                "group_name": group.name,
                 "upstream_groups": list(group.upstream),
                 "barrier": group.barrier,
                 "ignore_nonlead_status": group.ignore_nonlead_status,
@@ -185,8 +187,9 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
     resource = launch.resource
     return {
         "name": launch.task,
+        "task_name": launch.task,
         "lead": launch.lead,
-        "node": node,
+        **name_keys(node=node),
         "offset": launch.ranks.offset if launch.ranks else None,
         "size": launch.ranks.size if launch.ranks else None,
         "node_rank": launch.ranks.node_rank if launch.ranks else None,
@@ -205,11 +208,11 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
             for file in launch.files
         ],
         "inputs": [
-            {"position": one.position, "task": one.task, "regex": one.regex, "placed_at": input_place(one.position)}
+            {"position": one.position, **name_keys(task=one.task), "regex": one.regex, "placed_at": input_place(one.position)}
             for one in launch.inputs
         ]
         + [
-            {"position": old.position, "workflow": old.workflow, "task": old.task, "regex": old.regex,
+            {"position": old.position, "workflow": old.workflow, **name_keys(task=old.task), "regex": old.regex,
              "placed_at": input_place(old.position)}
             for old in launch.earlier_inputs
         ]

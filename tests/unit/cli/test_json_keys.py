@@ -1,9 +1,10 @@
-"""Ids and times have the same keys in the JSON output of all commands, and each time has its zone (docs/ci.md)."""
+"""Ids, names and times have the same keys in the JSON output of all commands, and each time has its zone (docs/ci.md)."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from distflow.client.specs import output_schema_text
 from distflow.documents.quantities import ZONED, times
 
 SOURCES = Path(__file__).resolve().parents[3] / "src" / "distflow"
-SCHEMAS = ("query", "list", "notification")
+SCHEMAS = ("query", "list", "submit", "events", "outputs", "why", "pool-check", "notification")
+NAMES = {"task", "group", "node"}
 DURATIONS = {"queued_time"}
 """Keys that look like those of times: OSMO's."""
 
@@ -36,9 +38,13 @@ def kind(rule: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_have_each_time_with_its_zone_and_each_workflow_with_its_ids(name: str) -> None:
+    schema = json.loads(output_schema_text(name))
+    assert schema["$ref"].rpartition("/")[2] in schema["$defs"]
     found = 0
-    for rule in objects(json.loads(output_schema_text(name))["$defs"]):
+    for rule in objects(schema["$defs"]):
         keys = rule["properties"]
+        for key in NAMES & keys.keys():
+            assert f"{key}_name" in keys.keys() & set(rule["required"]), key
         for key, value in keys.items():
             is_time = kind(value) in ("time", "zoned_time")
             if key.endswith(("_time", "_until")) or key in ("time", "since"):
@@ -56,6 +62,9 @@ def test_schemas_have_each_time_with_its_zone_and_each_workflow_with_its_ids(nam
 def test_no_document_is_made_with_other_keys() -> None:
     """Look for documents in the code, because most commands have no schema."""
     paths = [*(SOURCES / "cli").rglob("*.py"), *(SOURCES / "client" / "notifications").rglob("*.py")]
+    paths = [path for path in paths if path.name != "app.py"]  # it has a table of commands
+    paths.append(SOURCES / "plan" / "render.py")
+    names = 0
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Dict):
@@ -65,11 +74,19 @@ def test_no_document_is_made_with_other_keys() -> None:
             for value in node.values:
                 is_iso = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "iso"
                 assert not is_iso, f"{place}: write **times(…)"
+            assert not NAMES & keys, f"{place}: write **name_keys(…)"
+            for key, value in zip(node.keys, node.values, strict=True):
+                named = re.search(r"\b(task|group|node)(\.name)?$", ast.unparse(value))
+                if isinstance(key, ast.Constant) and key.value == "name" and named is not None:
+                    assert f"{named[1]}_name" in keys, place
+                    names += 1
             if "uuid" in keys:
                 unpacked = {ast.unparse(value.func) for value in node.values if isinstance(value, ast.Call)}
                 assert "workflow_key" in unpacked or {"workflow_id", "workflow_uuid"} <= keys, (
                     f"{place}: write **workflow_key(…)"
                 )
+
+    assert names > 5
 
 
 def test_times_are_written_with_and_without_their_zone() -> None:

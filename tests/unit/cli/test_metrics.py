@@ -139,7 +139,14 @@ def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
         assert lines[place + 2] == f"  {pace}"
         assert screen.run("query", record.id, "-t", "json") == 0
     found = json.loads(screen.out)["groups"][0]["metrics"]
-    assert found == {"task": "master", "retry_id": 0, "rank": 0, "step": 8, "values": {"loss": 1.0, **PACE}}
+    assert found == {
+        "task": "master",
+        "task_name": "master",
+        "retry_id": 0,
+        "rank": 0,
+        "step": 8,
+        "values": {"loss": 1.0, **PACE},
+    }
 
 
 def test_without_tensorboard_the_remedy_is_named(

@@ -16,6 +16,7 @@ from distflow.state.metrics import Latest
 from distflow.state.record import DataKind, DataRef, Outage, TransferProgress, TransferResult, WorkflowRecord
 from distflow.structs import replace
 from outputs import assert_documented
+from unit.cli.screen import GOLDENS
 from unit.state.stored import T0, completed_group, failed_group, plan_of, running_group, task, workflow
 
 STEPS = (
@@ -123,6 +124,8 @@ def test_documents_are_as_their_schemas() -> None:
         with pytest.raises(AssertionError, match="'pool' is a required property"):
             assert_documented({key: value for key, value in document.items() if key != "pool"}, "query")
     assert_documented(list_json(records, now=T0), "list")
+    for name, golden in (("why", "why_failed"), ("events", "events"), ("query", "query_failed")):
+        assert_documented(json.loads((GOLDENS / f"{golden}.json").read_text(encoding="utf-8")), name)
 
 
 def test_schemas_name_all_states() -> None:

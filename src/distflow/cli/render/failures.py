@@ -10,6 +10,7 @@ from distflow.cli.render.workflow_json import cause_json, workflow_key
 from distflow.cli.render.workflow_text import cause_lines, output_words, without_node_paths, written_words
 from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import duration, local_milli, times
 from distflow.documents.text import plain, plain_lines
 from distflow.lifecycle.clocks import Clock
@@ -89,20 +90,20 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
         "groups": [
             {
                 "name": one.group.name,
+                "group_name": one.group.name,
                 "status": one.group.status if one.is_last else State.RESCHEDULED.value,
                 "retry_id": one.attempt,
                 "message": one.group.message if one.is_last else None,
                 "first_cause": cause_json(one.cause) if one.cause else None,
                 "clocks": [
-                    {"node": node, "offset_s": clock.offset_s, "uncertainty_s": clock.uncertainty_s}
+                    {**name_keys(node=node), "offset_s": clock.offset_s, "uncertainty_s": clock.uncertainty_s}
                     for node, clock in one.clocks.items()
                 ],
                 "timeline": [
                     {
                         **times(time=moment.at),
                         "offset_s": round(moment.at - _origin(one), 6),
-                        "node": moment.node or None,
-                        "task": moment.task or None,
+                        **name_keys(node=moment.node or None, task=moment.task or None),
                         "text": moment.text,
                         "because": moment.because or None,
                     }
@@ -210,6 +211,7 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
         "groups": [
             {
                 "name": one.group.name,
+                "group_name": one.group.name,
                 "status": one.status,
                 "retry_id": one.attempt,
                 "message": None if one.diagnoses else " ".join(line.strip() for line in _unknown(record, one)),
@@ -219,7 +221,7 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
                         "cause": diagnosis.cause,
                         "found": diagnosis.found or None,
                         "remedy": remedy_of(record, diagnosis),
-                        "task": diagnosis.task or None,
+                        **name_keys(task=diagnosis.task or None),
                         "line": diagnosis.line or None,
                         "traceback": diagnosis.traceback or None,
                     }

@@ -13,6 +13,7 @@ from distflow.cli.render.workflow_text import changes, missing_nodes, status_lin
 from distflow.client.client import Client, now
 from distflow.client.logs import Wait, WorkflowWatch, missing_output
 from distflow.client.workflows import check_command, pause
+from distflow.documents.json_keys import name_keys
 from distflow.documents.text import plain
 from distflow.errors import NodeError
 from distflow.lifecycle.states import WorkflowState
@@ -159,7 +160,7 @@ def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | No
     chosen = [one for one in record.group(group).attempts if one.name == task and attempt in (None, one.attempt)]
     attempts = sorted(chosen, key=lambda one: one.attempt)
     if as_json:
-        shown = [{"task": one.name, "retry_id": one.attempt, "error": _error(one)} for one in attempts]
+        shown = [{**name_keys(task=one.name), "retry_id": one.attempt, "error": _error(one)} for one in attempts]
         print(json.dumps(shown, indent=2))
         return
     found = [(one, error) for one in attempts if (error := _error(one)) is not None]

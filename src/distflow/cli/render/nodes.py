@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from distflow.cli.render.tables import Paint, table
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text
 from distflow.documents.text import plain, ranges
 
@@ -87,7 +88,7 @@ def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
     return {
         "nodes": list(found.nodes),
         "skipped": found.skipped or None,
-        "failed": {"node": found.failed[0], "message": found.failed[1]} if found.failed else None,
+        "failed": {**name_keys(node=found.failed[0]), "message": found.failed[1]} if found.failed else None,
         "sizes": [
             {"bytes": size, "seconds": seconds, "bus_bandwidth": found.bus_bandwidth(size, seconds)}
             for size, seconds in found.times
@@ -139,7 +140,7 @@ def _gpus_text(measured: Measured) -> str:
 
 def _node_json(measured: Measured, state: str) -> dict[str, Any]:
     node, torch, clock = measured.node, measured.torch, measured.clock
-    shown: dict[str, Any] = {"name": node.name, "host": node.host, "state": state}
+    shown: dict[str, Any] = {"name": node.name, "node_name": node.name, "host": node.host, "state": state}
     if measured.error is not None:
         return {**shown, "error": measured.error.message}
     facts, probe = measured.facts, measured.probe

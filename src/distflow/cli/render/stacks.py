@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from distflow.cli.render.tables import Paint
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import duration
 from distflow.documents.text import few, plain, ranges
 
@@ -59,8 +60,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
         "workflow_id": workflow,
         "tasks": [
             {
-                "task": task.asked.task,
-                "node": task.asked.node.name,
+                **name_keys(task=task.asked.task, node=task.asked.node.name),
                 "error": task.error or None,
                 "heartbeat_age_s": (task.seen or {}).get("heartbeat_age_s"),
                 "tool": (task.seen or {}).get("tool"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
 from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, elapsed_s, queued_s, task_words
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import times
 from distflow.lifecycle.states import State, still_awaited
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, TransferProgress, WorkflowRecord
@@ -122,8 +123,7 @@ def event_json(event: Event) -> dict[str, object]:
         **times(time=event.at),
         "kind": event.kind,
         "code": event.code,
-        "group": event.group,
-        "task": event.task,
+        **name_keys(group=event.group, task=event.task),
         "retry_id": event.attempt,
         "text": event.text,
         "fields": asdict(event.details) if event.code is not None else {},
@@ -133,8 +133,7 @@ def event_json(event: Event) -> dict[str, object]:
 def cause_json(cause: Cause) -> dict[str, object]:
     """Return a first cause for the JSON documents of ``query`` and ``why``."""
     return {
-        "task": cause.task,
-        "node": cause.node,
+        **name_keys(task=cause.task, node=cause.node),
         "ranks": cause.ranks,
         "pid": cause.pid,
         "reason": cause.reason.value,
@@ -173,6 +172,7 @@ def _group_json(
     states = {one.name: one.state for one in record.groups}
     return {
         "name": group.name,
+        "group_name": group.name,
         "status": group.status,
         "state": group.state.value,
         "reason": group.reason.value if group.reason else None,
@@ -202,7 +202,7 @@ def _metrics_json(latest: Latest | None) -> dict[str, object] | None:
     if latest is None:
         return None
     return {
-        "task": latest.task,
+        **name_keys(task=latest.task),
         "retry_id": latest.attempt,
         "rank": latest.rank,
         "step": latest.step,
@@ -227,6 +227,7 @@ def _task_json(
     failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
     return {
         "name": task.name,
+        "task_name": task.name,
         "retry_id": task.attempt,
         "lead": task.lead,
         "status": task.status,

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, duration, local_minute, local_second, times
 from distflow.documents.text import few, plain, ranges
 from distflow.lifecycle.exits import exit_text
@@ -408,7 +409,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:
     """Return the unreachable nodes for ``cancel --format-type json``."""
     return [
-        {"node": away.node, **times(since=away.since), "error": away.error, "tasks": list(away.tasks)}
+        {**name_keys(node=away.node), **times(since=away.since), "error": away.error, "tasks": list(away.tasks)}
         for group in record.groups
         for away in nodes_away(group)
     ]

@@ -16,6 +16,7 @@ from distflow.cli.render.workflow_json import workflow_key
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
 from distflow.client.workflows import Cancellation, cancel, change_tags, list_tags, pool_of, wait
+from distflow.documents.json_keys import name_keys
 from distflow.documents.text import plain
 from distflow.errors import InputError, NodeError
 from distflow.state.record import WorkflowRecord
@@ -217,5 +218,5 @@ def _adoption_json(found: Adoption, dry_run: bool) -> dict[str, object]:
             }
             for one in found.workflows
         ],
-        "nodes": [{"node": one.node, "error": one.error or None} for one in found.nodes],
+        "nodes": [{**name_keys(node=one.node), "error": one.error or None} for one in found.nodes],
     }

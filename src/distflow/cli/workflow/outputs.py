@@ -16,6 +16,7 @@ from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.terminal import ProgressLine
 from distflow.cli.render.workflow_json import workflow_key
 from distflow.client.outputs import FetchedFiles, TaskOutputs, fetch_output_files, list_output_files
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, local_minute, times
 from distflow.documents.text import plain
 from distflow.errors import DistflowError, NodeError
@@ -171,7 +172,8 @@ def _outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[
         "tasks": [
             {
                 "name": one.task,
-                "node": one.node,
+                "task_name": one.task,
+                **name_keys(node=one.node),
                 "directory": one.directory,
                 "files": [
                     {"path": file.path, "bytes": file.size, **times(modified=file.modified_at), "link": file.link or None}
@@ -196,7 +198,7 @@ def _fetched_json(record: WorkflowRecord, folder: Path, fetched: FetchedFiles) -
         "bytes": fetched.size,
         "already_there": fetched.unchanged,
         "left_out": fetched.left_out,
-        "tasks": [{"name": name, "folder": str(path)} for name, path in fetched.folders.items()],
+        "tasks": [{"name": name, "task_name": name, "folder": str(path)} for name, path in fetched.folders.items()],
         "errors": [*fetched.problems, *(error.message for error in fetched.errors)],
     }
 

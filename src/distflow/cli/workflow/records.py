@@ -18,11 +18,12 @@ from distflow.cli.options import Format, OsmoTasksOption, TasksOption, command_a
 from distflow.cli.render.live import Prefixes
 from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, pace_words, plot
 from distflow.cli.render.tables import Paint, terminal_width
-from distflow.cli.render.workflow_json import event_json
+from distflow.cli.render.workflow_json import event_json, workflow_key
 from distflow.cli.render.workflow_text import event_line
 from distflow.client.logs import LogLine, stream_logs
 from distflow.client.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks, pause, read_events, read_spec
+from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import count_text, iso, local_second, times
 from distflow.documents.text import plain, plain_lines
 from distflow.errors import InputError
@@ -109,7 +110,13 @@ def _write_log_json(lines: Iterable[LogLine], follow: bool) -> None:
     write = sys.stdout.write
     between = "[\n  "
     for line in lines:
-        value = {**times(time=line.time), "task": line.task, "rank": line.rank, "retry_id": line.attempt, "text": line.text}
+        value = {
+            **times(time=line.time),
+            **name_keys(task=line.task),
+            "rank": line.rank,
+            "retry_id": line.attempt,
+            "text": line.text,
+        }
         if follow:
             write(f"{json.dumps(value)}\n")
         else:
@@ -141,7 +148,7 @@ def events(
         names = {one.name for _, one in choose_tasks(record, task or [])} if task else None
         wanted = read_events(client, record, tasks=names, attempt=attempt, follow=follow)
         if format_type is Format.JSON and not follow:
-            print(json.dumps({"events": [event_json(event) for event in wanted]}, indent=2))
+            print(json.dumps({**workflow_key(record), "events": [event_json(event) for event in wanted]}, indent=2))
             return
         for event in wanted:
             print(json.dumps(event_json(event)) if format_type is Format.JSON else event_line(event), flush=follow)
@@ -230,7 +237,7 @@ def _write_metrics_json(workflow: str, metrics: Iterable[Metric]) -> None:
     between, end = "\n    ", "]\n}\n"
     for one in metrics:
         value = {
-            "task": one.task, "retry_id": one.attempt, "rank": one.rank, "step": one.step, **times(time=one.time),
+            **name_keys(task=one.task), "retry_id": one.attempt, "rank": one.rank, "step": one.step, **times(time=one.time),
             "values": dict(one.values),
         }  # fmt: skip
         write(f"{between}{json.dumps(value)}")

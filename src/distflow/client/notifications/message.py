@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.client.client import Client, now
 from distflow.client.failures import diagnose_groups, remedy_of
+from distflow.documents.json_keys import name_keys
 from distflow.documents.notify import Trigger
 from distflow.documents.quantities import ZONED, duration, times
 from distflow.documents.text import few, plain, plain_lines
@@ -70,7 +71,7 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
             "labels": dict(record.labels),
             "tags": list(record.tags),
             **_times(submit_time=record.submitted_at, start_time=record.started_at, end_time=record.ended_at),
-            "group": group.name if group is not None else None,
+            **name_keys(group=group.name if group is not None else None),
             "first_cause": _cause_json(cause) if cause is not None else None,
             "lines": [plain(line)[:_LINE_LENGTH] for line in cause.lines[-_LINES:]] if cause is not None else [],
             "remedy": remedy,
@@ -101,7 +102,7 @@ def sample(trigger: Trigger) -> Message:
             "labels": {},
             "tags": [],
             **_times(submit_time=now(), start_time=None, end_time=None),
-            "group": None,
+            **name_keys(group=None),
             "first_cause": None,
             "lines": [],
             "remedy": None,
@@ -150,8 +151,7 @@ def _summary(record: WorkflowRecord, trigger: Trigger, group: GroupRecord | None
 
 def _cause_json(cause: Cause) -> dict[str, object]:
     return {
-        "task": cause.task,
-        "node": cause.node,
+        **name_keys(task=cause.task, node=cause.node),
         "ranks": cause.ranks,
         "reason": cause.reason.value,
         "message": plain(cause.message),

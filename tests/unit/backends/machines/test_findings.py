@@ -27,6 +27,7 @@ from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
 from distflow.structs import replace
+from outputs import assert_documented
 
 GIB = 1 << 30
 
@@ -500,6 +501,7 @@ def test_everything_that_is_measured_is_json() -> None:
     checked = Checked(nodes=nodes, pairs=tuple(tries(2)))
     pool = Pool(name="lab", backend="ssh", nodes=tuple(one.node for one in nodes))
     answer = json.loads(json.dumps(check_json(pool, checked, found)))
+    assert_documented(answer, "pool-check")
     assert [one["state"] for one in answer["nodes"]] == ["warning", "error"]
     assert answer["nodes"][0]["gpu_processes"][0] == {
         "gpu": 0, "pid": 1, "name": "x\x1b[31m", "used_mib": None, "user": None, "attempt": None,
