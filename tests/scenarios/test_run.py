@@ -96,6 +96,17 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     assert (project / "new/earlier-runs/first-1/first").read_text() == "first\n"
     assert sorted(path.name for path in (project / "new").iterdir()) == [".distflow-results", "earlier-runs", "second"]
 
+    # A script for Slurm runs with its own preparations.
+    (project / "job.sh").write_text("#SBATCH -J slurmy --time=10\nsource prepare.sh\nsrun ./show.sh\n")
+    (project / "prepare.sh").write_text("export PREPARED=yes\n")
+    (project / "show.sh").write_text("#!/bin/sh\necho prepared: $PREPARED\n")
+    (project / "show.sh").chmod(0o755)
+    slurmy = cli.run("run", "--from-sbatch", "job.sh", "--setup", ". ./prepare.sh", "--dry-run", cwd=project)
+    assert slurmy.out.startswith("workflow slurmy in pool local\n")
+    slurmy = cli.run("run", "--from-sbatch", "job.sh", cwd=project)
+    assert slurmy.out.splitlines() == ["slurmy-1", "[node-0] prepared: yes"], slurmy.err
+    assert "Running `./show.sh` on 1 node, after `source prepare.sh`\n" in slurmy.err
+
     options = ["--detach", "--name", "later", "--to", "my results", "--python", sys.executable]
     detached = cli.run("run", *options, "--", "python3", "-c", "pass", cwd=project)
     assert f"Running `{sys.executable} -c pass` on 1 node\n" in detached.err
@@ -116,11 +127,15 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         ),
         (["hosts.yaml"], "error: `hosts.yaml` is a spec, not a command\ndistflow submit hosts.yaml"),
         (["kept.py", "--name", "1"], "`workflow.name` must be a name"),
-        ([], "`SCRIPT|COMMAND...` is missing"),
+        ([], "error: there is no command to run"),
+        (["--from-sbatch", "absent.sh"], "error: absent.sh cannot be read"),
+        (["--from-sbatch", "job.sh", "kept.py"], "error: --from-sbatch and a command cannot be combined"),
+        (["--from-sbatch", "job.sh"], "error: job.sh: the script `gone.py` does not exist"),
     ],
 )
 def test_wrong_input_starts_nothing(cli: Cli, project: Path, arguments: list[str], message: str) -> None:
     (project / "kept.py").touch()
+    (project / "job.sh").write_text("#SBATCH --nodes=1\nsrun python gone.py\n")
     done = cli.run("run", *arguments, cwd=project)
     assert done.code == 2
     assert message in done.err

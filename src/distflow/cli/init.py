@@ -12,7 +12,7 @@ import typer
 
 from distflow.cli.completion import complete_sample
 from distflow.cli.context import open_client
-from distflow.cli.node_options import RanksOption
+from distflow.cli.node_options import FromSbatchOption, RanksOption
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import print_notice, table
 from distflow.client.spec_drafts.drafts import name_of
@@ -54,9 +54,7 @@ def init(
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="The number of nodes.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each node.")] = None,
     ranks: RanksOption = None,
-    from_sbatch: Annotated[
-        Path | None, typer.Option("--from-sbatch", metavar="FILE", help="Translate a script for Slurm's sbatch.")
-    ] = None,
+    from_sbatch: FromSbatchOption = None,
     from_torchrun: Annotated[
         str | None, typer.Option("--from-torchrun", metavar="TEXT", help="Translate a command line of torchrun.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from distflow.errors import InputError
 from distflow.pools.model import NodeSettings, is_program
 
-__all__ = ["EnvOption", "PythonOption", "RanksOption", "SetupOption", "VenvOption", "parse_node_settings"]
+__all__ = ["EnvOption", "FromSbatchOption", "PythonOption", "RanksOption", "SetupOption", "VenvOption", "parse_node_settings"]
 
 PythonOption = Annotated[
     str | None,
@@ -32,6 +33,9 @@ RanksOption = Annotated[
     typer.Option(
         "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
     ),
+]
+FromSbatchOption = Annotated[
+    Path | None, typer.Option("--from-sbatch", metavar="FILE", help="Translate a script for Slurm's sbatch.")
 ]
 EnvOption = Annotated[
     list[str] | None,

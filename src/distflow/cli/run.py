@@ -14,7 +14,15 @@ import typer
 
 from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
-from distflow.cli.node_options import EnvOption, PythonOption, RanksOption, SetupOption, VenvOption, parse_node_settings
+from distflow.cli.node_options import (
+    EnvOption,
+    FromSbatchOption,
+    PythonOption,
+    RanksOption,
+    SetupOption,
+    VenvOption,
+    parse_node_settings,
+)
 from distflow.cli.options import Command, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import print_notice
 from distflow.cli.render.terminal import ProgressLine
@@ -33,6 +41,7 @@ from distflow.client.spec_drafts.quick_run import RESULTS, draft_run, fetch_resu
 from distflow.client.submission import SubmitRequest, plan, submit
 from distflow.documents.text import few, plain_lines
 from distflow.errors import InputError, WorkflowEnded
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.client.client import Client
@@ -77,15 +86,17 @@ def _with_script_option(words: Sequence[str], name: str) -> str:
     "run",
     cls=_Run,
     epilog="Examples: distflow run train.py --nodes 2 --gpus 8 --hostfile hosts.txt -- --lr 0.1"
-    "  ·  distflow run --pool lab -- torchrun --nproc_per_node 8 train.py  ·  distflow run --nodes 2 -- nvidia-smi",
+    "  ·  distflow run --pool lab -- torchrun --nproc_per_node 8 train.py  ·  distflow run --nodes 2 -- nvidia-smi"
+    "  ·  distflow run --from-sbatch job.sh --hostfile hosts.txt",
 )
 def run_command(
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="SCRIPT|COMMAND...", help="A Python script, or any command. Write -- before options of the command."
         ),
-    ],
+    ] = None,
+    from_sbatch: FromSbatchOption = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="The number of nodes. Default: all of the hostfile, else 1.")
     ] = None,
@@ -134,7 +145,7 @@ def run_command(
         if not (dry_run or print_spec):
             client.load_supervisor(configuration, with_hosts=hosts is not None)
         draft = draft_run(
-            words,
+            words or (),
             configuration,
             name=name,
             pool=pool,
@@ -145,7 +156,10 @@ def run_command(
             ranks=ranks,
             project=project,
             results=to,
+            sbatch=from_sbatch,
         )
+        if draft.setup and settings.setup is None:
+            settings = replace(settings, setup=draft.setup)
         text = spec_text(draft, heading=["Written by `distflow run --print-spec`. To submit it: distflow submit FILE --wait"])
         if print_spec:
             print(text, end="")
@@ -161,7 +175,7 @@ def run_command(
         with ProgressLine(sys.stderr, "read") as line:
             planned = plan(client, request, configuration=configuration, on_pack=line.update)
         warn(planned.checked.warnings)
-        _announce(draft, python, unsent_directories(draft, to))
+        _announce(draft if settings.setup == draft.setup else replace(draft, setup=""), python, unsent_directories(draft, to))
         is_quiet = not detach and format_type is Format.JSON
         record = submit(client, planned, on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type))
         if detach:
@@ -186,6 +200,8 @@ def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
         parts.append(f"{count(draft.gpus, 'GPU')} on each")
     if draft.launcher == "torchrun":
         parts.append(f"torchrun starts {count(draft.ranks, 'process')} on each")
+    if draft.setup:
+        parts.append(f"after `{draft.setup}`")
     print(plain_lines(", ".join(parts)), file=sys.stderr)
     if unsent:
         print(plain_lines(f"Not sent, because they hold results: {few(unsent, ', ')}"), file=sys.stderr)

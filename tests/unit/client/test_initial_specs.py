@@ -16,9 +16,11 @@ import pytest
 from distflow.cli.app import run
 from distflow.client.spec_drafts.initial_specs import draft_from_torchrun, list_samples
 from distflow.client.spec_drafts.sbatch import draft_sbatch
-from distflow.documents.problems import errors_of
+from distflow.documents.problems import Mark, errors_of
 from distflow.errors import InputError
+from distflow.layout.checks.group_checks import check_layout
 from distflow.spec.parse import load_spec
+from distflow.structs import replace
 
 CONFIGURATION = """\
 default_pool: small
@@ -62,6 +64,48 @@ def test_a_script_for_slurm_becomes_a_valid_spec(script: Path, folder: Path, cap
         golden.write_text(found)
     assert found == golden.read_text()
     assert not errors_of(load_spec("job.yaml")[1])
+
+
+def test_run_and_init_read_a_script_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = next(path for path in SCRIPTS if path.stem == "gres")
+    assert run(["run", "--from-sbatch", str(script), "--print-spec"]) == 0
+    printed = capsys.readouterr().out.partition("workflow:\n")[2]
+    assert run(["init", "work", "--from-sbatch", str(script)]) == 0
+    assert "  name: train\n" in printed
+    assert (
+        printed.replace("  name: train\n", "  name: work\n") == (folder / "work.yaml").read_text().partition("workflow:\n")[2]
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--set", "size=4"]])
+def test_an_exported_script_becomes_a_spec_of_the_same_layout(
+    folder: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "first.yaml").write_text(
+        "workflow:\n  name: first\n  timeout: {exec_timeout: 90m}\n  resources:\n    default: {gpu: 8, cpu: 16, memory: 64G}\n"
+        "  groups:\n  - name: training\n    launcher: torchrun\n    tasks:\n    - name: node\n      replicas: 3\n"
+        "      ranks: {size: {{size}}}\n      command: [python3, train.py, --lr, '0.1']\n      output_dir: outputs\n"
+        "      environment: {NCCL_DEBUG: WARN}\n      files:\n      - {path: ., localpath: .}\ndefault-values: {size: 8}\n"
+    )
+    export = ["workflow", "export", "first.yaml", "--to", "slurm", "--output", "first.sbatch", "--setup", "module load cuda"]
+    assert run([*export, *options]) == 0
+    assert run(["init", "second", "--from-sbatch", "first.sbatch"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note: line 13: `#SBATCH --output=%x-%j.log`: `distflow workflow logs` shows the output",
+        "note: commands that prepare a node are options: --setup 'module load cuda'",
+    ]
+    sets = [(options[1].partition("=")[0], "4")] if options else []
+    specs = [load_spec("first.yaml", sets=sets)[0], load_spec("second.yaml")[0]]
+    worlds = [check_layout(spec)[0]["training"] for spec in specs]
+    assert worlds[0].tasks == worlds[1].tasks
+    first, second = (spec.groups[0] for spec in specs)
+    assert first.timeouts == second.timeouts
+    for one, other in zip(first.tasks, second.tasks, strict=True):
+        assert [word.value for word in one.command] == [word.value for word in other.command]
+        assert {name: text.value for name, text in other.environment.items()} == {"NCCL_DEBUG": "WARN"}
+        assert (one.launcher.kind, one.output_dir) == (other.launcher.kind, other.output_dir)
+    assert replace(specs[0].resources["default"], mark=Mark("")) == replace(specs[1].resources["default"], mark=Mark(""))
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,23 @@ def draft_from_torchrun(command: str) -> Draft:
     return replace(draft_command(words, folder=Path.cwd(), must_exist=False), environment=environment)
 
 
-def draft_from_sbatch(file: Path) -> Draft:
-    """Return the draft of a script for Slurm's ``sbatch``. Raises ``InputError``."""
+def draft_from_sbatch(file: Path, *, must_exist: bool = False) -> Draft:
+    """Return the draft of a script for Slurm's ``sbatch``.
+
+    Args:
+        file: The script.
+        must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
+
+    Raises:
+        InputError: if the file cannot be read, or starts no training.
+
+    """
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
     try:
-        return draft_sbatch(text, folder=Path.cwd())
+        return draft_sbatch(text, folder=Path.cwd(), must_exist=must_exist)
     except InputError as error:
         raise InputError(f"{file}: {error.message}", hint=error.hint) from None
 
@@ -100,6 +109,9 @@ def write_draft(
     is_one_for_each_gpu = draft.ranks_written in ("gpu", "auto")
     nodes = choose_pool(configuration).nodes if is_one_for_each_gpu else ()
     draft = complete_draft(draft, nodes, count=count, gpus=gpus, ranks=ranks)
+    if draft.setup:
+        note = f"commands that prepare a node are options: --setup {shlex.quote(draft.setup)}"
+        draft = replace(draft, notes=(*draft.notes, note))
     if draft.project is not None:
         # Paths of a spec are relative to its own directory.
         draft = replace(draft, project=os.path.relpath(draft.project, file.parent))

@@ -39,6 +39,7 @@ def draft_run(
     ranks: int | None = None,
     project: Path | None = None,
     results: Path = RESULTS,
+    sbatch: Path | None = None,
 ) -> Draft:
     """Return the draft of a job for a command line and the nodes that it will run on.
 
@@ -54,14 +55,15 @@ def draft_run(
         ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
         project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository.
         results: The local directory for the output files. It is not sent.
+        sbatch: A script for Slurm's ``sbatch`` that has the command and the numbers. ``words`` is empty then.
 
     Raises:
-        InputError: if the command is not valid, the script does not exist, the project would be a home directory, or the
-            number of processes is not known. Also if there are fewer hosts than nodes.
+        InputError: if there is no command or it is not valid, the script does not exist, the project would be a home
+            directory, or the number of processes is not known. Also if there are fewer hosts than nodes.
         NotFound: if the pool does not exist.
 
     """
-    draft = draft_command(words, folder=Path.cwd(), project=project)
+    draft = _draft(words, sbatch, project)
     there = choose_pool(configuration, given=pool, hosts=hosts).nodes
     count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
     if draft.nodes is not None and count != draft.nodes:
@@ -72,6 +74,17 @@ def draft_run(
         raise InputError(f"{hostfile} has {machines}, {asking} asks for {count}", hint="add machines, or ask for fewer nodes")
     draft = replace(draft, name=name or draft.name, exclude=_without(draft, results))
     return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks, must_know=True)
+
+
+def _draft(words: Sequence[str], sbatch: Path | None, project: Path | None) -> Draft:
+    if sbatch is None:
+        return draft_command(words, folder=Path.cwd(), project=project)
+    if words or project is not None:
+        extra = "a command" if words else "--project"
+        raise InputError(f"--from-sbatch and {extra} cannot be combined", hint="remove one of them")
+    from distflow.client.spec_drafts.initial_specs import draft_from_sbatch
+
+    return draft_from_sbatch(sbatch, must_exist=True)
 
 
 def _without(draft: Draft, results: Path) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ _SHORT = MappingProxyType(
     {
         "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "G": "gpus", "t": "time", "J": "job-name", "p": "partition",
         "o": "output", "e": "error", "a": "array", "A": "account", "q": "qos", "w": "nodelist", "x": "exclude",
-        "C": "constraint",        "d": "dependency", "D": "chdir", "i": "input", "L": "licenses",
+        "C": "constraint", "d": "dependency", "D": "chdir", "i": "input", "L": "licenses", "b": "begin",
     }
 )  # fmt: skip
 _SWITCHES = frozenset(
@@ -33,12 +33,15 @@ _SWITCHES = frozenset(
 """Options of sbatch and srun without a value."""
 _TRANSLATED = frozenset(
     {
-        "nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "time",
-        "job-name",
+        "nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "cpus-per-gpu",
+        "mem", "mem-per-cpu", "mem-per-gpu", "time", "job-name",
     }
 )  # fmt: skip
+_OF_POOL = "set it in a pool with `backend: slurm`; other pools have no such option"
 _ADVICE = MappingProxyType(
     {
+        **dict.fromkeys(("account", "qos", "constraint", "reservation"), _OF_POOL),
+        **dict.fromkeys(("mail-type", "mail-user"), "write `notify` into the spec"),
         "partition": "choose a pool instead, with `--pool`",
         "output": "`distflow workflow logs` shows the output",
         "error": "`distflow workflow logs` shows the output",
@@ -53,6 +56,11 @@ _ADVICE = MappingProxyType(
         "export": "write variables into `environment`",
     }
 )
+_HETJOB = "hetjob"
+_COUNTS = frozenset({"nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task"})
+"""Options that differ between the components of a heterogeneous job."""
+_EXPORTED = "written by `distflow workflow export`"
+"""A script with these words does not need a note for each of its commands."""
 _IS_SET = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "NNODES", "CUDA_VISIBLE_DEVICES"}
 )
@@ -96,35 +104,34 @@ class _Script:
     setup: list[str] = field(default_factory=list)
     launch: list[str] | None = None
     is_under_srun: bool = False
+    is_exported: bool = False
+    """Whether distflow wrote it."""
     shell_line: str = ""
     """The line of the ``bash -c`` whose commands are read; empty outside."""
     notes: list[str] = field(default_factory=list)
 
 
-def draft_sbatch(text: str, *, folder: Path) -> Draft:
+def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
     """Return the draft of the job that a script for ``sbatch`` starts.
 
     Args:
         text: The script.
         folder: The directory of the project, to which paths of the script are relative.
+        must_exist: Whether a program that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
         InputError: if the script starts no training, or if an ``#SBATCH`` line cannot be read.
 
     """
-    script = _Script(text)
-    for number, name, value in _directives(text):
-        script.options[name] = value
-        if name not in _TRANSLATED:
-            shown = f"--{name}={value}" if value else f"--{name}"
-            script.notes.append(f"line {number}: `#SBATCH {shown}`: {_ADVICE.get(name, 'distflow has no such option')}")
+    script = _Script(text, is_exported=_EXPORTED in text)
+    script.options = _read_options(script)
     _read_body(script)
     if script.launch is None:
         hint = (
             "distflow looks for a line with srun, torchrun, accelerate, mpirun or python; use `distflow init --command` instead"
         )
         raise InputError("the script does not start a training", hint=hint)
-    draft = draft_command(script.launch, folder=folder, must_exist=False)
+    draft = draft_command(script.launch, folder=folder, must_exist=must_exist)
     unknown = sorted({name for word in draft.command for name in re.findall(r"\$\{?([A-Za-z_]\w*)", word)})
     if unknown:
         script.notes.append(f"variables in the command are not replaced, because no shell runs it: {', '.join(unknown)}")
@@ -132,16 +139,53 @@ def draft_sbatch(text: str, *, folder: Path) -> Draft:
     if framework is not None:
         text = f"write `framework: {framework}` into the group, and only the script with its arguments into `command`"
         script.notes.append(f"{text}: distflow then starts it with the right ranks")
-    setup = "; ".join(script.setup)
-    if setup:
-        script.notes.append(f"commands that prepare a node are options: --setup {shlex.quote(setup)}")
-    return _with_numbers(replace(draft, setup=setup), script)
+    return _with_numbers(replace(draft, setup="; ".join(script.setup)), script)
+
+
+def _read_options(script: _Script) -> dict[str, str]:
+    """Return the options of the job. Those of the nodes of a heterogeneous job become equal nodes of the largest size."""
+    components: list[dict[str, str]] = [{}]
+    for number, name, value in _directives(script):
+        if name == _HETJOB:
+            note = "the nodes differ, and here all get the largest request: write a task for each kind of node into the spec"
+            script.notes += [f"line {number}: `#SBATCH hetjob`: {note}"] if len(components) == 1 else []
+            components.append({})
+            continue
+        components[-1][name] = value
+        script.notes += [f"line {number}: {note}" for note in _notes_of(name, value)]
+    if len(components) == 1:
+        return components[0]
+    sizes = [(_nodes(one), _per_node(one, _nodes(one)), _gpus(one, _nodes(one)) or 0) for one in components]
+    merged = {name: value for one in reversed(components) for name, value in one.items() if name not in _COUNTS}
+    merged |= {"nodes": str(sum(nodes for nodes, _, _ in sizes)), "ntasks-per-node": str(max(ranks for _, ranks, _ in sizes))}
+    gpus = max(gpus for _, _, gpus in sizes)
+    cpus = max(_cpus(one, ranks, gpus) for one, (_, ranks, gpus) in zip(components, sizes, strict=True))
+    ranks = int(merged["ntasks-per-node"])
+    return merged | {"cpus-per-task": str(-(-cpus // ranks))} | ({"gpus-per-node": str(gpus)} if gpus else {})
+
+
+def _notes_of(name: str, value: str) -> Iterator[str]:
+    """Yield the parts of an option that are not translated."""
+    shown = f"`#SBATCH --{name}={value}`" if value else f"`#SBATCH --{name}`"
+    if name not in _TRANSLATED:
+        yield f"{shown}: {_ADVICE.get(name, 'distflow has no such option')}"
+    elif name == "nodes" and "-" in value:
+        yield f"{shown}: to run with fewer nodes if there is no room, write `elastic` into the group"
+    elif name == "gres":
+        others = [entry for entry in value.split(",") if entry.split(":")[0] not in ("gpu", "none")]
+        if others:
+            yield f"{shown}: `{','.join(others)}` is not requested"
+    kinds = [entry.split(":")[-2] for entry in value.split(",") if name.startswith("gpus") and ":" in entry]
+    kinds += [entry.split(":")[1] for entry in value.split(",") if name == "gres" and entry.count(":") == 2]
+    if kinds:
+        remedy = "write `platform` into the resource, or choose a pool of such GPUs"
+        yield f"{shown}: the type `{kinds[0]}` is not requested: {remedy}"
 
 
 def _with_numbers(draft: Draft, script: _Script) -> Draft:
     """Return the draft with the resources that the options request."""
     options, notes = script.options, [*draft.notes, *script.notes]
-    nodes = _number(options.get("nodes", "").partition("-")[0]) or draft.nodes or 1
+    nodes = _nodes(options, draft.nodes or 1)
     per_node = _per_node(options, nodes)
     gpus = _gpus(options, nodes)
     ranks = draft.ranks
@@ -153,13 +197,7 @@ def _with_numbers(draft: Draft, script: _Script) -> Draft:
         notes.append(f"srun started {per_node} processes on each node; here the command runs once on each node")
     if draft.launcher == "command" and any(_TORCHRUN.search(word) for word in draft.command):
         notes.append("the options of torchrun in the command are not translated: check `replicas` and `ranks`")
-    resources = {}
-    cpus = _number(options.get("cpus-per-task", ""))
-    if cpus:
-        resources["cpu"] = str(cpus * per_node)
-    memory = options.get("mem", "")
-    if re.fullmatch(r"[1-9][0-9]*[KMGT]?", memory):
-        resources["memory"] = memory if memory[-1].isalpha() else f"{memory}M"
+    resources = _resources(options, per_node, gpus)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", options.get("job-name", "")).strip("-_")
     return replace(
         draft, name=name if name[:1].isalpha() else draft.name, nodes=nodes, gpus=gpus,
@@ -167,6 +205,27 @@ def _with_numbers(draft: Draft, script: _Script) -> Draft:
         environment=script.environment, exec_timeout=_duration(options.get("time", ""), notes), resources=resources,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _resources(options: Mapping[str, str], per_node: int, gpus: int | None) -> dict[str, str]:
+    """Return the CPUs and the memory of each node."""
+    found = {}
+    if cpus := _cpus(options, per_node, gpus or 0):
+        found["cpu"] = str(cpus)
+    for name, times in (("mem", 1), ("mem-per-cpu", cpus or per_node), ("mem-per-gpu", gpus or 0)):
+        memory = re.fullmatch(r"([1-9][0-9]*)([KMGT]?)B?", options.get(name, ""), re.IGNORECASE)
+        if memory and times:
+            found["memory"] = f"{int(memory[1]) * times}{memory[2].upper() or 'M'}"
+    return found
+
+
+def _cpus(options: Mapping[str, str], per_node: int, gpus: int) -> int:
+    for_ranks = (_number(options.get("cpus-per-task", "")) or 0) * per_node
+    return for_ranks or (_number(options.get("cpus-per-gpu", "")) or 0) * gpus
+
+
+def _nodes(options: Mapping[str, str], default: int = 1) -> int:
+    return _number(options.get("nodes", "").partition("-")[0]) or default
 
 
 def _gpus(options: Mapping[str, str], nodes: int) -> int | None:
@@ -208,15 +267,26 @@ def _duration(text: str, notes: list[str]) -> str:
     return f"{seconds // size}{unit}" if seconds else ""
 
 
-def _directives(text: str) -> Iterator[tuple[int, str, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
+def _directives(script: _Script) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the name and the value of each option, and ``_HETJOB`` between the components of a job.
+
+    Slurm ignores options after the first command, so they are notes.
+    """
+    has_begun = False
+    for number, line in enumerate(script.text.splitlines(), 1):
         if not line.startswith("#SBATCH"):
+            has_begun |= bool(line.strip()) and not line.lstrip().startswith("#")
             continue
         try:
             words = shlex.split(line[len("#SBATCH") :], comments=True)
         except ValueError:
             raise InputError(f"line {number}: a quote is not closed: {line}") from None
-        yield from ((number, name, value) for name, value in _split_options(words)[0])
+        if has_begun:
+            script.notes.append(f"line {number}: `{line.strip()}` is after the first command, where Slurm ignores it")
+        elif words[:1] in ([_HETJOB], ["packjob"]):
+            yield number, _HETJOB, ""
+        else:
+            yield from ((number, name, value) for name, value in _split_options(words)[0])
 
 
 def _split_options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -249,7 +319,7 @@ def _read_commands(script: _Script, commands: Sequence[Command], variables: dict
         for written, word in command.assignments:
             name, value = word.value_of(written, variables)
             variables[name] = value
-            if (name in exported or command.words) and name not in _IS_SET:
+            if (name in exported or command.words) and name not in _IS_SET and not _is_of_distflow(script, name):
                 _export(script, name, value, word)
         if command.words:
             _read_command(script, command, variables)
@@ -260,6 +330,11 @@ def _export(script: _Script, name: str, value: str | None, word: Word) -> None:
         script.environment[name] = value
     else:
         script.notes.append(f"{_line_of(script, word)}: `{name}={word.raw}`: only a shell can compute this value")
+
+
+def _is_of_distflow(script: _Script, name: str) -> bool:
+    own = ("DISTFLOW_", "PET_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "LOCAL_WORLD_SIZE")
+    return script.is_exported and (name.startswith(own) or name.islower())
 
 
 def _line_of(script: _Script, word: Word) -> str:
@@ -282,12 +357,17 @@ def _read_command(script: _Script, command: Command, variables: dict[str, str | 
     program, raw = command.program, " ".join(word.raw for word in command.words)
     if program in _SETUP:
         script.setup.append(raw)
-    elif _LAUNCHERS.fullmatch(program) and script.launch is None:
+    elif _LAUNCHERS.fullmatch(program) and script.launch is None and not _reads_program(command):
         _read_launch(script, _expanded(command, variables), _line_of(script, command.words[0]), variables)
     elif program == "cd" and raw.strip("\"'").endswith("SLURM_SUBMIT_DIR"):
         pass
-    elif program not in _SILENT | _KEYWORDS:
+    elif program not in _SILENT | _KEYWORDS and not script.is_exported:
         script.notes.append(f"{_line_of(script, command.words[0])}: `{raw[:100]}`: only one command is translated")
+
+
+def _reads_program(command: Command) -> bool:
+    """Return whether it is a Python that reads its program from a here-document, which is not a training."""
+    return len(command.words) > 1 and command.words[1].raw == "-"
 
 
 def _expanded(command: Command, variables: Mapping[str, str | None]) -> list[str]:
@@ -303,7 +383,7 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
         for name, value in options:
             if name in _TRANSLATED:
                 script.options[name] = value
-            elif name not in _SWITCHES:
+            elif name not in _SWITCHES and not script.is_exported:
                 script.notes.append(f"`srun --{name}={value}`: {_ADVICE.get(name, 'distflow has no such option')}")
     if len(words) > 1 and words[0] in _WRAPPERS and not words[1].startswith("-"):
         words = words[1:]
@@ -315,10 +395,18 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
             script.environment[name] = value
     is_shell = bool(words) and words[0].rpartition("/")[2] in SHELLS
     at = next((number for number, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c", word)), 0) if is_shell else 0
-    commands = read_commands(words[at + 1]) if at else ()
+    written = _here_document(script.text, words[1]) if is_shell and not at and len(words) > 1 else ""
+    commands = read_commands(words[at + 1]) if at else read_commands(written)
     if any(_LAUNCHERS.fullmatch(command.program) for command in commands):
         before, script.shell_line = script.shell_line, line
         _read_commands(script, commands, dict(variables))
         script.shell_line = before
     else:
         script.launch = words or None
+
+
+def _here_document(text: str, file: str) -> str:
+    """Return the text that a script writes to a file, ``cat > FILE <<END``; empty if it does not."""
+    pattern = r"cat\s*>\s*[\"']?" + re.escape(file) + r"[\"']?\s*<<-?\s*(['\"]?)(\w+)\1\n(.*?)\n\2$"
+    found = re.search(pattern, text, re.DOTALL | re.MULTILINE)
+    return found[3] if found else ""
