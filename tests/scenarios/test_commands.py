@@ -26,7 +26,7 @@ def _spec(cli: Cli, command: str, timeout: str = "exec_timeout: 10m") -> str:
 
 
 def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
-    good = cli.run("workflow", "submit", _spec(cli, "echo one; echo two"), "--wait")
+    good = cli.run("workflow", "submit", _spec(cli, "echo one; echo two; echo 1 > {{output}}/a"), "--wait")
     assert good.code == 0
     assert "[only] one\n[only] two\n" in good.out
     assert good.err.splitlines()[-1].endswith(": distflow workflow fetch work-1")
@@ -35,7 +35,9 @@ def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
     assert "before" in bad.out
     end = bad.err[bad.err.index("First cause: only on local: exit code 3\n") :].splitlines()
     assert end[1:3] == ["  | before", "Logs:    distflow workflow logs work-2 --task only"]
-    assert [line.split()[0] for line in end[3:]] == ["Outputs:", "Details:"]
+    assert [line.split()[0] for line in end[3:]] == ["Details:"], "a task that wrote no files has no outputs"
+    assert "Outputs " in cli.run("workflow", "query", "work-1").out
+    assert "Outputs " not in cli.run("workflow", "query", "work-2").out
 
 
 def test_wait_with_json_prints_one_document(cli: Cli) -> None:

@@ -299,6 +299,8 @@ class Ended(_OfAttempt):
     """The node's record (``docs/agent-protocol.md``, ``End``). Its times are those of the node's clock."""
     clock: Clock | None = None
     """Offset of the node's clock from ours; ``None`` if it was not measured."""
+    has_files: bool | None = None
+    """Whether there are files in its ``{{output}}``; ``None`` if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

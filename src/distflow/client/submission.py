@@ -556,7 +556,8 @@ def _kept(record: WorkflowRecord, group: GroupRecord, saved: Mapping[str, Saved]
     tasks: Sequence[TaskRecord] = [
         TaskRecord(
             name=task.name, lead=task.lead, attempt=task.attempt, state=task.state, ranks=task.ranks, node=task.node,
-            outputs=task.outputs, output_dir=task.output_dir, saved=saved.get(task.name), log_complete=True,
+            outputs=task.outputs, output_dir=task.output_dir, has_files=task.has_files,
+            saved=saved.get(task.name), log_complete=True,
         )
         for task in group.tasks
     ]  # fmt: skip

@@ -244,6 +244,8 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     """Its output, after it was fetched for the groups that use it."""
     output_dir: str | None = None
     """The directory of its ``{{output}}`` on the node."""
+    has_files: bool | None = None
+    """Whether there were files in it at the end; ``None`` before, and if the node did not say."""
 
     @property
     def exit_code(self) -> int | None:

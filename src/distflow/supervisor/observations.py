@@ -429,7 +429,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
-    ended = by_exit_actions(ended, actions)
+    ended = replace(by_exit_actions(ended, actions), has_files=seen.has_files)
     return ended, TaskStatus(status=ended.status, message=ended.message)
 
 

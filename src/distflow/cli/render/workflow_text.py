@@ -126,11 +126,11 @@ def workflow_text(
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
-    """Return where the output files of a workflow are, with the command for them. Empty if no task has run.
+    """Return where the output files of a workflow are, with the command for them. Empty if no task has run, or has written any.
 
     ``until``: how long they are kept, in seconds since the epoch.
     """
-    if not any(task.output_dir for group in record.groups for task in group.tasks):
+    if not any(task.output_dir and task.has_files is not False for group in record.groups for task in group.tasks):
         return ""
     if not record.state.is_final:
         return f"on the nodes: distflow workflow outputs {record.id}"

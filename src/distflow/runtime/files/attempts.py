@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from typing import Callable, Iterator, List, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 from distflow.protocol.names import is_attempt_name, is_uuid
 from distflow.runtime.clock import now
@@ -131,7 +131,18 @@ def read_status(directory: str) -> Json:
     }  # fmt: skip
     if end is None and state.get("lost_output_bytes"):
         status["loses_output"] = True
+    if end is not None:
+        status["has_files"] = _has_files(directory)
     return status
+
+
+def _has_files(directory: str) -> Optional[bool]:
+    """Whether the task wrote something to ``{{output}}``; None if that is not known."""
+    try:
+        with os.scandir(os.path.join(directory, "output")) as entries:
+            return any(True for _ in entries)
+    except OSError:
+        return None
 
 
 def is_reachable(directory: str) -> bool:

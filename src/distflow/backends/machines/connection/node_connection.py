@@ -321,7 +321,8 @@ class Connection:
             if phase == "stopping":
                 self._sink(StopAccepted(at=at, key=key))
             elif phase == "ended":
-                self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
+                end = dict(status.get("end") or {})
+                self._sink(Ended(at=at, key=key, end=end, clock=clock, has_files=status.get("has_files")))
                 self._mark_complete(key, _END)
 
     # The connection itself.

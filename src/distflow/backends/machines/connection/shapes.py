@@ -56,6 +56,7 @@ class _Status(_Form):
     end: _End | None = None
     directory: str = ""
     loses_output: bool = False
+    has_files: bool | None = None
 
 
 class _Address(_Form):
