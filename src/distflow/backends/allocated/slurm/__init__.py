@@ -1,0 +1,1 @@
+"""Slurm as a cluster engine: one job for each allocation."""

@@ -1,0 +1,130 @@
+"""Slurm's account of the end of a job: who or what ended it, and the last messages of its script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from distflow.backends.allocated.engine import AllocationState, Over, Queued
+from distflow.backends.allocated.slurm.hostlists import expand_hosts
+from distflow.backends.allocated.slurm.job_request import log_path
+from distflow.backends.allocated.slurm.job_states import ENDS, Component, Phase, phase_of, state_text
+from distflow.documents.quantities import seconds_text
+from distflow.documents.text import plain
+from distflow.lifecycle.states import Reason
+
+__all__ = ["Account", "account_command"]
+
+_LONGEST_LOG = 2000
+"""Bytes of a job's messages."""
+_SCRIPT = r"""
+for job in "$@"; do
+  scontrol show job -o "$job" 2>&1
+  echo '{separator}'
+  account=$(timeout 10 sacct --noheader --allocations --parsable2 --jobs="$job" --format=State,ExitCode,NodeList 2>/dev/null)
+  printf '%s\n' "$account" '{separator}'
+  uid=$(printf '%s\n' "$account" | sed -n 's/.*CANCEL[A-Z]* by \([0-9][0-9]*\).*/\1/p' | head -n 1)
+  [ -z "$uid" ] || id -nu "$uid" 2>/dev/null || echo "user $uid"
+  echo '{separator}'
+  tail -c {longest} {log} 2>/dev/null
+  rm -f {log}
+  echo '{separator}'
+done
+timeout 20 sinfo --noheader --Node --format='%N %T' 2>/dev/null
+exit 0
+"""
+
+_GRAVEST = (
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+    "DEADLINE",
+    "PREEMPTED",
+    "LAUNCH_FAILED",
+    "FAILED",
+    "CANCELLED",  # codespell:ignore
+)
+"""Which state of several components explains the end of a heterogeneous job, first of all."""
+
+
+def account_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
+    """Return a command that prints the four parts of an ``Account`` for each job, and then the state of all nodes."""
+    script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, log=log_path(root, "$job"))
+    return ("sh", "-c", script, "sh", *jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the commands of Slurm print about one job that has ended."""
+
+    job: str
+    """From ``scontrol``, which forgets a job after some minutes."""
+    accounting: str
+    """From ``sacct``; empty on clusters without accounting."""
+    canceled_by: str
+    log: str
+    """The last messages of its script; empty unless the script failed and the file can be read on the login node."""
+
+    def state_of(self, job: str, components: Sequence[Component], down: Collection[str]) -> AllocationState | None:
+        """Return the state of a job that is not among the active ones; ``None`` if Slurm could not be asked.
+
+        Args:
+            job: The id of the job.
+            components: Its components, from ``squeue``; empty if that did not list it.
+            down: The nodes that are down now.
+
+        """
+        states = [one.state for one in components] or re.findall(r" JobState=(\S+) Reason=", self.job)
+        if not states:
+            states = [line.split("|")[0].split(" ")[0] for line in self.accounting.splitlines() if line]
+            if not states and "invalid job id" not in self.job.lower():
+                return None
+        if not states:
+            return Over(reason=None, message=f"Slurm no longer knows job {job}")
+        active = [state for state in states if phase_of(state) is not Phase.OVER]
+        if active:
+            return Queued(why=state_text(active[0]))  # it was submitted after the question to squeue
+        state = next((one for one in _GRAVEST if one in states), states[0])
+        reason, text = ENDS[state]
+        hosts: tuple[str, ...] = ()
+        if reason is Reason.NODE_LOST:
+            hosts = self._lost(components, down)
+            text += f" ({', '.join(hosts)})" if hosts else ""
+        if state == "CANCELLED" and self.canceled_by:  # codespell:ignore
+            text += f" by {plain(self.canceled_by)[:60]}"
+        if state == "TIMEOUT" and (limit := self._time_limit()) is not None:
+            text += f" of {seconds_text(limit)}"
+        if state == "FAILED":
+            text += self._exit()
+        return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts)
+
+    def _lost(self, components: Sequence[Component], down: Collection[str]) -> tuple[str, ...]:
+        """Return the nodes that the job lost."""
+        named = re.findall(r" FailedNode=(\S+)", self.job)
+        lists = [one.hosts for one in components] or re.findall(r" NodeList=(\S*)", self.job)
+        try:
+            failed = [host for text in named for host in expand_hosts(text)]
+            hosts = [host for text in lists for host in expand_hosts("" if text == "(null)" else text)]
+        except ValueError:
+            return ()
+        return tuple(failed) or tuple(host for host in hosts if host in down)
+
+    def _time_limit(self) -> float | None:
+        match = re.search(r" TimeLimit=(?:([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+) ", self.job)
+        if match is None:
+            return None
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+    def _exit(self) -> str:
+        match = re.search(r" ExitCode=([0-9]+):([0-9]+) ", self.job) or re.search(r"\|([0-9]+):([0-9]+)\|", self.accounting)
+        text = ""
+        if match is not None:
+            text = f" by signal {match[2]}" if match[2] != "0" else f" with exit code {match[1]}"
+        why = re.search(r" Reason=(\S+)", self.job)
+        if why is not None and why[1] not in ("None", "NonZeroExitCode"):
+            text += f" ({plain(why[1])[:100]})"
+        words = "; ".join(plain(line).strip() for line in self.log.splitlines()[-5:] if line.strip())
+        return f"{text}: {words}" if words else text

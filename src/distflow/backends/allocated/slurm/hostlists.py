@@ -1,0 +1,46 @@
+"""Slurm's lists of hosts, such as ``gpu[01-03,07],login``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+__all__ = ["MOST_HOSTS", "expand_hosts"]
+
+MOST_HOSTS = 65536
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of a list in their order.
+
+    >>> expand_hosts("gpu[01-03,07],x1")
+    ('gpu01', 'gpu02', 'gpu03', 'gpu07', 'x1')
+
+    Raises ``ValueError`` for a text that is not such a list, or that has more than ``MOST_HOSTS``.
+    """
+    hosts: list[str] = []
+    if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+(?:,(?:[^\[\],\s]|\[[^\[\]\s]*\])+)*", text or "-"):
+        raise ValueError(f"{text!r} is not a list of hosts")
+    for item in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item)
+        choices = [_numbers(part) if position % 2 else [part] for position, part in enumerate(parts)]
+        count = 1
+        for choice in choices:
+            count *= len(choice)
+        if len(hosts) + count > MOST_HOSTS:
+            raise ValueError(f"a list of hosts has more than {MOST_HOSTS} entries")
+        hosts += ["".join(one) for one in itertools.product(*choices)]
+    return tuple(hosts)
+
+
+def _numbers(ranges: str) -> list[str]:
+    found: list[str] = []
+    for item in ranges.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(first) > int(last):
+            raise ValueError(f"{item!r} in a list of hosts is not a range of numbers")
+        if len(found) + int(last) - int(first) >= MOST_HOSTS:
+            raise ValueError(f"a list of hosts has more than {MOST_HOSTS} entries")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found

@@ -1,0 +1,215 @@
+"""From a request for nodes to a job: the options of ``sbatch``, and what its refusals mean."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, RequestRefused
+from distflow.backends.allocated.slurm.commands import last_words
+from distflow.documents.text import did_you_mean, plain
+from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
+from distflow.structs import replace
+from distflow.transports.base import Completed
+
+__all__ = [
+    "as_one_shape",
+    "components_of",
+    "is_temporary",
+    "job_script",
+    "lacks_het_jobs",
+    "log_path",
+    "refusal",
+    "sbatch_arguments",
+]
+
+_TEMPORARY = (
+    "unable to contact slurm controller",
+    "socket timed out",
+    "temporarily unable",
+    "resource temporarily unavailable",
+    "zero bytes were transmitted",
+    "communication connection failure",
+    "connection refused",
+    "connection timed out",
+    "connection reset",
+    "controller not responding",
+    "standby mode",
+    "submitjob",
+    "maximum job count",
+    "rate limit",
+    "required partition not available",
+    "requested partition configuration not available now",
+    "authentication credential",
+    "protocol authentication",
+    "munge",
+    "slurmdbd",
+    "try again",
+    "unexpected message",
+)
+"""Parts of messages of ``sbatch`` after which the same request may succeed later."""
+
+_REMEDIES: Sequence[tuple[str, str]] = (
+    ("policy", "request less in the spec; `sacctmgr show associations user=$USER` and `sacctmgr show qos` list your limits"),
+    ("invalid partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
+    ("account", "change `slurm.account` of the pool; `sacctmgr show associations user=$USER` lists your accounts"),
+    ("partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
+    ("qos", "change `slurm.qos` of the pool; `sacctmgr show associations user=$USER` lists what you may use"),
+    ("reservation", "change `slurm.reservation` of the pool; `scontrol show reservation` lists reservations"),
+    ("generic resource", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
+    ("gres", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
+    ("feature", "change `slurm.constraint` of the pool; `sinfo -o '%N %f'` lists features"),
+    ("constraint", "change `slurm.constraint` of the pool; `sinfo -o '%N %f'` lists features"),
+    (
+        "time limit",
+        "set a shorter `exec_timeout` in the spec, or `slurm.time` of the pool; `sinfo -o '%P %l'` lists time limits",
+    ),
+    ("memory", "request less memory in the spec; `sinfo -o '%N %m'` lists the memory of nodes in MiB"),
+    ("node count", "request fewer nodes in the spec; `sinfo -o '%P %D'` lists the nodes of each partition"),
+    ("node configuration", "request less in the spec; `sinfo -o '%P %D %c %m %G'` lists nodes, CPUs, memory and GPUs"),
+    ("more processors", "request fewer CPUs in the spec; `sinfo -o '%N %c'` lists the CPUs of nodes"),
+    ("option", "check `slurm.extra` of the pool"),
+)
+"""Parts of messages of ``sbatch``, each with a remedy. The first match counts."""
+
+
+def components_of(nodes: Sequence[NodeRequest]) -> tuple[tuple[NodeRequest, ...], ...]:
+    """Return runs of consecutive tasks with equal shapes. Several of them need a heterogeneous job."""
+    return tuple(tuple(run) for _, run in groupby(nodes, key=_shape))
+
+
+def _shape(node: NodeRequest) -> tuple[int, int, int, str | None]:
+    return node.gpus, node.cpus, node.memory, node.platform
+
+
+def as_one_shape(nodes: Sequence[NodeRequest]) -> tuple[NodeRequest, ...]:
+    """Return requests of the largest shape for all tasks. Raises ``RequestRefused`` if they need different platforms."""
+    platforms = sorted({node.platform or "" for node in nodes})
+    if len(platforms) > 1:
+        raise RequestRefused(
+            "the group has tasks for different platforms, which need a heterogeneous job",
+            hint="give all tasks of the group one platform, or allow them with `slurm: {het_jobs: true}`",
+        )
+    gpus, cpus, memory = (max(getattr(node, key) for node in nodes) for key in ("gpus", "cpus", "memory"))
+    return tuple(replace(node, gpus=gpus, cpus=cpus, memory=memory) for node in nodes)
+
+
+def sbatch_arguments(pool: Pool, wanted: AllocationRequest, components: Sequence[Sequence[NodeRequest]]) -> tuple[str, ...]:
+    """Return the command that submits a job whose script is its standard input. Raises ``RequestRefused``."""
+    settings = pool.slurm or SlurmSettings()
+    words = ["sbatch", "--parsable"]
+    for position, nodes in enumerate(components):
+        words += [":"] if position else []
+        words += _component(pool.name, settings, wanted, nodes)
+    return tuple(words)
+
+
+def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, nodes: Sequence[NodeRequest]) -> list[str]:
+    first = nodes[0]
+    platform = _platform(pool, settings, first.platform)
+    excluded = sorted({host for node in nodes for host in node.excluded})
+    extra = []
+    for option in settings.extra:
+        match = re.fullmatch(r"(?:--exclude=|-x\s*=?)(.*)", option)
+        if match is not None:
+            excluded.insert(0, match[1].strip())
+        else:
+            extra.append(option)
+    time_s = settings.time_s if wanted.time_limit_s is None else wanted.time_limit_s
+    given: Iterable[tuple[str, object]] = (
+        ("job-name", plain(wanted.label)[:120]),
+        ("comment", wanted.allocation.marker),
+        ("output", "/dev/null"),
+        ("nodes", len(nodes)),
+        ("ntasks-per-node", 1),
+        ("cpus-per-task", first.cpus),
+        ("mem", f"{math.ceil(first.memory / 2**20)}M" if first.memory else None),
+        ("gres", f"{platform.gres or settings.gres}:{first.gpus}" if first.gpus else None),
+        ("time", max(1, math.ceil(time_s / 60)) if time_s is not None else None),
+        ("partition", platform.partition or settings.partition),
+        ("account", settings.account),
+        ("qos", settings.qos),
+        ("constraint", platform.constraint or settings.constraint),
+        ("reservation", settings.reservation),
+        ("exclude", ",".join(excluded)),
+    )
+    return [
+        "--no-requeue",
+        *(f"--{name}={value}" for name, value in given if value),
+        *(["--exclusive"] if settings.exclusive else []),
+        *extra,
+    ]
+
+
+def _platform(pool: str, settings: SlurmSettings, name: str | None) -> SlurmPlatform:
+    if name is None:
+        return SlurmPlatform()
+    if name not in settings.platforms:
+        hint = did_you_mean(name, settings.platforms, what="platforms")
+        if not settings.platforms:
+            hint = f"add for example `platforms: {{{name}: {{constraint: {name}}}}}` to the pool"
+        raise RequestRefused(f"pool {pool} has no platform `{name}`", hint=hint)
+    return settings.platforms[name]
+
+
+def log_path(root: str, job: str) -> str:
+    """Return the file with the messages of a job's script, as shell text; ``job`` is shell text, ``root`` that of the pool."""
+    home, rest = re.fullmatch(r"(~[A-Za-z0-9._-]*)?(.*)", root, re.DOTALL).groups()  # type: ignore[union-attr]
+    return f"{home or ''}{shlex.quote(rest.rstrip('/')) if rest.strip('/') else ''}/distflow-job-{job}.log"
+
+
+def job_script(root: str, resident: str) -> bytes:
+    """Return the script of a job, which runs the script that starts the resident programs.
+
+    Its messages go to a file in ``root``, and not to ``--output``, because Slurm fails a job whose file it cannot create. The
+    file is of use only if it can be read on the login node, and it remains only if the script fails.
+    """
+    log = log_path(root, "$SLURM_JOB_ID")
+    body = resident.split("\n", 1)[1] if resident.startswith("#!") else resident
+    return f"""\
+#!/bin/sh
+umask 077
+log={log}
+if ! {{ mkdir -p "${{log%/*}}" && : >"$log"; }} 2>/dev/null; then
+  log=
+fi
+(
+{body.rstrip()}
+) >"${{log:-/dev/null}}" 2>&1
+code=$?
+if [ "$code" = 0 ] && [ -n "$log" ]; then
+  rm -f "$log"
+fi
+exit "$code"
+""".encode()
+
+
+def is_temporary(done: Completed) -> bool:
+    """Return whether the same request may succeed later than this failed ``sbatch``."""
+    text = _text(done)
+    if "accounting/qos policy" in text and "submitjob" not in text:
+        # Older versions do not name the limit, which may be that of submitted jobs.
+        return re.search(r"\b(assoc|qos)(grp|max|min)[a-z]+", text) is None
+    return any(part in text for part in _TEMPORARY)
+
+
+def lacks_het_jobs(done: Completed) -> bool:
+    """Return whether the cluster refused a job because it is heterogeneous."""
+    text = _text(done)
+    return "not supported" in text or "heterogeneous" in text or "het job" in text or "hetjob" in text
+
+
+def refusal(done: Completed) -> RequestRefused:
+    """Return the error for a request that Slurm will never accept."""
+    text = _text(done)
+    hint = next(
+        (remedy for part, remedy in _REMEDIES if part in text), "change the pool's `slurm`, or the resources in the spec"
+    )
+    return RequestRefused(f"Slurm refused the job: {last_words(done) or f'exit code {done.exit_code}'}", hint=hint)
+
+
+def _text(done: Completed) -> str:
+    return last_words(done).lower()

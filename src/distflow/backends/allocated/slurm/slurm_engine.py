@@ -1,0 +1,309 @@
+"""Slurm as a cluster engine: ``sbatch``, ``squeue`` and ``scancel`` on the login node."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from distflow.backends.allocated.engine import (
+    Allocation,
+    AllocationRequest,
+    AllocationState,
+    Granted,
+    NodeRequest,
+    Over,
+    Queued,
+    RequestRefused,
+)
+from distflow.backends.allocated.slurm.accounts import Account, account_command
+from distflow.backends.allocated.slurm.commands import CommandMissing, SlurmCommands, last_words
+from distflow.backends.allocated.slurm.hostlists import expand_hosts
+from distflow.backends.allocated.slurm.job_request import (
+    as_one_shape,
+    components_of,
+    is_temporary,
+    job_script,
+    lacks_het_jobs,
+    log_path,
+    refusal,
+    sbatch_arguments,
+)
+from distflow.backends.allocated.slurm.job_states import (
+    Component,
+    Phase,
+    jobs_of,
+    pending_text,
+    phase_of,
+    squeue_format,
+    state_text,
+)
+from distflow.documents.text import plain
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool, SlurmSettings, ssh_node
+from distflow.transports.base import Transport
+
+__all__ = ["SlurmEngine"]
+
+_SUBMIT_EVERY_S = 0.2
+"""The shortest time between two submissions."""
+_KNOWN_FOR_S = 20.0
+"""How long the last list of jobs answers whether an allocation exists already."""
+_LARGEST_SHAPE = (
+    "the tasks of the group request different resources, but every node gets the largest of them, because the pool or the "
+    "cluster does not allow heterogeneous jobs"
+)
+
+
+class SlurmEngine:
+    """Allocates nodes as jobs of Slurm (contract: ``allocated.engine.Engine``).
+
+    1. One ``squeue`` answers for all jobs of the user. The ends of jobs cost one further command, once.
+    2. A submission whose answer was lost is found by its marker. If Slurm accepts it later nevertheless, so that two jobs have
+       the same marker, ``states`` cancels the one that was not asked about.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        login: Transport,
+        *,
+        script: Callable[[str, float, int], str],
+        relay: Callable[[Transport, str, str, str], Transport],
+    ) -> None:
+        """Use the commands of Slurm over ``login``, which ``close`` closes.
+
+        ``script(python, idle_release_s, components)`` returns the script that starts the resident programs of a job.
+        ``relay(login, job, host, python)`` returns a transport to one of them.
+        """
+        self._script = script
+        self._relay = relay
+        self._pool = pool
+        self._settings = pool.slurm or SlurmSettings()
+        self._template = pool.template or ssh_node()
+        self._login = login
+        self._commands = SlurmCommands(login, is_local=pool.login is None)
+        self._submitting = threading.Lock()
+        """Held during a submission, so that there is one at a time."""
+        self._last_submit = 0.0
+        self._is_closed = threading.Event()
+        self._state = threading.Lock()
+        """Guards everything below."""
+        self._active: dict[str, Allocation] = {}
+        self._listed_at: float | None = None
+        """When ``_active`` was learned, by the monotonic clock."""
+        self._unsure: set[str] = set()
+        """Markers of submissions whose answer was lost."""
+        self._submitted: dict[str, tuple[float, Allocation]] = {}
+        """Jobs that this process submitted and has not released, and when."""
+        self._over: dict[str, Over] = {}
+        """Ended jobs that have been looked up."""
+        self._notices: dict[str, str] = {}
+
+    def request(self, wanted: AllocationRequest) -> str:
+        """Submit a job, or return the one that exists already for this allocation."""
+        try:
+            with self._submitting:
+                return self._existing(wanted.allocation) or self._new_job(wanted)
+        except CommandMissing as error:
+            raise RequestRefused(error.message, hint=error.hint) from error
+
+    def notice(self, allocation_id: str) -> str:
+        """Return a warning about how an allocation was requested; empty if there is none."""
+        with self._state:
+            return self._notices.get(allocation_id, "")
+
+    def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        """Return the state of each job, with one question to Slurm."""
+        with self._state:
+            known = {job: self._over[job] for job in ids if job in self._over}
+        if not ids.keys() - known.keys():
+            return known
+        jobs = self._list()
+        self._cancel_unwanted(jobs, ids)
+        found: dict[str, AllocationState] = dict(known)
+        ended = []
+        for job, tasks in ids.items():
+            if job in known:
+                continue
+            try:
+                state = _state_of(jobs.get(job, ()), tasks)
+            except ValueError as error:
+                raise NodeUnreachable(self._commands.node, f"`squeue`: {plain(str(error))[:300]}") from error
+            if state is None:
+                ended.append(job)
+            else:
+                found[job] = state
+        if ended:
+            accounts = self._accounts(ended, jobs)
+            with self._state:
+                self._over |= {job: state for job, state in accounts.items() if isinstance(state, Over)}
+            found |= accounts
+        return found
+
+    def allocations(self) -> Mapping[str, Allocation]:
+        """Return all jobs of this user that carry a marker and have not ended."""
+        self._list()
+        with self._state:
+            return dict(self._active)
+
+    def release(self, ids: Sequence[str]) -> None:
+        """Cancel jobs, waiting or running."""
+        with self._state:
+            is_known = all(job in self._active or job in self._submitted for job in ids)
+        if not is_known:
+            self._list()
+        with self._state:
+            # Only jobs with a marker: after a reset of the cluster, an old id may be that of the user's own job.
+            jobs = [job for job in ids if job in self._active or job in self._submitted]
+        if not jobs:
+            return
+        logs = " ".join(log_path(self._template.root, job) for job in jobs)
+        # `scancel` succeeds for jobs that have ended. It fails for unknown ones too, which does no harm here.
+        done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
+        if done.exit_code != 0 and "invalid job id" not in last_words(done).lower():
+            raise self._commands.failed("scancel", done)
+        with self._state:
+            for job in jobs:
+                self._active.pop(job, None)
+                self._submitted.pop(job, None)
+                self._notices.pop(job, None)
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        """Return a transport to a node of a job, without connecting."""
+        return self._relay(self._login, allocation_id, host, self._template.python)
+
+    def close(self) -> None:
+        """Close the connection to the login node. Jobs stay."""
+        self._is_closed.set()
+        self._login.close()
+
+    # Requests.
+
+    def _existing(self, allocation: Allocation) -> str | None:
+        with self._state:
+            is_fresh = self._listed_at is not None and time.monotonic() - self._listed_at < _KNOWN_FOR_S
+            if allocation.marker in self._unsure:
+                is_fresh = False
+        if not is_fresh:
+            self._list()
+        with self._state:
+            same = [int(job) for job, other in self._active.items() if other == allocation]
+            self._unsure.discard(allocation.marker) if same else None
+            return str(min(same)) if same else None
+
+    def _new_job(self, wanted: AllocationRequest) -> str:
+        components = components_of(wanted.nodes)
+        job = None
+        if len(components) == 1 or self._settings.het_jobs:
+            job = self._submit(wanted, components)
+        if job is None:
+            job = self._submit(wanted, (as_one_shape(wanted.nodes),))
+            with self._state:
+                self._notices[job or ""] = _LARGEST_SHAPE
+        return job or ""
+
+    def _submit(self, wanted: AllocationRequest, components: Sequence[Sequence[NodeRequest]]) -> str | None:
+        """Return the id of a new job; ``None`` if the cluster does not allow heterogeneous jobs."""
+        command = sbatch_arguments(self._pool, wanted, components)
+        script = job_script(
+            self._template.root, self._script(self._template.python, self._settings.idle_release_s, len(components))
+        )
+        self._is_closed.wait(max(0.0, self._last_submit + _SUBMIT_EVERY_S - time.monotonic()))
+        self._last_submit = time.monotonic()
+        marker = wanted.allocation.marker
+        with self._state:
+            self._unsure.add(marker)
+        done = self._commands.run(*command, input=script)
+        match = re.match(r"([0-9]+)(?:;|\s|$)", done.stdout.decode("utf-8", "replace"))
+        if done.exit_code == 0 and match is None:
+            raise self._commands.failed("sbatch", done)
+        if match is None and is_temporary(done):
+            raise self._commands.failed("sbatch", done)
+        with self._state:
+            self._unsure.discard(marker)
+            if match is not None:
+                self._active[match[1]] = wanted.allocation
+                self._submitted[match[1]] = (time.monotonic(), wanted.allocation)
+                return match[1]
+        if len(components) > 1 and lacks_het_jobs(done):
+            return None
+        raise refusal(done)
+
+    # Questions.
+
+    def _list(self) -> Mapping[str, Sequence[Component]]:
+        """Return all jobs of this user that Slurm knows."""
+        separator = f"<{secrets.token_hex(8)}>"
+        command = ("squeue", "--me", "--noheader", "--states=all", f"--format={squeue_format(separator)}")
+        asked_at = time.monotonic()
+        text = self._commands.asked(*command)
+        try:
+            jobs = jobs_of(text, separator)
+        except ValueError as error:
+            raise NodeUnreachable(self._commands.node, f"`squeue`: {error}") from error
+        active = {
+            job: allocation
+            for job, components in jobs.items()
+            if (allocation := Allocation.of_marker(components[0].comment)) is not None
+            and any(phase_of(one.state) in (Phase.QUEUED, Phase.GRANTED) for one in components)
+        }
+        with self._state:
+            later = {job: allocation for job, (at, allocation) in self._submitted.items() if at >= asked_at and job not in jobs}
+            self._active, self._listed_at = active | later, asked_at
+        return jobs
+
+    def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], asked: Collection[str]) -> None:
+        """Cancel second jobs of an allocation, and the rest of heterogeneous jobs of which a component has ended."""
+        with self._state:
+            active = dict(self._active)
+        wanted = {active[job] for job in asked if job in active}
+        unwanted = [job for job, allocation in active.items() if job not in asked and allocation in wanted]
+        for job in asked:
+            phases = {phase_of(one.state) for one in jobs.get(job, ())}
+            if Phase.OVER in phases and phases & {Phase.QUEUED, Phase.GRANTED}:
+                unwanted.append(job)
+        if unwanted:
+            self.release(unwanted)
+
+    def _accounts(self, ended: Sequence[str], jobs: Mapping[str, Sequence[Component]]) -> Mapping[str, AllocationState]:
+        """Return what Slurm knows about the ends of jobs."""
+        separator = f"<{secrets.token_hex(8)}>"
+        done = self._commands.run(*account_command(separator, self._template.root, ended))
+        if done.exit_code != 0:
+            raise self._commands.failed("scontrol", done)
+        *parts, nodes = done.stdout.decode("utf-8", "replace").split(separator)
+        if len(parts) != 4 * len(ended):
+            raise NodeUnreachable(self._commands.node, "`scontrol`: the answer has not the requested format")
+        down = {
+            name for name, _, state in (line.partition(" ") for line in nodes.split("\n")) if state.startswith(("down", "fail"))
+        }
+        found: dict[str, AllocationState] = {}
+        for position, job in enumerate(ended):
+            account = Account(*(part.strip() for part in parts[4 * position : 4 * position + 4]))
+            state = account.state_of(job, jobs.get(job, ()), down)
+            if state is None:
+                raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(account.job)[:300]}")
+            found[job] = state
+        return found
+
+
+def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> AllocationState | None:
+    """Return the state of a job; ``None`` if it has ended or is unknown."""
+    phases = {phase_of(one.state) for one in components}
+    if phases <= {Phase.OVER}:
+        return None
+    if phases & {Phase.OVER, Phase.ENDING}:
+        return Queued(why="is ending: Slurm stops its processes (COMPLETING)")
+    waiting = [one for one in components if phase_of(one.state) is Phase.QUEUED]
+    if waiting:
+        first = next((one for one in waiting if one.reason != "None"), waiting[0])
+        return Queued(
+            why=pending_text(first.reason) if first.state == "PENDING" else state_text(first.state), starts_at=first.starts_at
+        )
+    hosts = [host for one in components for host in expand_hosts(one.hosts)]
+    if len(hosts) < len(tasks):
+        return Queued(why=f"waits for its nodes: Slurm names {len(hosts)} of {len(tasks)}")
+    return Granted(hosts=dict(zip(tasks, hosts, strict=False)))

@@ -1,0 +1,260 @@
+"""Slurm as a cluster engine, on a real cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from distflow.backends.allocated.engine import (
+    Allocation,
+    AllocationRequest,
+    AllocationState,
+    Granted,
+    NodeRequest,
+    Over,
+    Queued,
+    RequestRefused,
+)
+from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
+from distflow.errors import NodeUnreachable
+from distflow.lifecycle.states import Reason
+from distflow.pools.load import Machine, parse_configuration
+from distflow.testing.slurm import Slurm, missing_slurm
+from distflow.testing.waiting import wait_until
+from distflow.transports.base import Completed, Transport
+from distflow.transports.local import LocalTransport
+
+Open = Callable[..., SlurmEngine]
+TASKS = ("w0", "w1")
+
+
+class CountingTransport(LocalTransport):
+    """Records the commands of Slurm that were run."""
+
+    def __init__(self) -> None:
+        super().__init__("login")
+        self.commands: list[str] = []
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        self.commands += [word for word in argv if word in ("squeue", "sbatch", "scontrol")]
+        return super().run(argv, input=input, timeout_s=timeout_s)
+
+
+class UnreliableTransport(LocalTransport):
+    """Runs one command but loses its answer, or gives another one."""
+
+    def __init__(self) -> None:
+        super().__init__("login")
+        self.loses = ""
+        self.answers: Completed | None = None
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        if self.loses in argv and self.answers is not None:
+            return self.answers
+        done = super().run(argv, input=input, timeout_s=timeout_s)
+        if self.loses in argv:
+            raise NodeUnreachable(self.name, "connection lost")
+        return done
+
+
+def idle_script(python: str, idle_release_s: float, components: int) -> str:
+    """Return a script whose program on each node does nothing."""
+    groups = f"--het-group=0-{components - 1} " if components > 1 else ""
+    return f"#!/bin/sh\nexec srun {groups}{python} -c 'import time; time.sleep({idle_release_s})'\n"
+
+
+def no_relay(login: Transport, job: str, host: str, python: str) -> Transport:
+    raise NodeUnreachable(host, f"no relay to job {job} by {login.name} and {python}")
+
+
+@pytest.fixture
+def open_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    engines = []
+
+    def opened(
+        cluster: Slurm, slurm: str = "slurm: {}", python: str = "python3", login: LocalTransport | None = None
+    ) -> SlurmEngine:
+        monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+        text = f"pools: {{c: {{backend: slurm, root: {tmp_path}/root, python: {python}, {slurm}}}}}"
+        machine = Machine(cpus=1, memory=1, gpus=0, python="p")
+        pool = parse_configuration(text, "distflow.yaml", root="/r", machine=machine).pools["c"]
+        engines.append(SlurmEngine(pool, login or LocalTransport("login"), script=idle_script, relay=no_relay))
+        return engines[-1]
+
+    yield opened
+    for engine in engines:
+        engine.close()
+
+
+def own_cluster(folder: Path, **options: str) -> Slurm:
+    if why := missing_slurm():
+        pytest.skip(why)
+    return Slurm(folder / "cluster", options={"SchedulerParameters": "bf_interval=1", "KillWait": "1", **options})
+
+
+def wanted(attempt: int = 0, *nodes: NodeRequest) -> AllocationRequest:
+    return AllocationRequest(
+        allocation=Allocation(workflow="cafe", group="train", attempt=attempt),
+        label="lm-3/train",
+        nodes=nodes or tuple(NodeRequest(task=task, gpus=2, cpus=1) for task in TASKS),
+    )
+
+
+def state_of(engine: SlurmEngine, job: str, tasks: Sequence[str] = TASKS) -> AllocationState:
+    return engine.states({job: tasks})[job]
+
+
+def reached(engine: SlurmEngine, job: str, kind: type[AllocationState]) -> AllocationState:
+    found: list[AllocationState] = []
+
+    def arrived() -> bool:
+        found[:] = [state_of(engine, job)]
+        return isinstance(found[0], kind)
+
+    wait_until(arrived, 40.0, f"job {job}: {kind}")
+    return found[0]
+
+
+def test_an_allocation_from_request_to_release(slurm: Slurm, open_engine: Open) -> None:
+    foreign = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--comment=mine", "--wrap=sleep 300").strip()
+    engine = open_engine(slurm)
+    job = engine.request(wanted())
+    assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+    assert engine.request(wanted()) == job
+    again = open_engine(slurm)
+    assert again.request(wanted()) == job
+    assert again.allocations() == {job: wanted().allocation}
+    other = again.request(wanted(1))
+    assert other != job
+    again.release([job, foreign, "99999"])
+    ended = reached(engine, job, Over)
+    assert isinstance(ended, Over)
+    assert (ended.reason, ended.message[: len(f"Slurm job {job} was canceled")]) == (
+        Reason.CANCELED,
+        f"Slurm job {job} was canceled",
+    )
+    assert foreign in slurm.jobs()
+    assert again.request(wanted()) != job  # a new job, because the first has ended
+    assert state_of(engine, "99999") == Over(reason=None, message="Slurm no longer knows job 99999")
+
+
+def test_a_second_job_of_an_allocation_is_canceled(slurm: Slurm, open_engine: Open) -> None:
+    engine = open_engine(slurm)
+    job = engine.request(wanted())
+    marker = wanted().allocation.marker
+    late = slurm.run("sbatch", "--parsable", "--output=/dev/null", f"--comment={marker}", "--wrap=sleep 300").strip()
+    assert set(slurm.jobs()) == {job, late}
+    wait_until(lambda: (state_of(engine, job), slurm.jobs() == [job])[1], what="the second job was canceled")
+
+
+def test_many_allocations_cost_one_question(slurm: Slurm, open_engine: Open) -> None:
+    login = CountingTransport()
+    engine = open_engine(slurm, login=login)
+    jobs = [engine.request(wanted(attempt)) for attempt in range(6)]
+    assert len(set(jobs)) == 6
+    assert login.commands == ["squeue", *["sbatch"] * 6]
+    login.commands.clear()
+    assert set(engine.states(dict.fromkeys(jobs, TASKS))) == set(jobs)
+    assert login.commands == ["squeue"]
+    engine.release(jobs)
+    reached(engine, jobs[-1], Over)
+
+
+def test_refusals_and_waiting(slurm: Slurm, open_engine: Open) -> None:
+    with pytest.raises(RequestRefused, match="Slurm refused the job: invalid partition specified: nope") as caught:
+        open_engine(slurm, "slurm: {partition: nope}").request(wanted())
+    assert "slurm.partition" in caught.value.hint
+    engine = open_engine(slurm)
+    with pytest.raises(RequestRefused, match="Requested node configuration is not available"):
+        engine.request(wanted(0, NodeRequest(task="t", gpus=99)))
+    tasks = ("a", "b", "c")
+    job = engine.request(wanted(0, *(NodeRequest(task=task) for task in tasks)))
+    found = wait_until(
+        lambda: state if isinstance(state := state_of(engine, job, tasks), Queued) and "None" not in state.why else None,
+        what="Slurm says why the job waits",
+    )
+    # Slurm reports PartitionConfig first, then PartitionNodeLimit.
+    assert found.why.startswith("will not start: it requests more ")
+    engine.release([job])
+    assert slurm.jobs() == []
+
+
+def test_the_messages_of_a_job_whose_program_cannot_start(slurm: Slurm, open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine(slurm, python="/no/such/python")
+    job = engine.request(wanted())
+    ended = reached(engine, job, Over)
+    assert isinstance(ended, Over)
+    assert ended.reason is None
+    assert "failed with exit code" in ended.message
+    assert "/no/such/python" in ended.message
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_tasks_of_different_shapes_are_a_heterogeneous_job(tmp_path: Path, open_engine: Open) -> None:
+    request = wanted(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2))
+    with own_cluster(tmp_path) as cluster:
+        engine = open_engine(cluster)
+        job = engine.request(request)
+        assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+        assert cluster.jobs() == [f"{job}+0", f"{job}+1"]
+        assert open_engine(cluster).request(request) == job
+        assert engine.notice(job) == ""
+        engine.release([job])
+        assert isinstance(reached(engine, job, Over), Over)
+        assert cluster.jobs() == []
+
+
+def test_a_cluster_without_heterogeneous_jobs_gives_all_nodes_the_largest_shape(tmp_path: Path, open_engine: Open) -> None:
+    with own_cluster(tmp_path, SchedulerType="sched/builtin") as cluster:
+        engine = open_engine(cluster)
+        job = engine.request(wanted(0, NodeRequest(task="w0", cpus=2), NodeRequest(task="w1", gpus=2)))
+        assert reached(engine, job, Granted) == Granted(hosts={"w0": "n1", "w1": "n2"})
+        assert "every node gets the largest" in engine.notice(job)
+        assert "NumCPUs=4" in (shown := cluster.run("scontrol", "show", "job", job))
+        assert "TresPerNode=gres:gpu:2" in shown
+
+
+def test_preemption_and_a_lost_node(tmp_path: Path, open_engine: Open) -> None:
+    with own_cluster(tmp_path) as cluster:
+        cluster.add_partition("urgent", PriorityTier="10")
+        engine = open_engine(cluster, "slurm: {exclusive: true}")
+        job = engine.request(wanted())
+        reached(engine, job, Granted)
+        urgent = open_engine(cluster, "slurm: {exclusive: true, partition: urgent}")
+        second = urgent.request(wanted(1))
+        assert reached(engine, job, Over) == Over(
+            reason=Reason.PREEMPTED, message=f"Slurm job {job} was preempted by another job"
+        )
+        reached(urgent, second, Granted)
+        cluster.kill_node("n2")
+        # Slurm would find out after SlurmdTimeout.
+        cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+        assert reached(urgent, second, Over) == Over(
+            reason=Reason.NODE_LOST, message=f"Slurm job {second} lost a node (n2)", hosts=("n2",)
+        )
+
+
+def test_an_engine_that_cannot_be_asked_is_unreachable_and_lost_answers_do_no_harm(slurm: Slurm, open_engine: Open) -> None:
+    login = UnreliableTransport()
+    engine = open_engine(slurm, login=login)
+    login.loses = "sbatch"
+    with pytest.raises(NodeUnreachable, match="connection lost"):
+        engine.request(wanted())
+    (job,) = slurm.jobs()
+    assert engine.request(wanted()) == job
+    login.loses = "squeue"
+    with pytest.raises(NodeUnreachable, match="connection lost"):
+        engine.states({job: TASKS})
+    login.answers = Completed(exit_code=1, stdout=b"", stderr=b"slurm_load_jobs error: Unable to contact slurm controller\n")
+    with pytest.raises(NodeUnreachable, match=r"login: `squeue` failed: slurm_load_jobs error: Unable to contact"):
+        engine.states({job: TASKS})
+    login.answers = Completed(exit_code=0, stdout=b"something else\n", stderr=b"")
+    with pytest.raises(NodeUnreachable, match="the answer has not the requested format"):
+        engine.states({job: TASKS})
+    login.answers = Completed(exit_code=127, stdout=b"", stderr=b"sh: exec: squeue: not found\n")
+    with pytest.raises(RequestRefused, match="`squeue` was not found") as caught:
+        open_engine(slurm, login=login).request(wanted(1))
+    assert "`login`" in caught.value.hint
+    assert slurm.jobs() == [job]
