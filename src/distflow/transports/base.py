@@ -14,7 +14,20 @@ from typing import Generic, Protocol, TypeVar
 
 from distflow.errors import DistflowError
 
-__all__ = ["Channel", "Completed", "Deadline", "Outcome", "Stream", "Transport", "fan_out"]
+__all__ = [
+    "REASON_MARK",
+    "Channel",
+    "Completed",
+    "Deadline",
+    "Outcome",
+    "Stream",
+    "Transport",
+    "fan_out",
+    "tail_with_reason",
+]
+
+REASON_MARK = "[connection] "
+"""Before the reason of a broken connection, in ``Channel.stderr_tail``."""
 
 
 class Deadline:
@@ -69,7 +82,7 @@ class Channel(Protocol):
         """Wait for output and return up to 64 KiB of it."""
 
     def stderr_tail(self) -> str:
-        """The end of the command's standard error."""
+        """The end of the command's standard error, and why the connection broke if it did."""
 
     @property
     def exit_code(self) -> int | None:
@@ -146,6 +159,12 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection for good."""
+
+
+def tail_with_reason(tail: str, why: str) -> str:
+    """Return what ``Channel.stderr_tail`` returns. ``why``: why the connection broke; empty if it did not."""
+    newline = "\n" if tail and not tail.endswith("\n") else ""
+    return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
 
 
 T = TypeVar("T")

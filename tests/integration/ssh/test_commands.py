@@ -41,7 +41,7 @@ def _fails(transport: Transport) -> bool:
 def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) -> None:
     transport = reach(server)
     transport.run(["true"], timeout_s=20)
-    link = transport._connection
+    link = transport._shared.current
     assert link is not None
     wire = link._transport
     assert wire is not None
@@ -126,7 +126,7 @@ def test_the_end_of_the_connection_is_reported_and_the_next_use_reconnects(make_
     assert channel.read() == b"one\n"
     server.restart()
     assert channel.read() == b""
-    assert "[ssh] gpu9: " in channel.stderr_tail()
+    assert "[connection] gpu9: " in channel.stderr_tail()
     with pytest.raises(NodeUnreachable):
         wait_until(lambda: channel.write(b"two\n"), 15, "the end is noticed")
     channel.close()
@@ -252,9 +252,9 @@ def test_an_idle_connection_is_polled_once_a_second(server: Sshd, reach: Reach) 
     # At paramiko's 0.1 s, a hundred idle nodes keep a core busy. The attribute is private: this proves that it still works.
     transport = reach(server)
     transport.run(["true"], timeout_s=20)
-    assert transport._connection is not None
-    assert transport._connection._transport is not None
-    assert transport._connection._transport.sock.gettimeout() == 1.0
+    assert transport._shared.current is not None
+    assert transport._shared.current._transport is not None
+    assert transport._shared.current._transport.sock.gettimeout() == 1.0
 
 
 def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
@@ -290,8 +290,8 @@ def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp
     node = reach(server)
     command = node.open(["sh", "-c", f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; read line"])
     wait_until((tmp_path / "pid").exists, 20, "the command runs")
-    assert node._connection is not None
-    first = node._connection._transport
+    assert node._shared.current is not None
+    first = node._shared.current._transport
     assert first is not None
     read_message, is_waiting, may_read = first.packetizer.read_message, threading.Event(), threading.Event()
 
@@ -312,14 +312,14 @@ def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp
     assert first.is_active()
     assert command.exit_code == 128 + signal.SIGKILL
     assert node.run(["echo", "still here"], timeout_s=20).stdout == b"still here\n"
-    assert node._connection._transport is first
+    assert node._shared.current._transport is first
 
 
 def test_the_reason_of_a_disconnect_is_kept(server: Sshd, reach: Reach) -> None:
     node = reach(server)
     command = node.open(["cat"])
-    assert node._connection is not None
-    transport = node._connection._transport
+    assert node._shared.current is not None
+    transport = node._shared.current._transport
     assert transport is not None
     message = paramiko.Message()
     message.add_byte(cMSG_CHANNEL_EOF)
@@ -341,9 +341,9 @@ def test_keys_are_exchanged_again_while_commands_come_and_go(
     transport = reach(server)
     data = os.urandom(_MIB) * 8
     assert transport.run(["true"], timeout_s=20).exit_code == 0
-    assert transport._connection is not None
-    assert transport._connection._transport is not None
-    first = transport._connection._transport
+    assert transport._shared.current is not None
+    assert transport._shared.current._transport is not None
+    first = transport._shared.current._transport
     if by == "client":
         vars(first.packetizer)["REKEY_BYTES"] = _MIB
     ended = threading.Event()
@@ -369,5 +369,5 @@ def test_keys_are_exchanged_again_while_commands_come_and_go(
     outcomes = fan_out([transport] * 3, act)
     assert [one.error for one in outcomes if not one.is_ok] == []
     assert len(data) in [one.value for one in outcomes]
-    assert transport._connection._transport is first
+    assert transport._shared.current._transport is first
     assert len(exchanges) >= 4

@@ -212,9 +212,9 @@ def test_an_rsa_host_key_is_signed_with_sha_2(make_server: MakeServer, reach: Re
     server.known_hosts.write_text(server.known_lines()[0])
     transport = reach(server)
     assert works(transport)
-    assert transport._connection is not None
-    assert transport._connection._transport is not None
-    assert transport._connection._transport.host_key_type == "rsa-sha2-512"
+    assert transport._shared.current is not None
+    assert transport._shared.current._transport is not None
+    assert transport._shared.current._transport.host_key_type == "rsa-sha2-512"
 
 
 def test_host_key_algorithms_and_alias_of_the_configuration(server: Sshd, reach: Reach, configure: Callable[..., str]) -> None:
@@ -225,9 +225,9 @@ def test_host_key_algorithms_and_alias_of_the_configuration(server: Sshd, reach:
     )
     transport = reach(server, config_file=configure(stanza))
     assert works(transport)
-    assert transport._connection is not None
-    assert transport._connection._transport is not None
-    assert transport._connection._transport.host_key_type == "ecdsa-sha2-nistp256"
+    assert transport._shared.current is not None
+    assert transport._shared.current._transport is not None
+    assert transport._shared.current._transport.host_key_type == "ecdsa-sha2-nistp256"
 
 
 class TestCertificates:

@@ -107,7 +107,7 @@ def test_keepalives_notice_a_link_that_is_cut(host: NetnsHost, reach: Reach) -> 
     try:
         ended.join(15)
         assert not ended.is_alive()
-        assert "[ssh]" in channel.stderr_tail()
+        assert "[connection]" in channel.stderr_tail()
     finally:
         host.heal()
         channel.close()

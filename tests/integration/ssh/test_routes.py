@@ -190,7 +190,7 @@ def test_closing_ends_a_connection_attempt() -> None:
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        wait_until(lambda: transport._attempt is not None and transport._attempt[0]._opened, 60, "it connects")
+        wait_until(lambda: transport._shared._attempt is not None and transport._shared._attempt[0]._opened, 60, "it connects")
         transport.close()
         thread.join(60)
         assert found

@@ -24,7 +24,7 @@ from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT, PRIVATE
 from distflow.runtime.untrusted import decode_object
-from distflow.transports.base import Channel, Transport
+from distflow.transports.base import REASON_MARK, Channel, Transport
 
 __all__ = [
     "RUNTIME",
@@ -395,7 +395,7 @@ class _Greeting:
                 self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.other_output()
             )
         code, printed = self._channel.exit_code, self.other_output()
-        if code is None and "[ssh] " in printed:
+        if code is None and REASON_MARK in printed:
             return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
         what, remedy = after_exit(code, self._python, printed)
         # A message in one line joins these lines with spaces.
