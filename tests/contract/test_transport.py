@@ -14,13 +14,29 @@ from contract.conftest import processes_with
 from distflow.errors import NodeUnreachable
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel
+from distflow.transports.local import LocalTransport
+from distflow.transports.multiplexed import MultiplexedTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from distflow.transports.base import Transport
 
 HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n", "\\", "!x", "~"]
+
+
+@pytest.fixture(
+    params=["local", pytest.param("ssh", marks=pytest.mark.ssh), "hub", pytest.param("hub over ssh", marks=pytest.mark.ssh)]
+)
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    """A transport to this machine."""
+    over_ssh: Callable[[], Transport] | None = request.getfixturevalue("over_ssh") if "ssh" in request.param else None
+    made: Transport = LocalTransport() if over_ssh is None else over_ssh()
+    if "hub" in request.param:
+        made = MultiplexedTransport(made, python=sys.executable)
+    yield made
+    made.close()
 
 
 def read_all(channel: Channel) -> bytes:

@@ -1,0 +1,507 @@
+"""A program that runs many commands for one submitter, over its own standard input and output.
+
+``transports.multiplexed`` sends the text of this module to a machine (``python3 -c``), so it imports only the standard library.
+Both sides use ``FrameReader`` and the constants.
+
+It first prints ``<nonce> ready`` as a line; output before that is noise of login scripts. Then frames go in both directions:
+``HEADER`` (kind, number of the channel, length), then the content.
+
+* The submitter sends ``OPEN`` (arguments, separated by NUL) or ``DIAL`` (a port, ``>H``) with a new number. Then it may send
+  ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close the pipes) or ``KILL`` (kill the process group).
+* The hub answers ``DIAL`` with ``CONNECTED`` or ``REFUSED`` (text). It sends ``OUTPUT`` and ``ERRORS`` (empty at their ends),
+  ``EXIT`` (``>B``), ``CREDIT``, and ``INPUT_CLOSED`` if the command accepts no more input.
+
+A command is over when both outputs and the command itself have ended. Frames for channels that are over are ignored.
+
+Each side may send ``WINDOW`` bytes of input or output to a channel, and more after ``CREDIT`` has reported bytes as processed.
+So a channel whose data waits does not stop the others. Standard error needs no credit: the submitter always takes it.
+
+The hub ends when its input ends, or when it has received nothing for half a minute; the submitter sends a ``PING`` every few
+seconds, which ``PONG`` answers. Commands have their own sessions, and continue without their pipes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+__all__ = [
+    "CLOSE",
+    "CONNECTED",
+    "COUNT",
+    "CREDIT",
+    "DIAL",
+    "ERRORS",
+    "EXIT",
+    "HEADER",
+    "INPUT",
+    "INPUT_CLOSED",
+    "KILL",
+    "LARGEST_FRAME",
+    "OPEN",
+    "OUTPUT",
+    "PING",
+    "PONG",
+    "PORT",
+    "READ",
+    "REFUSED",
+    "WINDOW",
+    "FrameReader",
+    "serve",
+]
+
+OPEN, DIAL, INPUT, CLOSE, KILL, PING = 1, 2, 3, 4, 5, 6
+CREDIT = 10
+OUTPUT, ERRORS, EXIT, INPUT_CLOSED, CONNECTED, REFUSED, PONG = 11, 12, 13, 14, 15, 16, 17
+
+HEADER = struct.Struct(">BII")
+COUNT = struct.Struct(">I")
+PORT = struct.Struct(">H")
+LARGEST_FRAME = 1 << 20
+WINDOW = 2 << 20
+"""Bytes that may wait for one reader."""
+READ = 65536
+
+_SILENCE_S = 30.0
+_RECEIVE = 256 << 10
+_MOST_OUTGOING = 256 << 10
+"""While more bytes wait for the submitter, no output of commands is read."""
+_FLUSH_S = 2.0
+_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+class FrameReader:
+    """Splits a stream of bytes into frames. Raises ``ValueError`` for a frame that is too long."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> List[Tuple[int, int, bytes]]:
+        """Add ``data``. Returns kind, number and content of each frame that it completed."""
+        self._received += data
+        found = []
+        at = 0
+        with memoryview(self._received) as view:
+            while len(view) - at >= HEADER.size:
+                kind, number, size = HEADER.unpack_from(view, at)
+                if size > LARGEST_FRAME:
+                    raise ValueError("a frame of {} bytes is too long".format(size))
+                begin, end = at + HEADER.size, at + HEADER.size + size
+                if end > len(view):
+                    break
+                found.append((kind, number, bytes(view[begin:end])))
+                at = end
+        del self._received[:at]
+        return found
+
+
+class _Channel:
+    """A command or a TCP connection. A descriptor that is not open is -1."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pid = 0
+        """0 for a TCP connection."""
+        self.code: Optional[int] = None
+        self.socket: Any = None
+        self.is_connecting = False
+        self.input = -1
+        self.output = -1
+        self.errors = -1
+        self.pending = bytearray()
+        """Input that waits for the command."""
+        self.input_ends = False
+        self.written = 0
+        """Bytes of input that have not been reported as processed."""
+        self.credit = WINDOW
+        self.is_closed = False
+
+
+class _Gone(Exception):
+    """The submitter is gone, or sent frames that make no sense."""
+
+
+class _Hub:
+    def __init__(self) -> None:
+        self._channels: Dict[int, _Channel] = {}
+        self._by_fd: Dict[int, _Channel] = {}
+        self._reader = FrameReader()
+        self._outgoing = bytearray()
+        self._is_waiting = False
+        self._is_over = False
+        self._received_at = time.monotonic()
+        self._wakeup, wake = os.pipe()
+        for fd in (self._wakeup, wake, 0, 1):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()
+        self._own_poll = select.poll()
+        """Without the pipes of commands."""
+        for poll in (self._poll, self._own_poll):
+            poll.register(0, select.POLLIN)
+            poll.register(1, 0)
+            poll.register(self._wakeup, select.POLLIN)
+
+    def serve(self) -> None:
+        """Run commands until the submitter is gone."""
+        try:
+            while True:
+                self._turn(self._poll)
+        except (_Gone, ValueError, struct.error):
+            self._is_over = True
+        self._flush_inputs()
+
+    def _turn(self, poll: Any) -> None:
+        left = max(0.0, self._received_at + _SILENCE_S - time.monotonic())
+        for fd, events in poll.poll(left * 1000 + 1):
+            if fd == 0:
+                self._receive()
+            elif fd == 1:
+                if not self._outgoing and events & (select.POLLERR | select.POLLHUP):
+                    raise _Gone
+                self._flush()
+            elif fd == self._wakeup:
+                self._reap()
+            else:
+                # A descriptor that was closed in this turn may have another owner now. It is non-blocking, so that is harmless.
+                self._serve_fd(fd)
+        if time.monotonic() - self._received_at > _SILENCE_S:
+            raise _Gone
+
+    def _serve_fd(self, fd: int) -> None:
+        channel = self._by_fd.get(fd)
+        if channel is None:
+            return
+        if channel.is_connecting:
+            self._finish_dial(channel)
+        elif fd == channel.input:
+            self._write_input(channel)
+        else:
+            self._forward(channel, fd)
+
+    # -- the submitter
+
+    def _receive(self) -> None:
+        try:
+            data = os.read(0, _RECEIVE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise _Gone from error
+        if not data:
+            raise _Gone
+        self._received_at = time.monotonic()
+        for kind, number, content in self._reader.feed(data):
+            self._take(kind, number, content)
+
+    def _take(self, kind: int, number: int, content: bytes) -> None:
+        channel = self._channels.get(number)
+        if kind == PING:
+            self._send(PONG, 0, b"")
+        elif kind in (OPEN, DIAL):
+            if channel is not None:
+                raise _Gone
+            (self._open if kind == OPEN else self._dial)(_Channel(number), content)
+        elif channel is None or (kind == INPUT and channel.input < 0):
+            return
+        elif kind == INPUT:
+            channel.pending += content
+            channel.input_ends = channel.input_ends or not content
+            if len(channel.pending) > WINDOW:
+                raise _Gone
+            self._write_input(channel)
+        elif kind == CREDIT:
+            channel.credit += COUNT.unpack(content)[0]
+            if channel.output >= 0:
+                self._watch(channel.output, select.POLLIN)
+        elif kind == CLOSE:
+            self._close(channel)
+        elif kind == KILL:
+            self._kill(channel)
+        else:
+            raise _Gone
+
+    def _send(self, kind: int, number: int, content: bytes) -> None:
+        if self._is_over:
+            return
+        was_empty = not self._outgoing
+        self._outgoing += HEADER.pack(kind, number, len(content))
+        self._outgoing += content
+        if was_empty:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write to the submitter as much as is accepted now."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: _write(1, self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _Gone from error
+        if bool(self._outgoing) != self._is_waiting:
+            self._is_waiting = not self._is_waiting
+            for poll in (self._poll, self._own_poll):
+                poll.modify(1, select.POLLOUT if self._is_waiting else 0)
+
+    # -- channels
+
+    def _open(self, channel: _Channel, content: bytes) -> None:
+        pipes: List[Tuple[int, int]] = []
+        try:
+            pipes.extend(os.pipe() for _ in range(3))
+            channel.pid = os.fork()
+        except OSError as error:
+            for pipe in pipes:
+                os.close(pipe[0])
+                os.close(pipe[1])
+            text = "no command can be started: {}\n".format(error.strerror).encode()
+            for kind, said in ((ERRORS, text), (ERRORS, b""), (OUTPUT, b""), (EXIT, b"\x7e")):
+                self._send(kind, channel.number, said)
+            return
+        if channel.pid == 0:
+            _become_command(content.split(b"\0"), (pipes[0][0], pipes[1][1], pipes[2][1]))
+        for fd in (pipes[0][0], pipes[1][1], pipes[2][1]):
+            os.close(fd)
+        channel.input, channel.output, channel.errors = pipes[0][1], pipes[1][0], pipes[2][0]
+        self._add(channel)
+
+    def _dial(self, channel: _Channel, content: bytes) -> None:
+        try:
+            channel.socket = socket.socket()
+        except OSError as error:
+            self._send(REFUSED, channel.number, str(error.strerror).encode())
+            return
+        channel.socket.setblocking(False)
+        channel.input = channel.socket.fileno()
+        code = channel.socket.connect_ex(("127.0.0.1", PORT.unpack(content)[0]))
+        channel.is_connecting = True
+        self._add(channel)
+        if code == errno.EINPROGRESS:
+            self._watch(channel.input, select.POLLOUT)
+        else:
+            self._finish_dial(channel, code)
+
+    def _finish_dial(self, channel: _Channel, code: int = 0) -> None:
+        channel.is_connecting = False
+        code = code or channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            if code:
+                raise OSError(code, os.strerror(code))
+            # A descriptor of its own, because each direction ends by itself.
+            channel.output = os.dup(channel.input)
+        except OSError as error:
+            self._send(REFUSED, channel.number, str(error.strerror).encode())
+            self._drop(channel, channel.input)
+            return
+        self._send(CONNECTED, channel.number, b"")
+        self._add(channel)
+        self._write_input(channel)
+
+    def _add(self, channel: _Channel) -> None:
+        self._channels[channel.number] = channel
+        for fd in (channel.input, channel.output, channel.errors):
+            if fd >= 0:
+                os.set_blocking(fd, False)
+                self._by_fd[fd] = channel
+                self._watch(fd, 0 if fd == channel.input else select.POLLIN)
+
+    def _watch(self, fd: int, events: int) -> None:
+        # Without the interest, a pipe whose other end is closed would be reported all the time.
+        if events:
+            self._poll.register(fd, events)
+        else:
+            try:
+                self._poll.unregister(fd)
+            except KeyError:
+                pass
+
+    def _write_input(self, channel: _Channel) -> None:
+        if channel.input < 0 or channel.is_connecting:
+            return
+        try:
+            while channel.pending:
+                size = _write(channel.input, channel.pending)
+                del channel.pending[:size]
+                channel.written += size
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._send(INPUT_CLOSED, channel.number, b"")
+            self._drop(channel, channel.input)
+            return
+        if channel.written >= WINDOW // 4:
+            self._send(CREDIT, channel.number, COUNT.pack(channel.written))
+            channel.written = 0
+        if channel.pending:
+            self._watch(channel.input, select.POLLOUT)
+        elif channel.input_ends:
+            self._drop(channel, channel.input)
+        else:
+            self._watch(channel.input, 0)
+
+    def _forward(self, channel: _Channel, fd: int) -> None:
+        """Send output of a command."""
+        while len(self._outgoing) >= _MOST_OUTGOING:
+            self._turn(self._own_poll)
+        if self._by_fd.get(fd) is not channel:
+            return  # closed meanwhile
+        size = min(READ, channel.credit) if fd == channel.output else READ
+        if size == 0:
+            self._watch(fd, 0)
+            return
+        try:
+            data = os.read(fd, size)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if fd == channel.output:
+            channel.credit -= len(data)
+        if not channel.is_closed:
+            self._send(OUTPUT if fd == channel.output else ERRORS, channel.number, data)
+        if not data:
+            self._drop(channel, fd)
+
+    def _close(self, channel: _Channel) -> None:
+        """Close the pipes. Earlier input still arrives, and standard error is read, so that it does not stop the command."""
+        channel.is_closed = True
+        channel.input_ends = True
+        channel.is_connecting = False
+        self._drop(channel, channel.output)
+        self._write_input(channel)
+        self._forget_if_over(channel)
+
+    def _kill(self, channel: _Channel) -> None:
+        if channel.pid:
+            try:
+                os.killpg(channel.pid, signal.SIGKILL)
+            except OSError:  # it has no session yet
+                os.kill(channel.pid, signal.SIGKILL)
+        channel.is_closed = True
+        for fd in (channel.input, channel.output, channel.errors):
+            self._drop(channel, fd)
+
+    def _drop(self, channel: _Channel, fd: int) -> None:
+        """Close one direction, if it is open."""
+        if self._by_fd.get(fd) is not channel:
+            return
+        self._watch(fd, 0)
+        del self._by_fd[fd]
+        if fd == channel.input:
+            channel.input = -1
+            channel.pending.clear()
+        elif fd == channel.output:
+            channel.output = -1
+        else:
+            channel.errors = -1
+        if channel.socket is not None and channel.socket.fileno() == fd:
+            try:
+                channel.socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+            channel.socket.close()
+        else:
+            os.close(fd)
+        self._forget_if_over(channel)
+
+    def _reap(self) -> None:
+        try:
+            os.read(self._wakeup, READ)
+        except BlockingIOError:
+            pass
+        for channel in list(self._channels.values()):
+            if channel.pid and channel.code is None:
+                # It remains a zombie until its pipes have ended, so that its id is not used again before a KILL.
+                ended = os.waitid(os.P_PID, channel.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None:
+                    is_signal = ended.si_code != os.CLD_EXITED
+                    channel.code = ended.si_status + (128 if is_signal else 0)
+                    if not channel.is_closed:
+                        self._send(EXIT, channel.number, bytes([channel.code]))
+                    self._forget_if_over(channel)
+
+    def _forget_if_over(self, channel: _Channel) -> None:
+        if channel.number not in self._channels:
+            return
+        if channel.pid:
+            if channel.code is None or (not channel.is_closed and (channel.output >= 0 or channel.errors >= 0)):
+                return
+            os.waitpid(channel.pid, 0)
+        elif channel.input >= 0 or channel.output >= 0:
+            return
+        del self._channels[channel.number]
+        for fd in (channel.input, channel.errors):
+            self._drop(channel, fd)
+
+    def _flush_inputs(self) -> None:
+        """Write the input that the submitter sent before it ended."""
+        until = time.monotonic() + _FLUSH_S
+        while time.monotonic() < until:
+            waiting = [channel for channel in self._channels.values() if channel.input >= 0 and channel.pending]
+            poll = select.poll()
+            for channel in waiting:
+                poll.register(channel.input, select.POLLOUT)
+            if not waiting or not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                return
+            for channel in waiting:
+                self._write_input(channel)
+
+
+def _write(fd: int, data: bytearray) -> int:
+    with memoryview(data) as view, view[:READ] as piece:
+        return os.write(fd, piece)
+
+
+def _become_command(argv: List[bytes], streams: Tuple[int, int, int]) -> None:
+    code, name = 126, argv[0]
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_NOFILE, _FILES)
+        for target, fd in enumerate(streams):
+            os.dup2(fd, target)
+        os.execvp(name, argv)
+    except OSError as error:
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        os.write(2, name + ": {}\n".format(error.strerror).encode())
+    finally:
+        os._exit(code)
+
+
+def _undo_locale_coercion() -> None:
+    """Remove the ``LC_CTYPE`` that Python adds in the C locale (PEP 538). The machines of the commands may not know it."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            is_given = (b"\0" + file.read()).find(b"\0LC_CTYPE=") >= 0
+    except OSError:
+        return
+    if not is_given:
+        os.environ.pop("LC_CTYPE", None)
+
+
+def serve() -> None:
+    """Run commands for the submitter at standard input and output."""
+    _undo_locale_coercion()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES[1], _FILES[1]))
+    except (OSError, ValueError):  # the hard limit may exceed the kernel's own limit
+        pass
+    hub = _Hub()
+    os.write(1, sys.argv[1].encode() + b" ready\n")
+    hub.serve()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,285 @@
+"""The hub that runs many commands over one channel: faults, hostile data, and what it leaves. It runs on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from contract.conftest import processes_with
+from distflow.errors import BootstrapFailed, NodeUnreachable
+from distflow.runtime.services import command_hub
+from distflow.testing.waiting import is_alive, wait_until
+from distflow.transports.base import REASON_MARK
+from distflow.transports.local import LocalChannel, LocalTransport
+from distflow.transports.multiplexed import MultiplexedTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Behind(LocalTransport):
+    """This machine, with another program in place of the hub. ``HUB`` in its text is the hub's own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("login")
+        self._text = text
+
+    def open(self, argv: Sequence[str]) -> LocalChannel:
+        source, nonce = argv[-2:]
+        return super().open([sys.executable, "-c", self._text.replace("HUB", source), nonce])
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., MultiplexedTransport]]:
+    """Make transports to this machine; they leave no threads."""
+    made: list[MultiplexedTransport] = []
+
+    def one(inner: LocalTransport | None = None, **options: object) -> MultiplexedTransport:
+        given: dict[str, object] = {"python": sys.executable, **options}
+        made.append(MultiplexedTransport(inner or LocalTransport("login"), **given))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.endswith(" of login")], what="its threads ended")
+
+
+def hub_of(transport: MultiplexedTransport) -> int:
+    """The process id of the hub, which is the parent of every command."""
+    return int(transport.run(["sh", "-c", "echo $PPID"], timeout_s=10).stdout)
+
+
+def test_a_reader_that_waits_stops_no_other(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    transport = make()
+    slow = transport.open(["cat", "/dev/zero"])
+    deaf = transport.open(["sh", "-c", f"read word < {tmp_path}/fifo"])
+
+    def write() -> None:
+        with pytest.raises(NodeUnreachable, match="the channel is closed"):
+            deaf.write(b"x" * 50_000_000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    wait_until(lambda: len(slow._output) == command_hub.WINDOW and deaf._credit == 0, what="both windows are full")
+    data = os.urandom(5_000_000)
+    assert transport.run(["cat"], input=data, timeout_s=30).stdout == data
+    assert len(slow._output) == command_hub.WINDOW
+    assert len(slow.read()) == 65536
+    deaf.close()
+    (tmp_path / "fifo").write_text("enough\n")
+    writer.join(10)
+    assert not writer.is_alive()
+
+
+def test_a_hub_reads_no_more_output_than_its_submitter_takes(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    transport = make()
+    hub = hub_of(transport)
+    channels = [transport.open(["sh", "-c", f"read word < {tmp_path}/fifo; exec cat /dev/zero"]) for _ in range(40)]
+    connection = transport._shared.current
+    assert connection is not None
+
+    children = Path(f"/proc/{hub}/task/{hub}/children")
+
+    def wait_all() -> bool:
+        processes = [*children.read_text().split(), hub]
+        return all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S" for pid in processes)
+
+    wait_until(lambda: len(children.read_text().split()) == len(channels), what="all commands run")
+    with connection.lock:  # so that nothing is taken
+        (tmp_path / "fifo").write_text("go\n")
+        wait_until(lambda: all(wait_all() for _ in range(20)), what="all commands wait")
+    status = Path(f"/proc/{hub}/status").read_text()
+    assert int(status.partition("VmHWM:")[2].split()[0]) < 40_000  # KiB; all windows together are 80 MiB
+
+
+def test_a_hub_runs_more_commands_than_the_login_may_open_files(make: Callable[..., MultiplexedTransport]) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    transport = make(Behind(f"{limit}; exec(r'''HUB''')"))
+    channels = [transport.open(["sh", "-c", "ulimit -n; cat"]) for _ in range(50)]
+    assert {channel.read() for channel in channels} == {b"100\n"}
+
+
+def test_a_killed_hub_ends_its_channels_but_no_command(
+    make: Callable[..., MultiplexedTransport], marker: str, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    transport = make()
+    hub = hub_of(transport)
+    channel = transport.open(["sh", "-c", f"echo up; read word < {tmp_path}/fifo", marker])
+    assert channel.read() == b"up\n"
+    ended: list[str] = []
+
+    def run() -> None:
+        with pytest.raises(NodeUnreachable, match="the connection broke while `sh` ran") as raised:
+            transport.run(["sh", "-c", f"read word < {tmp_path}/fifo", marker], timeout_s=60)
+        ended.append(str(raised.value))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: len(Path(f"/proc/{hub}/task/{hub}/children").read_text().split()) == 2, what="both commands run")
+    os.kill(hub, signal.SIGKILL)
+    assert channel.read() == b""
+    thread.join(10)
+    assert len(ended) == 1
+    assert "exit code 137" in ended[0]
+    assert channel.exit_code is None
+    assert REASON_MARK in channel.stderr_tail()
+    with pytest.raises(NodeUnreachable):
+        channel.write(b"x")
+    assert processes_with(marker)
+    assert hub_of(transport) != hub
+    assert not Path(f"/proc/{hub}").exists()
+    (tmp_path / "fifo").write_text("enough\n")
+    wait_until(lambda: not processes_with(marker), what="the commands ended by themselves")
+
+
+def test_a_hub_that_answers_no_heartbeat_is_unreachable(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(ping_s=0.1)
+    hub = hub_of(transport)
+    channel = transport.open(["cat"])
+    os.kill(hub, signal.SIGSTOP)
+    try:
+        assert channel.read() == b""
+        assert "no heartbeat for 0.3 s" in channel.stderr_tail()
+        assert hub_of(transport) != hub
+    finally:
+        os.kill(hub, signal.SIGKILL)
+
+
+def test_a_hub_ends_when_its_submitter_is_silent(make: Callable[..., MultiplexedTransport]) -> None:
+    source = "import sys; text = r'''HUB'''.replace('_SILENCE_S = 30.0', '_SILENCE_S = 0.3'); exec(text)"
+    transport = make(Behind(source), ping_s=60.0)
+    channel = transport.open(["cat"])
+    assert channel.read() == b""
+    assert "the connection to its command hub ended (exit code 0)" in channel.stderr_tail()
+
+
+def test_hang_up_ends_all_calls_and_the_next_one_connects(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make()
+    hub = hub_of(transport)
+    channel = transport.open(["cat"])
+    transport.hang_up()
+    assert channel.read() == b""
+    assert hub_of(transport) != hub
+    wait_until(lambda: not is_alive(hub), what="the first hub ended")
+    transport.close()
+    with pytest.raises(NodeUnreachable, match="login: the transport is closed"):
+        transport.run(["true"], timeout_s=10)
+
+
+READY = """import os, struct, sys
+frame = struct.Struct(">BII").pack
+os.write(1, (sys.argv[1] + " ready\\n").encode())
+os.read(0, 1)
+"""
+HOSTILE = {
+    "random bytes": READY + "os.write(1, b'\\xff' * 100)",
+    "a frame without end": READY + "os.write(1, frame(11, 1, 1 << 30))",
+    "more output than the window": READY + "while True: os.write(1, frame(11, 1, 1 << 20) + bytes(1 << 20))",
+    "output after its end": READY + "os.write(1, frame(11, 1, 0) + frame(11, 1, 0))",
+    "more credit than the window": READY + "os.write(1, frame(10, 1, 4) + b'\\xff' * 4)",
+    "a credit of two bytes": READY + "os.write(1, frame(10, 1, 2) + b'xx')",
+    "an exit without a code": READY + "os.write(1, frame(13, 1, 0))",
+    "an unknown kind": READY + "os.write(1, frame(99, 1, 0))",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_data_ends_the_connection(make: Callable[..., MultiplexedTransport], text: str) -> None:
+    transport = make(Behind(text + "\nimport time; os.close(1); os.read(0, 1 << 20)"))
+    channel = transport.open(["cat"])
+    wait_until(lambda: channel._error is not None, what="the connection ended")
+    assert "login: it sent a malformed message: " in channel.stderr_tail()
+    with pytest.raises(NodeUnreachable, match="malformed"):
+        channel.write(b"x")
+
+
+def test_frames_of_unknown_channels_are_ignored(make: Callable[..., MultiplexedTransport]) -> None:
+    unknown = "frame(11, 77, 3) + b'abc' + frame(13, 78, 1) + b'x' + frame(12, 1, 4) + b'said'"
+    transport = make(Behind(READY + f"os.write(1, {unknown}); os.read(0, 1 << 20); os.read(0, 1)"))
+    channel = transport.open(["cat"])
+    wait_until(lambda: channel.stderr_tail() == "said", what="the frame after them arrived")
+    assert channel.exit_code is None
+
+
+def test_endless_output_instead_of_a_hub_is_refused(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(Behind("import os\nwhile True: os.write(1, b'noise ' * 10000)"))
+    with pytest.raises(NodeUnreachable, match="login: the connection broke before"):
+        transport.run(["true"], timeout_s=30)
+
+
+def test_noise_of_login_scripts_is_skipped(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(Behind("import os; os.write(1, b'Welcome to the cluster\\n' * 1000); exec(r'''HUB''')"))
+    assert transport.run(["echo", "hi"], timeout_s=10).stdout == b"hi\n"
+
+
+def test_a_machine_without_python_is_named(make: Callable[..., MultiplexedTransport]) -> None:
+    with pytest.raises(BootstrapFailed, match=r"login: Python 3\.8 or newer is needed; `/no/such/python` is not there"):
+        make(python="/no/such/python").run(["true"], timeout_s=10)
+
+
+def test_a_late_command_is_killed_with_the_processes_that_it_left(
+    make: Callable[..., MultiplexedTransport], marker: str
+) -> None:
+    transport = make()
+    with pytest.raises(NodeUnreachable, match="login: `sh` did not finish within"):
+        transport.run(["sh", "-c", f"sh -c 'sleep 60; :' {marker} & :"], timeout_s=0.5)
+    wait_until(lambda: not processes_with(marker), what="what it left is gone")
+    assert transport.run(["true"], timeout_s=10).exit_code == 0
+
+
+def test_data_that_was_sent_before_the_end_arrives(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    transport = make()
+    channel = transport.open(
+        ["sh", "-c", f"read word < {tmp_path}/go; cat > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/all"]
+    )
+    data = os.urandom(1_500_000)
+    channel.write(data)
+    channel.close()
+    closing = threading.Thread(target=transport.close)
+    closing.start()
+    (tmp_path / "go").write_text("go\n")
+    closing.join()
+    wait_until((tmp_path / "all").exists, what="the command ended")
+    assert (tmp_path / "all").read_bytes() == data
+
+
+def test_commands_have_the_same_surroundings_as_without_a_hub(
+    make: Callable[..., MultiplexedTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LANG", raising=False)
+    monkeypatch.delenv("LC_ALL", raising=False)
+    script = "env | grep -v ^_= | sort; pwd; umask; ulimit -n; grep Sig /proc/self/status; ls /proc/self/fd"
+    argv = ["sh", "-c", script]
+    assert make().run(argv, timeout_s=10).stdout == LocalTransport().run(argv, timeout_s=10).stdout
+
+
+def test_nothing_is_left_of_commands_and_connections_that_ended(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make()
+    hub = hub_of(transport)
+
+    def opened() -> set[str]:
+        return {f"{pid} {fd}" for pid in ("self", hub) for fd in os.listdir(f"/proc/{pid}/fd")}
+
+    before = opened()
+    for _ in range(10):
+        transport.run(["cat"], input=b"x" * 1000, timeout_s=10)
+        transport.open(["cat"]).close()
+        assert transport.open(["/no/such/program"]).read() == b""
+        with pytest.raises(NodeUnreachable):
+            transport.dial(1, timeout_s=10)
+    wait_until(lambda: opened() <= before, what="all descriptors are closed")
+    wait_until(lambda: not Path(f"/proc/{hub}/task/{hub}/children").read_text(), what="all commands are reaped")
+    connection = transport._shared.current
+    assert connection is not None
+    assert not connection._channels
