@@ -297,7 +297,7 @@ class _SpecChecks:
         problems += (
             *unused_reschedules(spec, found),
             *credential_problems(self._client, spec, is_tolerant=self._is_tolerant),
-            *target_problems(self._client, (*self._notify, *spec.notify), is_tolerant=self._is_tolerant),
+            *target_problems(self._client, (*self._notify, *spec.notify), is_tolerant=self._is_tolerant, is_quick=True),
         )
         return [*problems, *previous_output_problems(self._client, spec)]
 

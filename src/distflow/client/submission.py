@@ -138,7 +138,7 @@ def plan(
     notify = own_targets(client, configuration)
     previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
     if previous is not None:
-        raise_errors(target_problems(client, notify))
+        raise_errors(target_problems(client, notify, is_quick=True))
         checked, chosen = previous.checked, previous.choose_pool(configuration, request.pool, request.hosts)
     else:
         checked = check_spec(client, request.spec, request.overrides, text=request.text, notify=notify)
@@ -496,7 +496,7 @@ def plan_restart(
         hint = f"to run the whole workflow again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed, so there is nothing to restart", hint=hint)
     notify = own_targets(client, configuration)
-    raise_errors(target_problems(client, notify))
+    raise_errors(target_problems(client, notify, is_quick=True))
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
     planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets, on_pack)
     notify = (*notify, *previous.checked.spec.notify)

@@ -333,12 +333,21 @@ def test_a_server_gets_one_message_after_the_other(client: Client, receiver: Rec
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # apprise imports imghdr
-def test_apprise_delivers(client: Client, receiver: Receiver) -> None:
+def test_apprise_delivers(client: Client, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("apprise")
     set_url(client, "service", receiver.url.replace("http://", "json://"))
     record = stored(client, NotifyTarget(credential="service"))
     assert target_problems(client, [NotifyTarget(credential="service")]) == []
     send_notices(client)
+    set_url(client, "wrong", "slak://token")
+    for is_quick in (True, False):
+        (problem,) = target_problems(client, [NotifyTarget(credential="wrong")], is_quick=is_quick)
+        assert problem.message.startswith(
+            "apprise does not accept the URL of the credential `wrong`, which begins with `slak://`"
+        )
+    monkeypatch.delitem(sys.modules, "apprise")
+    assert target_problems(client, [NotifyTarget(credential="service")], is_quick=True) == []
+    assert "apprise" not in sys.modules, "the check before a submit has imported it"
     (body,) = receiver.received
     assert body["title"].startswith("digits-1 failed")
     assert "RuntimeError: shapes differ" in body["message"]

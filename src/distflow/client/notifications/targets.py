@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from distflow.client.client import Client
@@ -87,13 +90,16 @@ def set_profile_notify(client: Client, values: Sequence[str]) -> tuple[NotifyTar
     return found
 
 
-def target_problems(client: Client, targets: Sequence[NotifyTarget], *, is_tolerant: bool = False) -> list[Problem]:
+def target_problems(
+    client: Client, targets: Sequence[NotifyTarget], *, is_tolerant: bool = False, is_quick: bool = False
+) -> list[Problem]:
     """Return a problem for each entry that cannot work on this machine.
 
     Args:
         client: The client whose credentials the entries may use.
         targets: The entries.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials, such as a CI machine.
+        is_quick: Whether not to import Apprise for URLs of services that it knows. It would take more than a second.
 
     Raises:
         StateError: if the credentials cannot be read.
@@ -104,7 +110,7 @@ def target_problems(client: Client, targets: Sequence[NotifyTarget], *, is_toler
     problems = []
     for target in targets:
         try:
-            url_of(client, target)
+            url_of(client, target, is_quick=is_quick)
             if target.command and shutil.which(os.path.expanduser(target.command[0])) is None:
                 hint = "give its absolute path, or install it on this machine"
                 raise InputError(f"the command `{target.command[0]}` does not exist", hint=hint)
@@ -114,8 +120,10 @@ def target_problems(client: Client, targets: Sequence[NotifyTarget], *, is_toler
     return problems
 
 
-def url_of(client: Client, target: NotifyTarget) -> str:
+def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> str:
     """Return the URL of an entry, from one of this user's credentials if it names one; empty for a command.
+
+    ``is_quick`` is that of ``target_problems``.
 
     Raises:
         InputError: if the credential has no URL, or one that cannot be used. The error does not contain it.
@@ -136,11 +144,11 @@ def url_of(client: Client, target: NotifyTarget) -> str:
         again = f"distflow credential delete {target.credential} && {set_it}"
         raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{again}`")
     url = values[0].reveal().strip()
-    _check_url(target.credential, url)
+    _check_url(target.credential, url, is_quick)
     return url
 
 
-def _check_url(credential: str, url: str) -> None:
+def _check_url(credential: str, url: str, is_quick: bool) -> None:
     set_it = f"distflow credential delete {credential} && distflow credential set {credential} --payload-file {_URL_KEY}=-"
     try:
         parts = urlsplit(url)
@@ -155,9 +163,12 @@ def _check_url(credential: str, url: str) -> None:
             message = f"the URL of the credential `{credential}` is a secret, and http:// would send it without encryption"
             raise InputError(message, hint="use https://")
         return
-    if importlib.util.find_spec("apprise") is None:
+    found = importlib.util.find_spec("apprise")
+    if found is None:
         message = f"the URL of the credential `{credential}` begins with `{parts.scheme}://`, which needs apprise"
         raise InputError(message, hint=f"install it: {INSTALL_APPRISE}")
+    if is_quick and _is_known_scheme(found, parts.scheme):
+        return
     try:
         import apprise
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
@@ -166,6 +177,14 @@ def _check_url(credential: str, url: str) -> None:
     if apprise.Apprise.instantiate(url, suppress_exceptions=True) is None:
         message = f"apprise does not accept the URL of the credential `{credential}`, which begins with `{parts.scheme}://`"
         raise InputError(message, hint=f"compare it with Apprise's documentation, and set it again: `{set_it}`")
+
+
+def _is_known_scheme(apprise: ModuleSpec, scheme: str) -> bool:
+    """Return whether a plugin of Apprise declares a scheme, without importing any. ``False`` if it may do so in another way."""
+    word = f"['\"]{re.escape(scheme)}['\"]".encode()
+    declaration = re.compile(rb"^ *(secure_)?protocol *=.*" + word, re.MULTILINE)
+    files = Path(apprise.origin or "").parent.glob("plugins/**/*.py")
+    return any(re.search(word, data) and declaration.search(data) for data in map(Path.read_bytes, files))
 
 
 def is_loopback(host: str | None) -> bool:
