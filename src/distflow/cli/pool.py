@@ -103,7 +103,8 @@ def check(
     """Check whether a gang can run on the nodes of a pool.
 
     The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
-    nodes. It starts no task and holds no GPU. The exit code is 3 if a gang cannot run on all nodes.
+    nodes. It starts no task and holds no GPU. For a pool on Slurm, it asks Slurm about the pool's settings instead. The exit
+    code is 3 if a gang cannot run on all nodes.
     """
     # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.nodes import check_json, check_text

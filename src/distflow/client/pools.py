@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distflow.client.client import Client
 from distflow.documents.requirements import Requirements
 from distflow.documents.text import did_you_mean
-from distflow.errors import NotFound, RecordUnreadable
+from distflow.errors import InputError, NodeError, NotFound, RecordUnreadable
 from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
@@ -203,11 +203,19 @@ def check_pool(
         The measurements and the verdict. Errors of nodes are part of it and are not raised.
 
     Raises:
+        InputError: if details of nodes are requested of a pool whose nodes an engine chooses.
         NotFound: if the pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 
     """
     pool = choose_pool(client.configuration(), given=name, hosts=hosts).with_settings(settings)
+    if pool.is_allocated:
+        if nodes or all_reduce or paths:
+            raise InputError(
+                f"pool {pool.name!r} has no nodes of its own to check, because {pool.backend} chooses them",
+                hint="leave out --node, --all-reduce and --path",
+            )
+        return _check_engine(pool, on_progress)
     known = [node.name for node in pool.nodes]
     for node in nodes:
         if node not in known:
@@ -239,6 +247,27 @@ def check_pool_nodes(
     checked = measure(pool, chosen, on_progress, with_all_reduce=all_reduce, paths=paths, venv=venv)
     found = verdict(checked.nodes, checked.pairs, checked.all_reduce, torch_nodes=torch_nodes)
     return PoolCheck(pool=pool, checked=checked, verdict=found)
+
+
+def _check_engine(pool: Pool, on_progress: Callable[[str], None]) -> PoolCheck:
+    """Check the engine that allocates the nodes of a pool."""
+    from distflow.backends.allocated.engines import open_engine
+    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.findings import error, folded
+    from distflow.backends.machines.checks.network import Verdict
+
+    engine = open_engine(pool)
+    try:
+        findings = folded(engine.check(on_progress))
+    except NodeError as failed:
+        findings = (error("ssh" if pool.login is not None else pool.backend, (failed.node,), failed.detail, failed.hint),)
+    finally:
+        engine.close()
+    worst = next((one for one in findings if one.grade.value == "error"), None)
+    text = f"pool {pool.name} can run gangs" if worst is None else f"nothing can run in pool {pool.name}: {worst.message}"
+    return PoolCheck(
+        pool=pool, checked=Checked(nodes=(), pairs=()), verdict=Verdict(can_run=worst is None, text=text, findings=findings)
+    )
 
 
 def prefer_pool(client: Client, name: str | None) -> None:

@@ -6,7 +6,7 @@ Tests decide when it grants an allocation and how it ends one. It ends no proces
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.backends.allocated.engine import (
@@ -19,6 +19,7 @@ from distflow.backends.allocated.engine import (
     RequestRefused,
     node_name,
 )
+from distflow.backends.machines.checks.findings import Finding
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
@@ -92,6 +93,11 @@ class LocalEngine:
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport that runs commands on this machine."""
         return LocalTransport(node_name(host, allocation_id))
+
+    def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
+        """Find nothing."""
+        on_progress("asking the engine")
+        return ()
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -7,10 +7,11 @@ as the allocation exists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from distflow.backends.machines.checks.findings import Finding
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import Reason
 from distflow.transports.base import Transport
@@ -148,6 +149,10 @@ class Engine(Protocol):
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport that runs commands in the allocation on one of its hosts, without connecting."""
+        ...
+
+    def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
+        """Return findings about the engine and the pool's settings. ``on_progress`` is called with the name of each step."""
         ...
 
     def close(self) -> None:

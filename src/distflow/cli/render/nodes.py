@@ -40,7 +40,7 @@ _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs
 def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
     """Return the table of nodes, the findings and the verdict as text."""
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
-    parts = [table(_HEADER, rows), *(_finding_text(finding, paint) for finding in verdict.findings)]
+    parts = [*([table(_HEADER, rows)] if rows else []), *(_finding_text(finding, paint) for finding in verdict.findings)]
     sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
     if checked.all_reduce is not None:
         parts.append(_all_reduce_text(checked.all_reduce))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distflow.backends.allocated.engine import AllocationState, Over, Queued
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import log_path
-from distflow.backends.allocated.slurm.job_states import ENDS, Component, Phase, phase_of, state_text
+from distflow.backends.allocated.slurm.job_states import ENDS, Component, Phase, parse_limit, phase_of, state_text
 from distflow.documents.quantities import seconds_text
 from distflow.documents.text import plain
 from distflow.lifecycle.states import Reason
@@ -112,11 +112,8 @@ class Account:
         return tuple(failed) or tuple(host for host in hosts if host in down)
 
     def _time_limit(self) -> float | None:
-        match = re.search(r" TimeLimit=(?:([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+) ", self.job)
-        if match is None:
-            return None
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        match = re.search(r" TimeLimit=(\S+) ", self.job)
+        return parse_limit(match[1]) if match is not None else None
 
     def _exit(self) -> str:
         match = re.search(r" ExitCode=([0-9]+):([0-9]+) ", self.job) or re.search(r"\|([0-9]+):([0-9]+)\|", self.accounting)

@@ -78,7 +78,17 @@ def last_words(done: Completed) -> str:
     found: list[str] = []
     for line in lines:
         words = line
-        for prefix in ("sbatch: ", "squeue: ", "scancel: ", "scontrol: ", "sinfo: ", "srun: ", "error: ", "fatal: "):
+        for prefix in (
+            "sbatch: ",
+            "squeue: ",
+            "scancel: ",
+            "scontrol: ",
+            "sinfo: ",
+            "srun: ",
+            "error: ",
+            "fatal: ",
+            "allocation failure: ",
+        ):
             words = words.removeprefix(prefix)
         if words not in found and not words.startswith('Try "'):
             found.append(words)

@@ -24,6 +24,7 @@ __all__ = [
     "log_path",
     "refusal",
     "sbatch_arguments",
+    "shell_path",
 ]
 
 _TEMPORARY = (
@@ -155,10 +156,15 @@ def _platform(pool: str, settings: SlurmSettings, name: str | None) -> SlurmPlat
     return settings.platforms[name]
 
 
-def log_path(root: str, job: str) -> str:
-    """Return the file with the messages of a job's script, as shell text; ``job`` is shell text, ``root`` that of the pool."""
+def shell_path(root: str, name: str) -> str:
+    """Return the path of a file in the pool's ``root`` as shell text, in which ``~`` is expanded. ``name`` is shell text."""
     home, rest = re.fullmatch(r"(~[A-Za-z0-9._-]*)?(.*)", root, re.DOTALL).groups()  # type: ignore[union-attr]
-    return f"{home or ''}{shlex.quote(rest.rstrip('/')) if rest.strip('/') else ''}/distflow-job-{job}.log"
+    return f"{home or ''}{shlex.quote(rest.rstrip('/')) if rest.strip('/') else ''}/{name}"
+
+
+def log_path(root: str, job: str) -> str:
+    """Return the file with the messages of a job's script, as shell text. ``job`` is shell text."""
+    return shell_path(root, f"distflow-job-{job}.log")
 
 
 def job_script(root: str, resident: str) -> bytes:

@@ -14,7 +14,18 @@ from types import MappingProxyType
 from distflow.documents.text import plain
 from distflow.lifecycle.states import Reason
 
-__all__ = ["ENDS", "PHASES", "Component", "Phase", "jobs_of", "pending_text", "phase_of", "squeue_format", "state_text"]
+__all__ = [
+    "ENDS",
+    "PHASES",
+    "Component",
+    "Phase",
+    "jobs_of",
+    "parse_limit",
+    "pending_text",
+    "phase_of",
+    "squeue_format",
+    "state_text",
+]
 
 
 class Phase(Enum):
@@ -189,6 +200,15 @@ def state_text(state: str) -> str:
 def phase_of(state: str) -> Phase:
     """Return what a state means. A job in an unknown state waits, until Slurm forgets it."""
     return PHASES.get(state, Phase.QUEUED)
+
+
+def parse_limit(text: str) -> float | None:
+    """Return a time limit such as ``1-12:00:00`` in seconds; ``None`` for one that is not limited."""
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 # -- the answer of squeue ---------------------------------------------------------------------------------------------

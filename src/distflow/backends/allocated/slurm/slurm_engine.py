@@ -40,6 +40,8 @@ from distflow.backends.allocated.slurm.job_states import (
     squeue_format,
     state_text,
 )
+from distflow.backends.allocated.slurm.slurm_checks import check_slurm
+from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, SlurmSettings, ssh_node
@@ -174,6 +176,10 @@ class SlurmEngine:
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport to a node of a job, without connecting."""
         return self._relay(self._login, allocation_id, host, self._template.python)
+
+    def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
+        """Return the findings about the cluster and the pool's settings."""
+        return list(check_slurm(self._pool, self._commands, on_progress))
 
     def close(self) -> None:
         """Close the connection to the login node. Jobs stay."""

@@ -58,7 +58,7 @@ class Finding:
     grade: Grade
     about: str
     """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
-    ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
+    ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach``, ``all-reduce`` or ``slurm``."""
     nodes: tuple[str, ...]
     message: str
     hint: str = ""

@@ -1,0 +1,229 @@
+"""Check a pool on Slurm: its settings, as the cluster judges them, and the Python on one of its nodes."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
+from distflow.backends.allocated.slurm.commands import SlurmCommands, last_words
+from distflow.backends.allocated.slurm.job_request import is_temporary, refusal, sbatch_arguments, shell_path
+from distflow.backends.allocated.slurm.job_states import parse_limit
+from distflow.backends.machines.checks.findings import Finding, Grade, error, note, warning
+from distflow.backends.machines.checks.measured import python_trouble
+from distflow.backends.machines.connection.bootstrap import python_argv
+from distflow.documents.quantities import local_minute, seconds_text
+from distflow.documents.text import did_you_mean, listed, plain
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings, ssh_node
+from distflow.structs import replace
+
+__all__ = ["check_slurm"]
+
+_OVERLAP_SINCE = (20, 11)
+"""The version of Slurm in which ``srun --overlap`` appeared."""
+_AT_ONCE_S = 5
+"""How long the check waits for a free node."""
+_SOON_S = 60.0
+"""A job that starts later than in this time does not start at once."""
+_PYTHON_S = 60.0
+_PROBE = "import os, sys; print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])))"
+
+_ALLOCATION = Allocation(workflow="check", group="check", attempt=0)
+
+
+def check_slurm(pool: Pool, commands: SlurmCommands, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """Yield the findings. It submits no job, except one that ends at once if a node is free. Raises ``NodeUnreachable``."""
+    check = _Check(pool, commands)
+    progress("asking Slurm for its configuration")
+    yield from check.version()
+    partitions = check.partitions()
+    accepted = []
+    for platform, settings in {"": SlurmPlatform(), **check.settings.platforms}.items():
+        progress(f"asking Slurm whether it would accept a job{_of(platform)}")
+        found = list(check.partition(platform, settings, partitions)) or list(check.gres(platform, settings))
+        if not _has_error(found):
+            found += check.submission(platform)
+        yield from found
+        accepted += [] if _has_error(found) else [platform]
+    if "" in accepted:
+        progress("running Python on a node, if one is free")
+        yield from check.python()
+
+
+def _has_error(findings: Sequence[Finding]) -> bool:
+    return any(finding.grade is Grade.ERROR for finding in findings)
+
+
+def _of(platform: str) -> str:
+    return f" (platform `{platform}`)" if platform else ""
+
+
+class _Check:
+    def __init__(self, pool: Pool, commands: SlurmCommands) -> None:
+        self._pool = pool
+        self.settings = pool.slurm or SlurmSettings()
+        self._commands = commands
+        self._at = (commands.node,)
+        self._has_gpus: dict[str, bool] = {}
+        self._is_busy = False
+        """Whether no node of the pool is free."""
+
+    def version(self) -> Iterator[Finding]:
+        """Ask the controller, so that the check fails at once if it does not answer."""
+        text = self._commands.asked("scontrol", "show", "config")
+        shown = re.search(r"^SLURM_VERSION\s*=\s*(([0-9]+)\.([0-9]+)\S*)", text, re.MULTILINE)
+        if shown is None:
+            return
+        if (int(shown[2]), int(shown[3])) < _OVERLAP_SINCE:
+            yield error(
+                "slurm", self._at, f"this is Slurm {shown[1]}, which has no `srun --overlap`",
+                "distflow needs Slurm 20.11 or newer: ask the administrators of the cluster",
+            )  # fmt: skip
+        else:
+            yield note("slurm", self._at, f"Slurm {plain(shown[1])}", "")
+        if re.search(r"^ProctrackType\s*=\s*proctrack/pgid", text, re.MULTILINE):
+            yield warning(
+                "slurm", self._at, "Slurm finds the processes of jobs by their process group (`proctrack/pgid`)",
+                "processes of canceled jobs may remain on nodes: ask the administrators for `proctrack/cgroup`",
+            )  # fmt: skip
+        if "sched/builtin" in text and self.settings.het_jobs:
+            yield note(
+                "slurm", self._at, "the cluster has no heterogeneous jobs: every node of a group gets its largest resources", ""
+            )
+
+    def partitions(self) -> Mapping[str, Mapping[str, str]]:
+        """Return the partitions with their settings, by name."""
+        text = self._commands.asked("scontrol", "--all", "show", "partition", "--oneliner")
+        lines = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines()]
+        return {line["PartitionName"]: line for line in lines if "PartitionName" in line}
+
+    def partition(self, platform: str, settings: SlurmPlatform, known: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+        """Check that the partitions of a platform exist, are up, and allow the pool's time limit."""
+        wanted = settings.partition or self.settings.partition
+        if wanted is None:
+            if not any(one.get("Default") == "YES" for one in known.values()):
+                yield error(
+                    "slurm", self._at, f"the cluster has no default partition{_of(platform)}",
+                    f"set `slurm.partition` of the pool; the cluster has {listed(sorted(known))}",
+                )  # fmt: skip
+            return
+        for name in wanted.split(","):
+            if name not in known:
+                yield error(
+                    "slurm", self._at, f"there is no partition `{name}`{_of(platform)}",
+                    did_you_mean(name, known, what="partitions"),
+                )  # fmt: skip
+                continue
+            state, limit = known[name].get("State", "UP"), parse_limit(known[name].get("MaxTime", ""))
+            if state != "UP":
+                yield error(
+                    "slurm", self._at, f"partition `{name}` is {plain(state)}",
+                    "choose another partition in `slurm.partition` of the pool, or ask the administrators of the cluster",
+                )  # fmt: skip
+            if limit is not None and self.settings.time_s is not None and self.settings.time_s > limit:
+                yield error(
+                    "slurm", self._at, f"`slurm.time` is longer than the limit of partition `{name}`, {seconds_text(limit)}",
+                    "shorten `slurm.time` of the pool",
+                )  # fmt: skip
+
+    def gres(self, platform: str, settings: SlurmPlatform) -> Iterator[Finding]:
+        """Check that nodes of a platform have its kind of GPU."""
+        wanted = settings.gres or self.settings.gres
+        partition = settings.partition or self.settings.partition
+        chosen = [f"--partition={partition}"] if partition else []
+        text = self._commands.asked("sinfo", "--noheader", *chosen, "--format=%G")
+        kinds = set(re.findall(r"([A-Za-z0-9_.-]+(?::[A-Za-z0-9_.-]*[A-Za-z_.-][A-Za-z0-9_.-]*)?):[0-9]", text))
+        self._has_gpus[platform] = any(kind == wanted or kind.startswith(f"{wanted}:") for kind in kinds)
+        if self._has_gpus[platform]:
+            return
+        message = (
+            f"no node{f' of partition `{partition}`' if partition else ''} has the generic resource `{wanted}`{_of(platform)}"
+        )
+        known = f"its nodes have {listed(sorted(kinds))}" if kinds else "its nodes have none"
+        if ":" in wanted:
+            yield error("gpus", self._at, message, f"change `gres`; {known}")
+        else:
+            yield warning("gpus", self._at, message, f"tasks that request GPUs cannot run; {known}")
+
+    def submission(self, platform: str) -> Iterator[Finding]:
+        """Let Slurm check a job of one node, with one GPU if nodes have them, without submitting it."""
+        node = NodeRequest(task="check", gpus=int(self._has_gpus.get(platform, False)), platform=platform or None)
+        command = sbatch_arguments(self._pool, _request(node), [(node,)])
+        done = self._commands.run(*command, "--test-only", input=b"#!/bin/sh\n", settings=("SLURM_TIME_FORMAT=%s",))
+        if done.exit_code == 0:
+            start = re.search(r" to start at ([0-9]{9,11}) ", last_words(done))
+            when = f"; it would start at {local_minute(float(start[1]))}" if start is not None else ""
+            if not platform:
+                self._is_busy = start is not None and float(start[1]) > float(self._commands.asked("date", "+%s")) + _SOON_S
+            yield note("slurm", self._at, f"Slurm accepts a job of one node{_of(platform)}{when}", "")
+        elif is_temporary(done):
+            yield warning("slurm", self._at, f"Slurm refuses a job{_of(platform)} now: {last_words(done)}", "try again later")
+        else:
+            refused: RequestRefused = refusal(done)
+            message = refused.message.replace("the job", f"a job of one node{_of(platform)}", 1)
+            yield error("slurm", self._at, message, refused.hint)
+
+    def python(self) -> Iterator[Finding]:
+        """Run the pool's Python on a node if one is free at once, and find out whether it sees the login node's ``root``."""
+        if self._is_busy:
+            yield note("python", self._at, "Python on the nodes was not checked: no node is free now", "")
+            return
+        template = self._pool.template or ssh_node()
+        mark = shell_path(template.root, f"distflow-check-{secrets.token_hex(8)}")
+        made = self._commands.run("sh", "-c", f'umask 077; f={mark}; mkdir -p "${{f%/*}}" && : >"$f" && printf %s "$f"')
+        path = made.stdout.decode("utf-8", "replace") if made.exit_code == 0 else ""
+        node = NodeRequest(task="check")
+        options = [
+            word
+            for word in sbatch_arguments(self._pool, replace(_request(node), time_limit_s=60.0), [(node,)])[2:]
+            if not word.startswith(("--output=", "--no-requeue", "--comment="))
+        ]
+        try:
+            done = self._commands.run(
+                "srun", f"--immediate={_AT_ONCE_S}", *options, "--job-name=distflow-check", "--ntasks=1",
+                *python_argv(template.python), "-I", "-S", "-c", _PROBE, path or "/",
+                timeout_s=_PYTHON_S,
+            )  # fmt: skip
+        except NodeUnreachable:
+            yield note("python", self._at, "Python on the nodes was not checked: no node answered in time", "")
+            return
+        finally:
+            if path:
+                self._commands.run("rm", "-f", path)
+        words = done.stdout.decode("utf-8", "replace").split()
+        if len(words) == 2:
+            yield from self._python_is(template.python, template.root, *words, is_at_login=bool(path))
+        elif re.search("execve|No such file|not found|Permission denied", last_words(done)):
+            yield error(
+                "python", self._at, f"`{template.python}` does not run on a node: {last_words(done)[:300]}",
+                "set `python` of the pool to a Python that exists on all nodes",
+            )  # fmt: skip
+        else:
+            yield note(
+                "python",
+                self._at,
+                f"Python on the nodes was not checked: {last_words(done)[:200] or 'no node was free at once'}",
+                "",
+            )
+
+    def _python_is(self, python: str, root: str, version: str, is_seen: str, *, is_at_login: bool) -> Iterator[Finding]:
+        trouble = python_trouble(0, version)
+        if trouble:
+            yield error(
+                "python", self._at, f"on a node, `{python}` {plain(trouble)}", "set `python` of the pool to a newer Python"
+            )
+        else:
+            yield note("python", self._at, f"on a node, `{python}` is Python {plain(version)}", "")
+        if is_at_login:
+            where = (
+                "shared with the login node"
+                if is_seen == "True"
+                else "not shared with the login node: files are sent to each node"
+            )
+            yield note("root", self._at, f"`{root}` is {where}", "")
+
+
+def _request(node: NodeRequest) -> AllocationRequest:
+    return AllocationRequest(allocation=_ALLOCATION, label="distflow-check", nodes=(node,))
