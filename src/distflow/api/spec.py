@@ -12,10 +12,10 @@ from pathlib import PurePath
 from typing import Any
 
 import msgspec
-import yaml
 from msgspec import Struct, field
 
 from distflow.documents.yaml_parser import parse_yaml
+from distflow.documents.yaml_writer import yaml_text
 from distflow.errors import InputError
 
 __all__ = [
@@ -334,29 +334,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return float(value) if isinstance(value, float) else value
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    is_printable = all(line.isprintable() for line in text.split("\n"))
-    # PyYAML writes some control characters without quotes, in a way that it does not read back.
-    style = '"' if not is_printable else "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-_Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
-
-
-def yaml_text(document: Mapping[str, Any]) -> str:
-    """Return a document as YAML in the order of its keys."""
-    try:
-        text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    except yaml.representer.RepresenterError as error:
-        raise InputError(f"a spec contains texts, numbers, lists and mappings, not {error.args[-1]!r}") from None
-    return text

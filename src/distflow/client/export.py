@@ -1,4 +1,4 @@
-"""Write a spec for other systems: as a script for Slurm."""
+"""Write a spec for other systems: as a script for Slurm, or in the language of OSMO."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from distflow.client.submission import SubmitRequest, with_environment
 from distflow.documents.problems import Problem, ProblemsFound, in_document_order
 from distflow.errors import InputError
 from distflow.plan.compile import compile_plan
+from distflow.plan.osmo_spec import osmo_spec
 from distflow.plan.slurm_script import slurm_script
 from distflow.pools.hostfile import choose_pool
 from distflow.pools.model import Pool, ssh_node
 from distflow.spec.files import bundle_files
 
-__all__ = ["Exported", "export_to_slurm"]
+__all__ = ["Exported", "export_to_osmo", "export_to_slurm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,32 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
             large = {file.with_name(f"{file.name}.files") / one: blobs / digest for one, digest in script.files.items()}
             written = _write(file, script.text, large, force=force)
     return Exported(text=script.text, warnings=(*in_document_order(checked.warnings), *script.warnings), files=tuple(written))
+
+
+def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
+    """Write a spec in the language of OSMO, without the keys that only distflow has.
+
+    The file keeps its template, comments and order if it only loses keys and ``request`` sets no template variables.
+
+    Args:
+        client: The client whose credentials and workflows the spec may use.
+        request: The spec and the values for its template. Its pool and the settings of nodes have no effect.
+        file: The file to write. Default: no file is written.
+        force: Whether to replace an existing file.
+
+    Raises:
+        InputError: if the file cannot be written.
+        NotFound: if the workflow to export does not exist.
+        ProblemsFound: if the spec has errors. It contains all findings.
+
+    """
+    checked = _checked(client, request)
+    is_template = not (request.overrides.sets or request.overrides.set_strings)
+    exported = osmo_spec(checked.spec, checked.worlds, checked.template if is_template else None)
+    written = [] if file is None else _write(file, exported.text, {}, force=force)
+    return Exported(
+        text=exported.text, warnings=(*in_document_order(checked.warnings), *exported.warnings), files=tuple(written)
+    )
 
 
 def _checked(client: Client, request: SubmitRequest) -> CheckedSpec:

@@ -22,7 +22,7 @@ from distflow.spec.files import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.structs import replace
 
-__all__ = ["FetchedOutput", "compile_plan", "demands", "with_previous_outputs"]
+__all__ = ["FetchedOutput", "compile_plan", "demands", "strategy_environment", "with_previous_outputs"]
 
 
 def compile_plan(
@@ -176,7 +176,7 @@ def _launch(
         ranks=ranks,
         world=world,
         resource=resource,
-        given={**_strategy_environment(strategy), **started.environment, **given},
+        given={**strategy_environment(strategy), **started.environment, **given},
         debug=group.debug,
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
@@ -265,7 +265,8 @@ def _file(
     )  # fmt: skip
 
 
-def _strategy_environment(strategy: Strategy | None) -> dict[str, str]:
+def strategy_environment(strategy: Strategy | None) -> dict[str, str]:
+    """Return the variable that passes a strategy to the tasks of a group."""
     return {"DISTFLOW_STRATEGY": json.dumps(strategy.normalized())} if strategy is not None else {}
 
 

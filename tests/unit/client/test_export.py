@@ -1,4 +1,4 @@
-"""``distflow workflow export``: scripts for Slurm, as ``goldens/slurm`` shows them.
+"""``distflow workflow export``: scripts for Slurm as in ``goldens/slurm``, and specs for OSMO as in ``goldens/osmo_export``.
 
 ``tests/scenarios/test_export.py`` runs such scripts on a real Slurm.
 """
@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from distflow.cli.app import run
+from distflow.documents.problems import errors_of
+from distflow.documents.yaml_parser import parse_yaml
+from distflow.layout.checks.group_checks import check_layout
+from distflow.layout.ranks import TaskRanks
+from distflow.plan.compile import compile_plan
+from distflow.spec.files import LIBRARY, Bundle
+from distflow.spec.parse import load_spec_text
+from distflow.spec.template import render
+from language import osmo_keys, used_keys
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "slurm"
+OSMO = GOLDENS.parent / "osmo_export"
 SPECS = sorted(path for path in GOLDENS.glob("*.yaml") if path.name != "distflow.yaml")
 
 
@@ -127,3 +138,91 @@ def test_programs_for_valohai_are_named(capsys: pytest.CaptureFixture[str]) -> N
     out, err = exported(capsys, "two.yaml", "--to", "slurm")
     assert "`distributed.json` of Valohai is not written" in err
     assert "VH_" not in out.replace("the variables VH_*", "")
+
+
+# -- OSMO -------------------------------------------------------------------------------------------------------------
+
+
+def foreign_keys(text: str) -> set[str]:
+    """Return the keys of a spec that OSMO does not have."""
+    document = parse_yaml(render(text, "spec.yaml").text, "spec.yaml").value
+    return {key for key in used_keys(document) - osmo_keys() if not key.startswith("task.exitActions.")}
+
+
+def commands_of(text: str, folder: Path) -> list[str]:
+    """Return the words of all commands that distflow would run for a spec, with the port and the address of OSMO's form."""
+    spec, _ = load_spec_text(text, "spec.yaml", folder)
+    keys = {file.bundle for group in spec.groups for task in group.tasks for file in task.files} | {LIBRARY}
+    bundles = dict.fromkeys(keys, Bundle(digest="0" * 64, size=1, mode=0o700, is_tar=True))
+    plan = compile_plan(spec, check_layout(spec)[0], pool="lab", bundles=bundles)
+    words = [word for group in plan.groups for launch in group.launches for word in launch.argv]
+    return [re.sub("@@ADDRESS:(node-0|first)@@", "@@MASTER_ADDR@@", word.replace("@@MASTER_PORT@@", "29500")) for word in words]
+
+
+def layout_of(text: str, folder: Path) -> dict[str, tuple[TaskRanks, ...]]:
+    """Return the ranks of each group of a spec."""
+    worlds, problems = check_layout(load_spec_text(text, "spec.yaml", folder)[0])
+    assert not errors_of(problems)
+    return {name: world.tasks for name, world in worlds.items()}
+
+
+@pytest.mark.parametrize("spec", sorted(OSMO.glob("*.yaml")), ids=lambda path: path.stem)
+def test_specs_for_osmo_are_as_the_goldens_show(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = exported(capsys, str(spec), "--to", "osmo")
+    golden = spec.with_suffix(".txt")
+    found = out + "".join(f"\n# stderr: {line}" for line in err.replace(f"{spec.parent}/", "").splitlines())
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        golden.write_text(found)
+    assert found == golden.read_text()
+    assert foreign_keys(out) == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["hello_world", "pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun", "resume"]
+)
+def test_samples_for_osmo_have_osmos_keys_and_the_same_ranks(
+    name: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = repository / "workflow_specs"
+    text = (folder / f"{name}.yaml").read_text()
+    out, err = exported(capsys, str(folder / f"{name}.yaml"), "--to", "osmo")
+    assert foreign_keys(out) == set()
+    assert "OSMO requires an `image`" in err
+    if name != "hello_world":  # its ranks are only in the environment, where distflow does not look for them
+        assert layout_of(out, folder) == layout_of(text, folder)
+    # A template that needs only small changes is kept.
+    assert ("default-values:" in out) is (name in ("pytorch_dist", "pytorch_torchrun"))
+    assert exported(capsys, str(folder / f"{name}.yaml"), "--to", "osmo", "--set", f"{SETS[name]}")[0] != out
+
+
+SETS = {"hello_world": "greeting=Ahoy"} | dict.fromkeys(
+    ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun", "resume"), "epochs=2"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["combination", "environment", "exec_timeout", "files", "labels", "serial", "template", "topology"]
+)
+def test_specs_of_osmo_are_kept(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = GOLDENS.parent / "osmo" / f"{name}.yaml"
+    out, _ = exported(capsys, str(spec), "--to", "osmo")
+    heading, text = out[: -len(spec.read_text())], out[-len(spec.read_text()) :]
+    assert text == spec.read_text()
+    assert all(line.startswith("#") for line in heading.splitlines())
+
+
+def test_commands_of_a_spec_for_osmo_are_those_that_distflow_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = OSMO / "launcher.yaml"
+    out, _ = exported(capsys, str(spec), "--to", "osmo")
+    wanted = commands_of(spec.read_text(), spec.parent)
+    assert "torch.distributed.run" in wanted
+    assert "{% y {#" in wanted
+    # The hostfile of DeepSpeed is a file of the task in OSMO.
+    wanted = [word.replace("@@ATTEMPT_DIR@@/config", "@@ATTEMPT_DIR@@/files/tmp/distflow/config") for word in wanted]
+    assert commands_of(out, spec.parent) == wanted
+
+
+@pytest.mark.parametrize("option", [("--pool", "cluster"), ("--set-env", "A=b"), ("--setup", "true")])
+def test_options_of_slurm_have_no_effect_for_osmo(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", one_task(), "--to", "osmo", *option]) == 2
+    assert f"{option[0]} has no effect on a spec for OSMO" in capsys.readouterr().err

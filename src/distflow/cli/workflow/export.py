@@ -23,9 +23,10 @@ from distflow.cli.workflow.submit import (
     read_stdin,
     warn,
 )
-from distflow.client.export import Exported, export_to_slurm
+from distflow.client.export import Exported, export_to_osmo, export_to_slurm
 from distflow.client.submission import SubmitRequest
 from distflow.documents.text import plain_lines
+from distflow.errors import InputError
 
 __all__ = ["app"]
 
@@ -34,12 +35,14 @@ app = command_app()
 
 class _Target(str, Enum):
     SLURM = "slurm"
+    OSMO = "osmo"
 
 
 @app.command(
     "export",
     epilog="Examples: distflow workflow export train.yaml --to slurm > train.sbatch"
-    "  ·  distflow workflow export train.yaml --to slurm --pool cluster --output train.sbatch",
+    "  ·  distflow workflow export train.yaml --to slurm --pool cluster --output train.sbatch"
+    "  ·  distflow workflow export train.yaml --to osmo > osmo.yaml",
 )
 def export_workflow(
     file: FileArgument,
@@ -63,15 +66,19 @@ def export_workflow(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a spec as a script for Slurm, which needs no distflow on the cluster.
+    """Write a spec as a script for Slurm, or without the keys that OSMO does not have.
 
-    Parts of the spec that Slurm cannot do are warnings here, and comments in the script. Secrets are never written.
+    The script needs no distflow on the cluster. Parts of the spec that the other system cannot do are warnings here, and
+    comments in what is written. Secrets are never written.
     """
+    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env, venv, set_env)):
+        raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env, venv)
     with open_client() as client:
         request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
-        exported = export_to_slurm(client, request, file=output, force=force)
+        export = export_to_osmo if to is _Target.OSMO else export_to_slurm
+        exported = export(client, request, file=output, force=force)
     if format_type is Format.JSON:
         print(json.dumps(_as_json(to, exported), indent=2))
         return
@@ -80,6 +87,12 @@ def export_workflow(
         sys.stdout.write(exported.text)
     for path in exported.files:
         print(plain_lines(f"wrote {path}"))
+
+
+def _slurm_options(*values: object) -> str:
+    """Return the first option with a value that a spec cannot contain; empty if there is none."""
+    names = ("--pool", "--python", "--setup", "--env", "--venv", "--set-env")
+    return next((name for name, value in zip(names, values, strict=True) if value), "")
 
 
 def _as_json(target: _Target, exported: Exported) -> dict[str, object]:
