@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.allocated.slurm.commands import SlurmCommands
+from distflow.backends.allocated.slurm.commands import SlurmCommands, SlurmLogin
 from distflow.backends.allocated.slurm.slurm_checks import check_slurm
 from distflow.pools.load import Machine, parse_configuration
 from distflow.testing.slurm import Slurm
@@ -25,7 +25,7 @@ def checked(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ch
         text = f"pools: {{c: {{backend: slurm, root: {tmp_path}/root, python: {python}, {settings}}}}}"
         machine = Machine(cpus=1, memory=1, gpus=0, python="p")
         pool = parse_configuration(text, "distflow.yaml", root="/r", machine=machine).pools["c"]
-        commands = SlurmCommands(LocalTransport("login"), is_local=True)
+        commands = SlurmCommands(SlurmLogin(LocalTransport("login"), is_local=True))
         return "\n".join(finding.as_text() for finding in check_slurm(pool, commands))
 
     return check

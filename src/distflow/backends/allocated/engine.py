@@ -91,7 +91,7 @@ class AllocationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The allocation waits."""
+    """The allocation waits for its nodes, or it had them, and the engine has begun to end its processes."""
 
     why: str
     """The engine's reason in plain words, with its own word; empty if it gave none."""

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
-from distflow.transports.base import Completed, Transport
+from distflow.transports.base import Channel, Completed, Stream, Transport
 
-__all__ = ["CommandMissing", "SlurmCommands", "last_words"]
+__all__ = ["CommandMissing", "SlurmCommands", "SlurmLogin", "last_words"]
 
 _TIMEOUT_S = 60.0
 _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables that say which cluster is meant."""
+_TIMES = "SLURM_TIME_FORMAT=%s"
 _PRELUDE = r"""
 jobs='(SLURM|SQUEUE|SCONTROL|SACCT|SINFO|SCANCEL)_[A-Za-z0-9_]*|SBATCH_(ARRAY_INX|EXPORT|WAIT|TEST_ONLY)'
 for name in $(env | sed -nE "s/^($jobs)=.*/\1/p"); do
-  case $name in SLURM_CONF|SLURM_CLUSTERS|SLURM_TIME_FORMAT) ;; *) unset "$name" ;; esac
+  case $name in SLURM_CONF|SLURM_CLUSTERS) ;; *) unset "$name" ;; esac
 done
 command -v squeue >/dev/null 2>&1 || [ ! -r /etc/profile ] || . /etc/profile >/dev/null 2>&1
 exec "$@"
@@ -32,36 +33,78 @@ class CommandMissing(NodeUnreachable):
     """The login node does not have a command of Slurm."""
 
 
-class SlurmCommands:
-    """Runs commands on the login node."""
+class SlurmLogin:
+    """The login node as a transport whose commands find Slurm and its cluster (contract: ``transports.base.Transport``)."""
 
     def __init__(self, login: Transport, *, is_local: bool) -> None:
         """Use ``login``. With ``is_local``, variables of this process choose the cluster."""
         self._login = login
         chosen = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ] if is_local else []
-        self._settings = chosen
+        self._prefix = [*(["env", *chosen] if chosen else []), "sh", "-c", _PRELUDE, "slurm"]
+
+    @property
+    def name(self) -> str:
+        """The login node's name."""
+        return self._login.name
+
+    @property
+    def reached_address(self) -> str | None:
+        """The network address at which the login node was reached."""
+        return self._login.reached_address
+
+    @property
+    def named_addresses(self) -> tuple[str, ...]:
+        """The addresses of the login node's name."""
+        return self._login.named_addresses
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end."""
+        return self._login.run([*self._prefix, *argv], input=input, timeout_s=timeout_s)
+
+    def open(self, argv: Sequence[str]) -> Channel:
+        """Start a command and keep a channel to it."""
+        return self._login.open([*self._prefix, *argv])
+
+    def dial(self, port: int, *, timeout_s: float) -> Stream:
+        """Connect to a TCP port of the login node."""
+        return self._login.dial(port, timeout_s=timeout_s)
+
+    def hang_up(self) -> None:
+        """Drop the connection."""
+        self._login.hang_up()
+
+    def close(self) -> None:
+        """Close the connection for good."""
+        self._login.close()
+
+
+class SlurmCommands:
+    """Runs commands of Slurm."""
+
+    def __init__(self, login: SlurmLogin) -> None:
+        """Use ``login``."""
+        self._login = login
 
     @property
     def node(self) -> str:
         """The login node's name."""
         return self._login.name
 
-    def run(self, *command: str, input: bytes = b"", settings: Sequence[str] = (), timeout_s: float = _TIMEOUT_S) -> Completed:
+    def run(self, *command: str, input: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Completed:
         """Run a command to its end. Raises ``NodeUnreachable`` also if the command is not installed."""
-        variables = [*self._settings, *settings]
-        argv = [*(["env", *variables] if variables else []), "sh", "-c", _PRELUDE, "slurm", *command]
-        done = self._login.run(argv, input=input, timeout_s=timeout_s)
+        done = self._login.run(command, input=input, timeout_s=timeout_s)
         if done.exit_code == 127:
+            program = next(word for word in command if word != "env" and "=" not in word)
             raise CommandMissing(
                 self.node,
-                f"`{command[0]}` was not found",
+                f"`{program}` was not found",
                 hint="set `login` of the pool to a machine with the commands of Slurm, and make them available in /etc/profile",
             )
         return done
 
     def asked(self, *command: str) -> str:
         """Return the output of a command that asks Slurm, with times in seconds. Raises ``NodeUnreachable`` if it fails."""
-        done = self.run(*command, settings=("SLURM_TIME_FORMAT=%s",))
+        done = self.run("env", _TIMES, *command)
         if done.exit_code != 0:
             raise self.failed(command[0], done)
         return done.stdout.decode("utf-8", "replace")

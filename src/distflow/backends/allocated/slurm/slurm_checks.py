@@ -151,7 +151,7 @@ class _Check:
         """Let Slurm check a job of one node, with one GPU if nodes have them, without submitting it."""
         node = NodeRequest(task="check", gpus=int(self._has_gpus.get(platform, False)), platform=platform or None)
         command = sbatch_arguments(self._pool, _request(node), [(node,)])
-        done = self._commands.run(*command, "--test-only", input=b"#!/bin/sh\n", settings=("SLURM_TIME_FORMAT=%s",))
+        done = self._commands.run("env", "SLURM_TIME_FORMAT=%s", *command, "--test-only", input=b"#!/bin/sh\n")
         if done.exit_code == 0:
             start = re.search(r" to start at ([0-9]{9,11}) ", last_words(done))
             when = f"; it would start at {local_minute(float(start[1]))}" if start is not None else ""

@@ -19,7 +19,7 @@ from distflow.backends.allocated.engine import (
     RequestRefused,
 )
 from distflow.backends.allocated.slurm.accounts import Account, account_command
-from distflow.backends.allocated.slurm.commands import CommandMissing, SlurmCommands, last_words
+from distflow.backends.allocated.slurm.commands import CommandMissing, SlurmCommands, SlurmLogin, last_words
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
@@ -85,8 +85,8 @@ class SlurmEngine:
         self._pool = pool
         self._settings = pool.slurm or SlurmSettings()
         self._template = pool.template or ssh_node()
-        self._login = login
-        self._commands = SlurmCommands(login, is_local=pool.login is None)
+        self._login = SlurmLogin(login, is_local=pool.login is None)
+        self._commands = SlurmCommands(self._login)
         self._submitting = threading.Lock()
         """Held during a submission, so that there is one at a time."""
         self._last_submit = 0.0
