@@ -31,8 +31,8 @@ class Behind(LocalTransport):
         self._text = text
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
-        source, nonce = argv[-2:]
-        return super().open([sys.executable, "-c", self._text.replace("HUB", source), nonce])
+        source, *arguments = argv[-3:]
+        return super().open([sys.executable, "-c", self._text.replace("HUB", source), *arguments])
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_killed_hub_ends_its_channels_but_no_command(
     wait_until(lambda: not processes_with(marker), what="the commands ended by themselves")
 
 
-def test_a_hub_that_answers_no_heartbeat_is_unreachable(make: Callable[..., MultiplexedTransport]) -> None:
+def test_a_hub_without_heartbeats_is_unreachable(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make(ping_s=0.1)
     hub = hub_of(transport)
     channel = transport.open(["cat"])
@@ -186,8 +186,8 @@ HOSTILE = {
     "a frame without end": READY + "os.write(1, frame(11, 1, 1 << 30))",
     "more output than the window": READY + "while True: os.write(1, frame(11, 1, 1 << 20) + bytes(1 << 20))",
     "output after its end": READY + "os.write(1, frame(11, 1, 0) + frame(11, 1, 0))",
-    "more credit than the window": READY + "os.write(1, frame(10, 1, 4) + b'\\xff' * 4)",
-    "a credit of two bytes": READY + "os.write(1, frame(10, 1, 2) + b'xx')",
+    "more credit than the window": READY + "os.write(1, frame(9, 1, 4) + b'\\xff' * 4)",
+    "a credit of two bytes": READY + "os.write(1, frame(9, 1, 2) + b'xx')",
     "an exit without a code": READY + "os.write(1, frame(13, 1, 0))",
     "an unknown kind": READY + "os.write(1, frame(99, 1, 0))",
 }
@@ -211,6 +211,21 @@ def test_frames_of_unknown_channels_are_ignored(make: Callable[..., MultiplexedT
     assert channel.exit_code is None
 
 
+def test_a_command_whose_output_was_lost_has_no_exit_code(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(Behind(READY + "os.write(1, frame(13, 1, 1) + b'\\0' + frame(12, 1, 0) + frame(11, 1, 4) + b'part')"))
+    channel = transport.open(["cat"])
+    assert (channel.read(), channel.read(), channel.exit_code) == (b"part", b"", None)
+
+
+def test_heartbeats_do_not_wait_behind_input(make: Callable[..., MultiplexedTransport]) -> None:
+    beats = "import select\nfor _ in range(15): select.select([], [], [], 0.05); os.write(1, frame(10, 0, 0))\n"
+    transport = make(Behind(READY + beats + "os.write(1, frame(12, 1, 4) + b'said')"), ping_s=0.1)
+    channel = transport.open(["cat"])
+    channel.write(b"x" * 1_500_000)  # it is never read
+    wait_until(lambda: "said" in channel.stderr_tail(), what="the hub sent all heartbeats")
+    assert "no heartbeat" not in channel.stderr_tail()
+
+
 def test_endless_output_instead_of_a_hub_is_refused(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make(Behind("import os\nwhile True: os.write(1, b'noise ' * 10000)"))
     with pytest.raises(NodeUnreachable, match="login: the connection broke before"):
@@ -220,6 +235,12 @@ def test_endless_output_instead_of_a_hub_is_refused(make: Callable[..., Multiple
 def test_noise_of_login_scripts_is_skipped(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make(Behind("import os; os.write(1, b'Welcome to the cluster\\n' * 1000); exec(r'''HUB''')"))
     assert transport.run(["echo", "hi"], timeout_s=10).stdout == b"hi\n"
+
+
+def test_a_hub_that_is_killed_at_its_start_may_be_tried_again(make: Callable[..., MultiplexedTransport]) -> None:
+    transport = make(Behind("import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(NodeUnreachable, match="login: signal 9 ended the command hub before"):
+        transport.run(["true"], timeout_s=10)
 
 
 def test_a_machine_without_python_is_named(make: Callable[..., MultiplexedTransport]) -> None:

@@ -35,6 +35,7 @@ _REASON_S = 1.0
 _SILENT_PINGS = 3
 _START_S = 30.0
 _MOST_NOISE = 4 << 20
+_SIGNALED = 128
 _SHOWN = 2000
 
 
@@ -42,7 +43,7 @@ class MultiplexedTransport:
     """Runs all commands over one channel of ``inner`` (contract: ``transports.base.Transport``).
 
     1. The first call opens the channel. After it broke, the next call opens another one.
-    2. A machine that answers no heartbeat for three intervals is unreachable, and ``inner`` hangs up.
+    2. A machine that sends nothing for three heartbeats is unreachable, and ``inner`` hangs up.
     3. ``hang_up`` and ``close`` do the same to ``inner``.
     """
 
@@ -232,6 +233,7 @@ class MultiplexedChannel:
     def cut(self, error: NodeUnreachable) -> None:
         """Report that the connection broke, with the lock held."""
         self._error = error
+        self._code = None  # its output may be incomplete
         self._changed.notify_all()
 
     @property
@@ -314,11 +316,11 @@ class _HubConnection:
         self._has_ended = threading.Event()
         self._broken_by: TransportError | None = None
         self._error: TransportError | None = None
-        self._unanswered = 0
+        self._silent_pings = 0
 
     def connect(self) -> None:
         """Start the hub."""
-        channel = self._inner.open([self._python, "-I", "-S", "-c", _source(), self._nonce])
+        channel = self._inner.open([self._python, "-I", "-S", "-c", _source(), self._nonce, f"{self._ping_s:g}"])
         self._channel = channel
         for target, what in ((self._read, "reader"), (self._write, "writer"), (self._ping, "heartbeats")):
             threading.Thread(target=target, args=(channel,), name=f"{what} of {self.node}", daemon=True).start()
@@ -420,11 +422,11 @@ class _HubConnection:
         while not self._has_ended.wait(self._ping_s):
             if not self._is_ready.is_set():
                 continue
-            if self._unanswered >= _SILENT_PINGS:
+            if self._silent_pings >= _SILENT_PINGS:
                 silent_s = _SILENT_PINGS * self._ping_s
                 self._fail(NodeUnreachable(self.node, f"no heartbeat for {silent_s:g} s"))
                 return
-            self._unanswered += 1
+            self._silent_pings += 1
             with self.lock:
                 self.put(hub.PING, 0)
 
@@ -437,7 +439,7 @@ class _HubConnection:
                     for kind, number, content in reader.feed(data):
                         self._take(kind, number, content)
                 data = channel.read() or None
-                self._unanswered = 0
+                self._silent_pings = 0
         except (ValueError, struct.error) as error:
             self._end(NodeUnreachable(self.node, f"it sent a malformed message: {str(error)[:_SHOWN]}"))
             return
@@ -448,7 +450,7 @@ class _HubConnection:
         self._fail(ended, is_broken=code is None)
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
-        if kind != hub.PONG and (known := self._channels.get(number)) is not None:
+        if kind != hub.PING and (known := self._channels.get(number)) is not None:
             known.take(kind, content)
 
     def _greeting(self, channel: Channel) -> bytes | None:
@@ -468,8 +470,9 @@ class _HubConnection:
         code = channel.exit_code
         printed = "\n".join(filter(None, [noise.decode("utf-8", "replace").strip(), channel.stderr_tail().strip()]))
         hint = f"It printed:\n{printed[-_SHOWN:]}" if printed else ""
-        if code is None:
-            return NodeUnreachable(self.node, f"the connection broke before `{self._python}` answered", hint=hint)
+        if code is None or code > _SIGNALED:
+            how = "the connection broke" if code is None else f"signal {code - _SIGNALED} ended the command hub"
+            return NodeUnreachable(self.node, f"{how} before `{self._python}` answered", hint=hint)
         what = "is not there" if code == 127 else f"ended with exit code {code} before it answered"
         return BootstrapFailed(self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=hint)
 

@@ -3,8 +3,8 @@
 ``transports.multiplexed`` sends the text of this module to a machine (``python3 -c``), so it imports only the standard library.
 Both sides use ``FrameReader`` and the constants.
 
-It first prints ``<nonce> ready`` as a line; output before that is noise of login scripts. Then frames go in both directions:
-``HEADER`` (kind, number of the channel, length), then the content.
+Its arguments are a nonce and the seconds between pings. It first prints ``<nonce> ready`` as a line; output before that is
+noise of login scripts. Then frames go in both directions: ``HEADER`` (kind, number of the channel, length), then the content.
 
 * The submitter sends ``OPEN`` (arguments, separated by NUL) or ``DIAL`` (a port, ``>H``) with a new number. Then it may send
   ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close the pipes) or ``KILL`` (kill the process group).
@@ -16,8 +16,9 @@ A command is over when both outputs and the command itself have ended. Frames fo
 Each side may send ``WINDOW`` bytes of input or output to a channel, and more after ``CREDIT`` has reported bytes as processed.
 So a channel whose data waits does not stop the others. Standard error needs no credit: the submitter always takes it.
 
-The hub ends when its input ends, or when it has received nothing for half a minute; the submitter sends a ``PING`` every few
-seconds, which ``PONG`` answers. Commands have their own sessions, and continue without their pipes.
+Both sides send a ``PING`` every few seconds. It has no answer, which would wait behind the data of a slow network. The hub ends
+when its input ends, or when it has received nothing for half a minute. Commands have their own sessions, and continue without
+their pipes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ __all__ = [
     "OPEN",
     "OUTPUT",
     "PING",
-    "PONG",
     "PORT",
     "READ",
     "REFUSED",
@@ -58,9 +58,9 @@ __all__ = [
     "serve",
 ]
 
-OPEN, DIAL, INPUT, CLOSE, KILL, PING = 1, 2, 3, 4, 5, 6
-CREDIT = 10
-OUTPUT, ERRORS, EXIT, INPUT_CLOSED, CONNECTED, REFUSED, PONG = 11, 12, 13, 14, 15, 16, 17
+OPEN, DIAL, INPUT, CLOSE, KILL = 1, 2, 3, 4, 5
+CREDIT, PING = 9, 10
+OUTPUT, ERRORS, EXIT, INPUT_CLOSED, CONNECTED, REFUSED = 11, 12, 13, 14, 15, 16
 
 HEADER = struct.Struct(">BII")
 COUNT = struct.Struct(">I")
@@ -130,7 +130,9 @@ class _Gone(Exception):
 
 
 class _Hub:
-    def __init__(self) -> None:
+    def __init__(self, ping_s: float) -> None:
+        self._ping_s = ping_s
+        self._ping_at = time.monotonic() + ping_s
         self._channels: Dict[int, _Channel] = {}
         self._by_fd: Dict[int, _Channel] = {}
         self._reader = FrameReader()
@@ -161,7 +163,11 @@ class _Hub:
         self._flush_inputs()
 
     def _turn(self, poll: Any) -> None:
-        left = max(0.0, self._received_at + _SILENCE_S - time.monotonic())
+        now = time.monotonic()
+        if now >= self._ping_at:
+            self._ping_at = now + self._ping_s
+            self._send(PING, 0, b"")
+        left = max(0.0, min(self._ping_at, self._received_at + _SILENCE_S) - now)
         for fd, events in poll.poll(left * 1000 + 1):
             if fd == 0:
                 self._receive()
@@ -205,13 +211,11 @@ class _Hub:
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
         channel = self._channels.get(number)
-        if kind == PING:
-            self._send(PONG, 0, b"")
-        elif kind in (OPEN, DIAL):
+        if kind in (OPEN, DIAL):
             if channel is not None:
                 raise _Gone
             (self._open if kind == OPEN else self._dial)(_Channel(number), content)
-        elif channel is None or (kind == INPUT and channel.input < 0):
+        elif kind == PING or channel is None or (kind == INPUT and channel.input < 0):
             return
         elif kind == INPUT:
             channel.pending += content
@@ -383,10 +387,11 @@ class _Hub:
 
     def _kill(self, channel: _Channel) -> None:
         if channel.pid:
-            try:
-                os.killpg(channel.pid, signal.SIGKILL)
-            except OSError:  # it has no session yet
-                os.kill(channel.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # the second for a command that has no session yet
+                try:
+                    kill(channel.pid, signal.SIGKILL)
+                except OSError:
+                    pass
         channel.is_closed = True
         for fd in (channel.input, channel.output, channel.errors):
             self._drop(channel, fd)
@@ -498,7 +503,7 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES[1], _FILES[1]))
     except (OSError, ValueError):  # the hard limit may exceed the kernel's own limit
         pass
-    hub = _Hub()
+    hub = _Hub(float(sys.argv[2]))
     os.write(1, sys.argv[1].encode() + b" ready\n")
     hub.serve()
 
