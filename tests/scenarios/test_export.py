@@ -26,7 +26,8 @@ workflow:
     tasks:
     - {name: master, lead: true, resource: small, ranks: {size: 2}, command: [bash, /tmp/show.sh], files: &files [
         {path: /tmp/show.sh, contents: "echo $DISTFLOW_TASK ranks $DISTFLOW_RANK_OFFSET+$DISTFLOW_RANK_SIZE of
-         $DISTFLOW_WORLD_SIZE on $SLURMD_NODENAME, GPUs [$CUDA_VISIBLE_DEVICES], $TOKEN > {{output}}/seen\\n"}]}
+         $DISTFLOW_WORLD_SIZE on $SLURMD_NODENAME,
+         $SLURM_CPUS_ON_NODE CPUs, GPUs [$CUDA_VISIBLE_DEVICES], $TOKEN > {{output}}/seen\\n"}]}
     - {name: worker, resource: large, ranks: {size: 4}, command: [bash, /tmp/show.sh], files: *files}
 """
 BROKEN = """\
@@ -85,9 +86,9 @@ def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_pat
     assert (tmp_path / "graph/reader/output/seen").read_text() == "keep.txt\nyes\n"
 
     # A heterogeneous job: each task has its own shape, and the secret is only in the environment.
-    assert (tmp_path / "shapes/master/output/seen").read_text() == "master ranks 0+2 of 6 on n1, GPUs [], hunter2\n"
+    assert (tmp_path / "shapes/master/output/seen").read_text() == "master ranks 0+2 of 6 on n1, 2 CPUs, GPUs [], hunter2\n"
     seen = (tmp_path / "shapes/worker/output/seen").read_text()
-    assert re.fullmatch(r"worker ranks 2\+4 of 6 on n2, GPUs \[\d,\d,\d,\d\], hunter2\n", seen), seen
+    assert re.fullmatch(r"worker ranks 2\+4 of 6 on n2, 1 CPUs, GPUs \[\d,\d,\d,\d\], hunter2\n", seen), seen
     assert "hunter2" not in (tmp_path / "shapes.sh").read_text()
 
     # A failed rank stops the other one, which would run for minutes, and the group after it never starts.

@@ -11,7 +11,7 @@ from distflow.client.client import Client
 from distflow.client.notifications.targets import own_targets
 from distflow.client.specs import CheckedSpec, check_spec, find_previous
 from distflow.client.submission import SubmitRequest, with_environment
-from distflow.documents.problems import Problem, ProblemsFound, in_document_order
+from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
 from distflow.plan.compile import compile_plan
 from distflow.plan.osmo_spec import osmo_spec
@@ -19,6 +19,7 @@ from distflow.plan.slurm_script import slurm_script
 from distflow.pools.hostfile import choose_pool
 from distflow.pools.model import Pool, ssh_node
 from distflow.spec.files import bundle_files
+from distflow.structs import replace
 
 __all__ = ["Exported", "export_to_osmo", "export_to_slurm"]
 
@@ -93,6 +94,10 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
     checked = _checked(client, request)
     is_template = not (request.overrides.sets or request.overrides.set_strings)
     exported = osmo_spec(checked.spec, checked.worlds, checked.template if is_template else None)
+    if request.overrides.secrets:
+        message, hint = "secrets are not in the spec", "give them to `osmo workflow submit --set-env`"
+        secret = Problem(where=Mark(checked.spec.file), severity=Severity.WARNING, message=message, hint=hint)
+        exported = replace(exported, warnings=(*exported.warnings, secret))
     written = [] if file is None else _write(file, exported.text, {}, force=force)
     return Exported(
         text=exported.text, warnings=(*in_document_order(checked.warnings), *exported.warnings), files=tuple(written)

@@ -28,6 +28,7 @@ from distflow.plan.slurm_tasks import (
     here_document,
     input_variable,
     ordered,
+    quoted,
     shared_files,
     task_script,
     without_member_files,
@@ -298,7 +299,7 @@ def _needed(launches: Iterable[Launch]) -> list[tuple[str, str]]:
     """Return the variables that the user must set, and what they are."""
     found: dict[str, str] = {}
     for launch in launches:
-        found.update(dict.fromkeys(launch.secret_names, "a value of --set-env"))
+        found.update(dict.fromkeys(launch.secret_names, "a secret of --set-env"))
         for one in launch.credentials:
             found.update({name: f"`{key}` of the credential `{one.name}`" for name, key in one.variables.items()})
             if one.path:
@@ -312,7 +313,8 @@ def _needed(launches: Iterable[Launch]) -> list[tuple[str, str]]:
 
 
 def _required(launches: Iterable[Launch]) -> list[str]:
-    return [f': "${{{name}:?set it to {text}}}"'.replace("`", "") for name, text in _needed(launches)]
+    # Only characters that a shell does not interpret there.
+    return [f': "${{{name}:?must be set: {re.sub("[^A-Za-z0-9 ./:@_-]", "", text)}}}"' for name, text in _needed(launches)]
 
 
 def _shared_file_lines(group: _Group, written: _Written) -> list[str]:
@@ -343,22 +345,15 @@ def _text(content: bytes) -> str | None:
 
 
 def _srun(group: _Group) -> list[str]:
-    words = ["srun", "--kill-on-bad-exit=1", "--label"]
-    if len(group.components) > 1:
-        words.append(f"--het-group=0-{len(group.components) - 1}")
-    mounts = [mount if ":" in mount else f"{mount}:{mount}" for launch in group.launches for mount in launch.mounts]
-    if (image := group.image) is not None:
-        registry = registry_of(image)
-        words.append(
-            shlex.quote(
-                f"--container-image={registry}#{image.removeprefix(f'{registry}/')}"
-                if registry
-                else f"--container-image={image}"
-            )
-        )
-        words.append(f'--container-mounts="$run_dir:$run_dir{"".join("," + one for one in dict.fromkeys(mounts))}"')
-    path = f'"$run_dir/{group.plan.name}.task.sh"'
-    lines = [f"{' '.join(words)} bash {path}"]
+    words = ["srun --kill-on-bad-exit=1 --label", *_container_options(group)]
+    command = f'bash "$run_dir/{group.plan.name}.task.sh"'
+    parts = []
+    for number, (shape, _) in enumerate(group.components):
+        options = [f"--het-group={number}"] if len(group.components) > 1 else []
+        # Since Slurm 22.05, srun does not take this option from the job.
+        options += [f"--cpus-per-task={shape.cpu}"] if shape.cpu is not None else []
+        parts.append(" ".join([*options, command]))
+    lines = [" ".join([*words, " : ".join(parts)])]
     if not ends_with_lead(group.plan):
         return lines
     ended = f'"$run_dir/{group.plan.lead.task}.ended"'
@@ -368,6 +363,17 @@ def _srun(group: _Group) -> list[str]:
         *lines,
         f'exit "$(cat {ended} || echo 1)"',
     ]
+
+
+def _container_options(group: _Group) -> list[str]:
+    """Return the options of Pyxis; empty without a container."""
+    if (image := group.image) is None:
+        return []
+    registry = registry_of(image)
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for launch in group.launches for mount in launch.mounts]
+    others = "".join(f",{mount}" for mount in dict.fromkeys(mounts))
+    name = f"{registry}#{image.removeprefix(f'{registry}/')}" if registry else image
+    return [f"--container-image={quoted(name)}", f'--container-mounts="$run_dir:$run_dir"{quoted(others) if others else ""}']
 
 
 # -- several jobs -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ __all__ = [
     "here_document",
     "input_variable",
     "ordered",
+    "quoted",
     "shared_files",
     "task_script",
     "without_member_files",
@@ -135,7 +136,7 @@ def task_script(group: GroupPlan, pool: Pool, files: Mapping[str, str]) -> str:
     if node is not None:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in node.environment.items()]
     common = _common(kinds)
-    lines += [f"export {name}={_word(value)}" for name, value in common.items()]
+    lines += [f"export {name}={quoted(value)}" for name, value in common.items()]
     if node is not None and "/" in node.python:
         lines += [f'export PATH={shlex.quote(str(PurePosixPath(node.python).parent))}:"$PATH"']
     lines += (node.setup or "").splitlines() if node is not None else []
@@ -279,10 +280,10 @@ def _body(launch: Launch, common: set[str], files: Mapping[str, str]) -> list[st
         link = f'"$task_dir"/{shlex.quote(launch.output_link)}'
         lines += [f"if [ ! -L {link} ]; then", f'    mkdir -p {link} && cp -R {link}/. "$task_dir/output" && rm -r {link}']
         lines += [f'    ln -s "$task_dir/output" {link}', "fi"]
-    lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items() if name not in common]
-    lines += [f'export PATH={_word(path)}:"$PATH"' for path in launch.path]
-    lines += [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{_word(path)}' for path in launch.python_path]
-    return [*lines, 'cd "$task_dir/work" || exit', " ".join(_word(word) for word in launch.argv) + " < /dev/null"]
+    lines += [f"export {name}={quoted(value)}" for name, value in launch.environment.items() if name not in common]
+    lines += [f'export PATH={quoted(path)}:"$PATH"' for path in launch.path]
+    lines += [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{quoted(path)}' for path in launch.python_path]
+    return [*lines, 'cd "$task_dir/work" || exit', " ".join(quoted(word) for word in launch.argv) + " < /dev/null"]
 
 
 def _input(source: str, position: int, regex: str) -> list[str]:
@@ -302,7 +303,7 @@ def _file(file: PlannedFile, files: Mapping[str, str]) -> list[str]:
     if file.text is None:
         lines = [f"mkdir -p {folder} && cp {source} {place} || exit"]
     elif not file.text.endswith("\n") or "\r" in file.text:
-        lines = [f"mkdir -p {folder}", f"printf %s {_word(file.text)} > {place}"]
+        lines = [f"mkdir -p {folder}", f"printf %s {quoted(file.text)} > {place}"]
     elif PLACEHOLDER.search(file.text):
         lines = [f"mkdir -p {folder}", f"cat > {place} {here_document(_expandable(file.text), is_expanded=True)}"]
     else:
@@ -321,7 +322,8 @@ def _variable(match: re.Match[str]) -> str:
     return _VARIABLES[name] if argument is None else f"address_{re.sub('[^A-Za-z0-9]', '_', argument)}"
 
 
-def _word(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text of the plan as one word of the shell, with variables instead of placeholders."""
     return quote_with_variables(text, PLACEHOLDER, _variable)
 
 

@@ -49,9 +49,9 @@ umask 077
 export run_dir=${1:-${RUN_DIR:-$SLURM_SUBMIT_DIR/shapes-$SLURM_JOB_ID}}
 mkdir -p "$run_dir/files" && run_dir=$(cd "$run_dir" && pwd) || exit
 export workflow_id=${run_dir##*/}
-: "${TOKEN:?set it to token of the credential hub}"
-: "${CREDENTIAL_deploy:?set it to a directory with a file for each key of the credential deploy}"
-: "${INPUT_s3_bucket_mnist:?set it to a directory with the data of s3://bucket/mnist}"
+: "${TOKEN:?must be set: token of the credential hub}"
+: "${CREDENTIAL_deploy:?must be set: a directory with a file for each key of the credential deploy}"
+: "${INPUT_s3_bucket_mnist:?must be set: a directory with the data of s3://bucket/mnist}"
 
 # The address of a node for the other nodes: its name, or the address in Slurm's configuration if the name has none.
 address() {
@@ -146,7 +146,7 @@ bash "${task_dir}"/files/tmp/entry.sh "${address_master}" < /dev/null
 esac
 END__
 
-srun --kill-on-bad-exit=1 --label --het-group=0-1 bash "$run_dir/training.task.sh"
+srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir/training.task.sh" : --het-group=1 --cpus-per-task=1 bash "$run_dir/training.task.sh"
 
 # stderr: shapes.yaml:23: warning: this machine has no credential `hub`
 # stderr:     set it: `distflow credential set hub --payload-file KEY=FILE`

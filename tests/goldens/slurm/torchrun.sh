@@ -95,4 +95,4 @@ cd "$task_dir/work" || exit
 python3 -m torch.distributed.run --nnodes 3 --node-rank "${node_rank}" --nproc-per-node 8 --master-addr "${master_addr}" --master-port "${master_port}" train.py --lr 0.1 --name 'it'"'"'s' < /dev/null
 END_
 
-srun --kill-on-bad-exit=1 --label bash "$run_dir/training.task.sh"
+srun --kill-on-bad-exit=1 --label --cpus-per-task=32 bash "$run_dir/training.task.sh"

@@ -86,9 +86,12 @@ def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[st
     out, err = exported(capsys, one_task(), "--to", "slurm", "--set-env", "TOKEN=hunter2", "--format-type", "json")
     document = json.loads(out)
     assert "hunter2" not in out + err
-    assert ': "${TOKEN:?set it to a value of --set-env}"' in document["text"]
+    assert ': "${TOKEN:?must be set: a secret of --set-env}"' in document["text"]
     assert [one["message"] for one in document["warnings"]] == ["only: secrets are not in the script"]
     assert (document["to"], document["files"]) == ("slurm", [])
+    out, err = exported(capsys, one_task(image="i"), "--to", "osmo", "--set-env", "TOKEN=hunter2")
+    assert "hunter2" not in out + err
+    assert "warning: secrets are not in the spec\n    give them to `osmo workflow submit --set-env`" in err
 
 
 def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +99,8 @@ def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pyt
     options = ("--pool", "containers", "--python", "/opt/venv/bin/python", "--setup", "module load a", "--env", "A=b c")
     out, _ = exported(capsys, spec, "--to", "slurm", *options)
     assert (
-        "srun --kill-on-bad-exit=1 --label '--container-image=registry.example#team/train:3' "
-        '--container-mounts="$run_dir:$run_dir,/data:/mnt" bash "$run_dir/only-group.task.sh"'
+        "srun --kill-on-bad-exit=1 --label --container-image='registry.example#team/train:3' "
+        '--container-mounts="$run_dir:$run_dir",/data:/mnt bash "$run_dir/only-group.task.sh"'
     ) in out
     assert "export A='b c'\n" in out
     assert 'export PATH=/opt/venv/bin:"$PATH"\nmodule load a\n' in out
@@ -222,7 +225,7 @@ def test_commands_of_a_spec_for_osmo_are_those_that_distflow_runs(capsys: pytest
     assert commands_of(out, spec.parent) == wanted
 
 
-@pytest.mark.parametrize("option", [("--pool", "cluster"), ("--set-env", "A=b"), ("--setup", "true")])
+@pytest.mark.parametrize("option", [("--pool", "cluster"), ("--env", "A=b"), ("--setup", "true")])
 def test_options_of_slurm_have_no_effect_for_osmo(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", one_task(), "--to", "osmo", *option]) == 2
     assert f"{option[0]} has no effect on a spec for OSMO" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def export_workflow(
     The script needs no distflow on the cluster. Parts of the spec that the other system cannot do are warnings here, and
     comments in what is written. Secrets are never written.
     """
-    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env, venv, set_env)):
+    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env, venv)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env, venv)
@@ -91,7 +91,7 @@ def export_workflow(
 
 def _slurm_options(*values: object) -> str:
     """Return the first option with a value that a spec cannot contain; empty if there is none."""
-    names = ("--pool", "--python", "--setup", "--env", "--venv", "--set-env")
+    names = ("--pool", "--python", "--setup", "--env", "--venv")
     return next((name for name, value in zip(names, values, strict=True) if value), "")
 
 
