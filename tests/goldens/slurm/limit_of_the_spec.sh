@@ -4,6 +4,7 @@ sbatch \
   --job-name=lm-3/train \
   --comment=distflow:7278eb/train/2 \
   --output=/dev/null \
+  --chdir=/ \
   --nodes=2 \
   --ntasks-per-node=1 \
   --gres=gpu:1 \

@@ -124,6 +124,7 @@ def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, no
         ("job-name", plain(wanted.label)[:120]),
         ("comment", wanted.allocation.marker),
         ("output", "/dev/null"),
+        ("chdir", "/"),  # that of the login may not exist on the nodes
         ("nodes", len(nodes)),
         ("ntasks-per-node", 1),
         ("cpus-per-task", first.cpus),
