@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,9 +23,13 @@ from distflow.errors import NodeUnreachable
 from distflow.lifecycle.states import Reason
 from distflow.pools.load import Machine, parse_configuration
 from distflow.testing.slurm import Slurm, missing_slurm
+from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Completed, Transport
 from distflow.transports.local import LocalTransport
+from distflow.transports.multiplexed import MultiplexedTransport
+from distflow.transports.ssh.config import SshDestination
+from distflow.transports.ssh.transport import SshTransport
 
 Open = Callable[..., SlurmEngine]
 TASKS = ("w0", "w1")
@@ -74,7 +79,7 @@ def open_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ope
     engines = []
 
     def opened(
-        cluster: Slurm, slurm: str = "slurm: {}", python: str = "python3", login: LocalTransport | None = None
+        cluster: Slurm, slurm: str = "slurm: {}", python: str = "python3", login: Transport | None = None
     ) -> SlurmEngine:
         monkeypatch.setenv("SLURM_CONF", str(cluster.config))
         text = f"pools: {{c: {{backend: slurm, root: {tmp_path}/root, python: {python}, {slurm}}}}}"
@@ -258,3 +263,29 @@ def test_an_engine_that_cannot_be_asked_is_unreachable_and_lost_answers_do_no_ha
         open_engine(slurm, login=login).request(wanted(1))
     assert "`login`" in caught.value.hint
     assert slurm.jobs() == [job]
+
+
+@pytest.mark.ssh
+def test_an_engine_and_its_relays_share_one_session_on_the_login_node(slurm: Slurm, open_engine: Open, tmp_path: Path) -> None:
+    if why := missing_sshd():
+        pytest.skip(why)
+    environment = f"HOME={tmp_path} SLURM_CONF={slurm.config}"
+    with Sshd(tmp_path / "sshd", alias="login", options={"MaxSessions": "1", "SetEnv": environment}) as server:
+        inner = SshTransport("login", SshDestination(host="login", config_file=str(server.client_config)))
+        login = MultiplexedTransport(inner, python=sys.executable)
+        engine = open_engine(slurm, login=login)
+        job = engine.request(wanted())
+        reached(engine, job, Granted)
+        step = ["srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "--gres=none", "--unbuffered"]
+        relays = [login.open([*step, "-w", host, "sh", "-c", "echo $SLURMD_NODENAME; cat"]) for host in ("n1", "n2") * 6]
+        assert [relay.read() for relay in relays] == [b"n1\n", b"n2\n"] * 6
+        for relay in relays:
+            relay.write(b"x")
+        assert [relay.read() for relay in relays] == [b"x"] * 12
+        assert isinstance(state_of(engine, job), Granted)
+        assert server.log.read_text().count("Starting session") == 1
+        for relay in relays:
+            relay.close()
+        engine.release([job])
+        reached(engine, job, Over)
+        login.close()
