@@ -12,11 +12,9 @@ import typer
 
 from distflow.cli.completion import complete_pool
 from distflow.cli.context import open_client
-from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
+from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.workflow.submit import (
-    FileArgument,
-    SetEnvOption,
     SetOption,
     SetStringOption,
     parse_overrides,
@@ -45,14 +43,24 @@ class _Target(str, Enum):
     "  ·  distflow workflow export train.yaml --to osmo > osmo.yaml",
 )
 def export_workflow(
-    file: FileArgument,
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE|ID", help="A spec (a YAML file), - for standard input, or the id of a workflow."),
+    ],
     to: Annotated[_Target, typer.Option("--to", help="The system to write for.")],
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write to this file instead of standard output.")
     ] = None,
     sets: SetOption = None,
     set_string: SetStringOption = None,
-    set_env: SetEnvOption = None,
+    set_env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set-env",
+            metavar="NAME[=VALUE]",
+            help="Require a secret environment variable in every task. Its value is not written.",
+        ),
+    ] = None,
     pool: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +70,6 @@ def export_workflow(
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
-    venv: VenvOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -71,10 +78,10 @@ def export_workflow(
     The script needs no distflow on the cluster. Parts of the spec that the other system cannot do are warnings here, and
     comments in what is written. Secrets are never written.
     """
-    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env, venv)):
+    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
-    settings = parse_node_settings(python, setup, env, venv)
+    settings = parse_node_settings(python, setup, env)
     with open_client() as client:
         request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
         export = export_to_osmo if to is _Target.OSMO else export_to_slurm
@@ -91,7 +98,7 @@ def export_workflow(
 
 def _slurm_options(*values: object) -> str:
     """Return the first option with a value that a spec cannot contain; empty if there is none."""
-    names = ("--pool", "--python", "--setup", "--env", "--venv")
+    names = ("--pool", "--python", "--setup", "--env")
     return next((name for name, value in zip(names, values, strict=True) if value), "")
 
 

@@ -50,8 +50,6 @@ from distflow.state.record import WorkflowRecord
 __all__ = [
     "DryRunOption",
     "FetchLine",
-    "FileArgument",
-    "PoolOption",
     "SetEnvOption",
     "SetOption",
     "SetStringOption",
