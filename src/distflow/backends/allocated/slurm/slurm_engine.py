@@ -53,6 +53,8 @@ _SUBMIT_EVERY_S = 0.2
 """The shortest time between two submissions."""
 _KNOWN_FOR_S = 20.0
 """How long the last list of jobs answers whether an allocation exists already."""
+_ENDED_ALREADY = "(?i)invalid job id|already completed|already completing"
+"""Matches what ``scancel`` prints about jobs that have ended."""
 _LARGEST_SHAPE = (
     "the tasks of the group request different resources, but every node gets the largest of them, because the pool or the "
     "cluster does not allow heterogeneous jobs"
@@ -163,9 +165,9 @@ class SlurmEngine:
         if not jobs:
             return
         logs = " ".join(log_path(self._template.root, job) for job in jobs)
-        # `scancel` succeeds for jobs that have ended. It fails for unknown ones too, which does no harm here.
         done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
-        if done.exit_code != 0 and "invalid job id" not in last_words(done).lower():
+        failures = [words for words in last_words(done).split("; ") if re.search(_ENDED_ALREADY, words) is None]
+        if done.exit_code != 0 and failures:
             raise self._commands.failed("scancel", done)
         with self._state:
             for job in jobs:
