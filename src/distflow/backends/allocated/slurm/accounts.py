@@ -92,8 +92,9 @@ class Account:
         if reason is Reason.NODE_LOST:
             hosts = self._lost(components, down)
             text += f" ({', '.join(hosts)})" if hosts else ""
-        if state == "CANCELLED" and self.canceled_by:  # codespell:ignore
-            text += f" by {plain(self.canceled_by)[:60]}"
+        if reason is Reason.CANCELED:
+            by = plain(self.canceled_by)[:60]
+            text += f" by {by} with `scancel`" if by else " in Slurm, for example with `scancel`"
         if state == "TIMEOUT" and (limit := self._time_limit()) is not None:
             text += f" of {seconds_text(limit)}"
         if state == "FAILED":

@@ -136,7 +136,7 @@ def test_ends_name_their_causes() -> None:
         reason=Reason.EXEC_TIMEOUT, message="Slurm job 5 reached its time limit of 60 s"
     )
     assert over("CANCELLED", accounting="CANCELLED by 1000|0:0|n1", by="alice\x1b[0m") == Over(
-        reason=Reason.CANCELED, message="Slurm job 5 was canceled by alice"
+        reason=Reason.CANCELED, message="Slurm job 5 was canceled by alice with `scancel`"
     )
     assert over("NODE_FAIL") == Over(reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n2)", hosts=("n2",))
     assert over("NODE_FAIL", more="FailedNode=n1") == Over(
