@@ -264,7 +264,7 @@ def _check_engine(pool: Pool, on_progress: Callable[[str], None]) -> PoolCheck:
     finally:
         engine.close()
     worst = next((one for one in findings if one.grade.value == "error"), None)
-    text = f"pool {pool.name} can run gangs" if worst is None else f"nothing can run in pool {pool.name}: {worst.message}"
+    text = f"pool {pool.name} can run gangs" if worst is None else f"pool {pool.name} cannot run every gang: {worst.message}"
     return PoolCheck(
         pool=pool, checked=Checked(nodes=(), pairs=()), verdict=Verdict(can_run=worst is None, text=text, findings=findings)
     )

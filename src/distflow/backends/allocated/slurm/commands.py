@@ -98,7 +98,7 @@ class SlurmCommands:
             raise CommandMissing(
                 self.node,
                 f"`{program}` was not found",
-                hint="set `login` of the pool to a machine with the commands of Slurm, and make them available in /etc/profile",
+                hint="set `login` of the pool to a machine with the commands of Slurm; PATH or /etc/profile must name them",
             )
         return done
 
