@@ -16,9 +16,9 @@ _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables that say which cluster is meant."""
 _TIMES = "SLURM_TIME_FORMAT=%s"
 _PRELUDE = r"""
-jobs='(SLURM|SQUEUE|SCONTROL|SACCT|SINFO|SCANCEL)_[A-Za-z0-9_]*|SBATCH_(ARRAY_INX|EXPORT|WAIT|TEST_ONLY)'
-for name in $(env | sed -nE "s/^($jobs)=.*/\1/p"); do
-  case $name in SLURM_CONF|SLURM_CLUSTERS) ;; *) unset "$name" ;; esac
+distflow_jobs='(SLURM|SQUEUE|SCONTROL|SACCT|SINFO|SCANCEL)_[A-Za-z0-9_]*|SBATCH_(ARRAY_INX|EXPORT|WAIT|TEST_ONLY)'
+for distflow_name in $(env | sed -nE "s/^($distflow_jobs)=.*/\1/p"); do
+  case $distflow_name in SLURM_CONF|SLURM_CLUSTERS) ;; *) unset "$distflow_name" ;; esac
 done
 command -v squeue >/dev/null 2>&1 || [ ! -r /etc/profile ] || . /etc/profile >/dev/null 2>&1
 exec "$@"
