@@ -88,6 +88,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/first_line.py
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/staging.py
+	$(BIN)/python benchmarks/first_upload.py
 	$(BIN)/python benchmarks/failure.py
 	$(BIN)/python benchmarks/functions.py
 	$(BIN)/python benchmarks/train.py

@@ -15,19 +15,25 @@ __all__ = ["ParallelGzip"]
 
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 """The header of a gzip member without a name and a time."""
+_LEVEL = 1
+"""Of zlib. Higher levels take longer than a network of a cluster needs for the bytes that they save."""
+_SAMPLES = 4
+_SAMPLE = 4 << 10
+_DENSE = 0.9
+"""The share of its size to which samples of a block must shrink, so that compressing it is worth its time."""
 
 
 class ParallelGzip:
     """A writer that compresses to a file in gzip format, as a context manager.
 
-    Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. The SHA-256 of the
-    archive is computed on the way. Threads suffice, because zlib and hashlib release the GIL.
+    Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. Blocks that cannot be
+    compressed, such as weights and images, are stored as they are. The SHA-256 of the archive is computed on the way. Threads
+    suffice, because zlib and hashlib release the GIL.
     """
 
-    def __init__(self, sink: IO[bytes], level: int) -> None:
-        """Compress to ``sink`` with this level of zlib; 0 does not compress."""
+    def __init__(self, sink: IO[bytes]) -> None:
+        """Compress to ``sink``."""
         self._sink = sink
-        self._level = level
         self._hasher = hashlib.sha256()
         workers = min(8, os.cpu_count() or 1)
         self._compressing = ThreadPoolExecutor(workers)
@@ -63,7 +69,7 @@ class ParallelGzip:
             self._writing.shutdown(cancel_futures=True)
 
     def _compress(self, data: bytes) -> bytes:
-        packer = zlib.compressobj(self._level, zlib.DEFLATED, -zlib.MAX_WBITS)
+        packer = zlib.compressobj(0 if _is_dense(data) else _LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
         end = struct.pack("<II", zlib.crc32(data), len(data) & 0xFFFFFFFF)
         return b"".join((_HEADER, packer.compress(data), packer.flush(), end))
 
@@ -77,3 +83,12 @@ class ParallelGzip:
         except BaseException:
             self._has_failed = True
             raise
+
+
+def _is_dense(data: bytes) -> bool:
+    """Return whether evenly spaced samples of a block can hardly be compressed."""
+    step = len(data) // _SAMPLES
+    if step < _SAMPLE:
+        return False
+    samples = b"".join(data[at : at + _SAMPLE] for at in range(step // 2, len(data) - _SAMPLE, step))
+    return len(zlib.compress(samples, _LEVEL)) > len(samples) * _DENSE

@@ -23,7 +23,6 @@ import re
 import stat
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,10 +209,6 @@ RESULTS_MARKER = ".distflow-results"
 """A file in directories with fetched results. They are not sent as part of another directory."""
 
 _CHUNK = 1 << 20
-_SAMPLES = 16
-_SAMPLE = 1 << 16
-_DENSE = 0.9
-"""The share of its size to which gzip must reduce a sample, so that compressing is worth its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,39 +399,19 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
     seen = Stored(blobs, "\0".join((str(root), *exclude)), entries)
     if (known := seen.find()) is not None:
         return Bundle(digest=known[0], size=known[1], mode=0o700, is_tar=True)
-    sizes = [(root / name, info.st_size) for name, info in entries if stat.S_ISREG(info.st_mode)]
-    packing.begin(sum(size for _, size in sizes))
+    packing.begin(sum(info.st_size for _, info in entries if stat.S_ISREG(info.st_mode)))
     with _part(blobs) as sink:
         with (
-            ParallelGzip(sink, _gzip_level(sizes)) as packed,
+            ParallelGzip(sink) as packed,
             tarfile.open(fileobj=cast("IO[bytes]", packed), mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
         ):
+            archive.copybufsize = _CHUNK  # type: ignore[attr-defined]  # small writes to its buffer would copy the buffer each time
             for name, _ in entries:
                 _add(archive, root / name, name, packing)
         size = sink.tell()
         publish(sink, str(blobs / packed.digest))
     seen.remember(packed.digest, size)
     return Bundle(digest=packed.digest, size=size, mode=0o700, is_tar=True)
-
-
-def _gzip_level(sizes: Sequence[tuple[Path, int]]) -> int:
-    """Return 0 for files of which most bytes cannot be compressed, such as weights and images, and 3 for others.
-
-    Compressing takes most of the time. The result depends only on the files: it compresses evenly spaced samples of them.
-    """
-    step = sum(size for _, size in sizes) // _SAMPLES
-    if step < _SAMPLE:
-        return 3
-    position, dense = step // 2, 0
-    for path, size in sizes:
-        while position < size:
-            with path.open("rb") as file:
-                file.seek(max(0, min(position, size - _SAMPLE)))
-                sample = file.read(_SAMPLE)
-            dense += len(zlib.compress(sample, 3)) > len(sample) * _DENSE
-            position += step
-        position -= size
-    return 0 if dense > _SAMPLES * 3 // 4 else 3
 
 
 def _check_link(root: Path, name: str) -> None:
