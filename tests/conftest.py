@@ -106,7 +106,8 @@ def _clean_environment(_homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def _slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """The cluster of `slurm`, for fixtures that keep their jobs for several tests."""
     if why := missing_slurm():
         pytest.skip(why)
     with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
@@ -114,10 +115,10 @@ def _slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def slurm(_slurm_cluster: Slurm) -> Iterator[Slurm]:
+def slurm(slurm_cluster: Slurm) -> Iterator[Slurm]:
     """A Slurm cluster with two idle nodes. All tests share it, so a test that stops one of its daemons starts it again."""
-    yield _slurm_cluster
-    _slurm_cluster.cancel_jobs()
+    yield slurm_cluster
+    slurm_cluster.cancel_jobs()
 
 
 @pytest.fixture

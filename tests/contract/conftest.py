@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
+from distflow.backends.allocated.relay import RelayTransport
+from distflow.backends.allocated.script import resident_script
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files.root_directory import PRIVATE, mark
 from distflow.testing.nodes import install_runtime
+from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.base import Transport
@@ -28,7 +31,7 @@ from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
-"""Name → a way to make one that reaches this machine; `over_ssh` is one more."""
+"""Name → a way to make one that reaches this machine; `over_ssh` and `over_slurm` are further ones."""
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +43,31 @@ def over_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         yield lambda: SshTransport("here", SshDestination(host="here", config_file=str(server.client_config)))
 
 
+@pytest.fixture(scope="module")
+def slurm_job(slurm_cluster: Slurm) -> Iterator[str]:
+    """The id of a job with two GPUs on each of two nodes, on which the resident program runs."""
+    yield submit(slurm_cluster, resident_script(sys.executable, 600, 1), "--nodes=2", "--gres=gpu:2")
+    slurm_cluster.cancel_jobs()
+
+
+@pytest.fixture
+def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
+    """A way to make transports that reach this machine as the second node of a Slurm job."""
+    monkeypatch.setenv("PATH", f"{slurm_cluster.commands}:{os.environ['PATH']}")
+    return lambda: RelayTransport(LocalTransport("login"), slurm_job, "n2", sys.executable)
+
+
+def submit(cluster: Slurm, script: str, *options: str) -> str:
+    """Submit a job with one task on each node, wait until it runs, and return its id."""
+    job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=1", "--output=/dev/null", *options, stdin=script).strip()
+    wait_until(lambda: cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").split() == ["RUNNING"])
+    return job
+
+
 @pytest.fixture(params=[*sorted(TRANSPORTS), pytest.param("ssh", marks=pytest.mark.ssh)])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A transport to this machine."""
-    make = request.getfixturevalue("over_ssh") if request.param == "ssh" else TRANSPORTS[request.param]
+    make = TRANSPORTS.get(request.param) or request.getfixturevalue(f"over_{request.param}")
     made: Transport = make()
     yield made
     made.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from contract.conftest import processes_with
+from contract.conftest import TRANSPORTS, processes_with
 from distflow.errors import NodeUnreachable
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from distflow.transports.base import Transport
 
+pytestmark = pytest.mark.parametrize(
+    "transport", [*sorted(TRANSPORTS), pytest.param("ssh", marks=pytest.mark.ssh), "slurm"], indirect=True
+)
 HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n", "\\", "!x", "~"]
 
 

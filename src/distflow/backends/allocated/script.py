@@ -1,0 +1,25 @@
+"""The script of an allocation: it starts the resident program on each node."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+from distflow.backends.machines.connection.bootstrap import python_argv
+from distflow.shell import quote
+
+__all__ = ["resident_script"]
+
+
+def resident_script(python: str, idle_release_s: float, components: int) -> str:
+    """Return a shell script that starts the resident program on all nodes of its Slurm job, with one task per node.
+
+    The script needs no other file. It ends, and with it the job, when no node had a process or a connection for
+    ``idle_release_s``. ``python``: as in the configuration. ``components``: the number of components of a heterogeneous job.
+    """
+    source = importlib.resources.files("distflow.runtime.services").joinpath("resident.py").read_text()
+    command = quote(python_argv(python))
+    return f"""\
+#!/bin/sh
+resident={quote([source])}
+exec {command} -I -S -c "$resident" batch {idle_release_s:g} {components} "$resident" {command}
+"""

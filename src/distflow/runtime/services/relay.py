@@ -1,0 +1,197 @@
+"""The relay: it runs on an allocated node, and joins its standard input, output and errors to a command or a port there.
+
+Its text is the argument of a Python interpreter that the engine starts on the node (``backends/allocated/relay.py``).
+
+``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes instead of passing its own
+descriptors on. So it ends as soon as the command has ended, even if background processes still have the command's pipes, and
+the command has pipes even where the engine uses a terminal. Engines add messages of their own to standard error and change
+exit codes. Therefore the command's errors are between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
+
+``dial`` connects to a port. Its standard input consists of frames, a length (``>I``) and the content. A frame without content
+ends the direction to the port, and the end of standard input ends the connection.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from typing import List, Optional, Set
+
+__all__ = ["CONNECTED", "dial", "main", "run"]
+
+CONNECTED = b"+"
+"""The first output of ``dial``."""
+_READ = 65536
+_RESIDENT_S = 15.0
+"""How long to wait for the resident program, which starts together with the job."""
+
+
+def main(argv: List[str]) -> int:
+    """Run ``run MARK JOB HOST LIMIT_S ARGV...`` (``-``: no time limit) or ``dial PORT TIMEOUT_S``."""
+    if argv[0] == "dial":
+        return dial(int(argv[1]), float(argv[2]))
+    limit_s = None if argv[4] == "-" else float(argv[4])
+    return run(argv[1], "distflow-{}-{}-{}-".format(os.getuid(), *argv[2:4]), limit_s, argv[5:])
+
+
+def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
+    """Run a command by the resident program whose socket has this prefix. Returns 0 once the command's exit code is printed."""
+    resident = _resident(prefix)
+    if resident is None:
+        _write(2, b"distflow's resident program does not run on this node\n")
+        return 1
+    (stdin, into), (out, stdout), (errors, stderr) = os.pipe(), os.pipe(), os.pipe()
+    request = json.dumps({"argv": [os.fsencode(word).decode("latin-1") for word in argv], "limit_s": limit_s}).encode("ascii")
+    _write(2, "{} start\n".format(mark).encode())
+    rights = array.array("i", [stdin, stdout, stderr])
+    resident.sendmsg([struct.pack(">I", len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    resident.sendall(request)
+    for fd in (stdin, stdout, stderr):
+        os.close(fd)
+    for fd in (into, out, errors):
+        os.set_blocking(fd, False)
+    answer = _copy(resident, into, out, errors)
+    if not answer:
+        _write(2, b"distflow's resident program has ended\n")
+        return 1
+    for source, target in ((out, 1), (errors, 2)):
+        while _forward(source, target):
+            continue
+    _write(2, "{} exit {}\n".format(mark, int(answer)).encode())
+    return 0
+
+
+def _resident(prefix: str) -> Optional[socket.socket]:
+    """Connect to the resident program. Its name is complete in the kernel's list only."""
+    mark = b"@" + prefix.encode()
+    deadline = time.monotonic() + _RESIDENT_S
+    while True:
+        with open("/proc/net/unix", "rb") as file:
+            names = {line.split()[-1] for line in file if mark in line}
+        for name in names:
+            if name.startswith(mark):
+                one = socket.socket(socket.AF_UNIX)
+                try:
+                    one.connect(b"\0" + name[1:])
+                    if struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid():
+                        return one
+                except OSError:  # it has just ended
+                    pass
+                one.close()
+        if time.monotonic() > deadline:
+            return None
+        select.poll().poll(100)
+
+
+class _Input:
+    """The command's standard input, which is this program's."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe: Optional[int] = pipe
+        self._data = b""
+        self._has_more = True
+
+    def register(self, poll: select.poll) -> None:
+        """Wait until input can be read or written, or until the command closes the pipe."""
+        if self._has_more and not self._data:
+            poll.register(0, select.POLLIN)
+        if self._pipe is not None:
+            poll.register(self._pipe, select.POLLOUT if self._data else 0)
+
+    def move(self, ready: Set[int]) -> None:
+        """Read and write what can be read and written now. Once the command has closed the pipe, input is discarded."""
+        is_closed = self._pipe in ready and not self._data  # without data, `poll` waits for nothing but an error
+        if 0 in ready:
+            self._data = os.read(0, _READ)
+            self._has_more = bool(self._data)
+        if self._pipe is not None:
+            try:
+                self._data = self._data[os.write(self._pipe, self._data) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                is_closed = True
+            if is_closed or not (self._data or self._has_more):
+                os.close(self._pipe)
+                self._pipe = None
+        if self._pipe is None:
+            self._data = b""
+
+
+def _copy(resident: socket.socket, into: int, out: int, errors: int) -> bytes:
+    """Copy until the resident program answers. Returns the answer; empty if the program ended first."""
+    outputs, stdin = {out: 1, errors: 2}, _Input(into)
+    while True:
+        poll = select.poll()
+        for fd in (resident.fileno(), *outputs):
+            poll.register(fd, select.POLLIN)
+        stdin.register(poll)
+        ready = {fd for fd, _ in poll.poll()}
+        for fd in ready & set(outputs):
+            if not _forward(fd, outputs[fd]):
+                del outputs[fd]
+        stdin.move(ready)
+        if resident.fileno() in ready:
+            return resident.recv(64)
+
+
+def _forward(source: int, target: int) -> bool:
+    """Copy what can be read now. Returns False if there is nothing, or at the end."""
+    try:
+        data = os.read(source, _READ)
+    except BlockingIOError:
+        return False
+    _write(target, data)
+    return bool(data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def dial(port: int, timeout_s: float) -> int:
+    """Join standard input and output to a port of this node. Returns 1 if nothing listens there."""
+    try:
+        peer = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
+    except OSError as error:
+        _write(2, "{}\n".format(error.strerror or error).encode())
+        return 1
+    peer.settimeout(None)
+    _write(1, CONNECTED)
+    rest = b""
+    poll = select.poll()
+    for fd in (0, peer.fileno()):
+        poll.register(fd, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if peer.fileno() in ready:
+            data = peer.recv(_READ)
+            if not data:
+                return 0
+            _write(1, data)
+        if 0 in ready:
+            data = os.read(0, _READ)
+            if not data:
+                return 0
+            rest += data
+            while len(rest) >= 4 and len(rest) >= 4 + struct.unpack(">I", rest[:4])[0]:
+                size = struct.unpack(">I", rest[:4])[0]
+                if size:
+                    peer.sendall(rest[4 : 4 + size])
+                else:
+                    peer.shutdown(socket.SHUT_WR)
+                rest = rest[4 + size :]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (BrokenPipeError, ConnectionResetError):  # the other side has closed the connection
+        sys.exit(1)

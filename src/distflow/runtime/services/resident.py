@@ -1,0 +1,303 @@
+"""The resident program of an allocation: it runs on each of its nodes, and starts commands there until the allocation ends.
+
+The script of the job carries the text of this file and starts it once, as ``batch``. That program starts ``node`` on each node,
+all in one step of the job, and ends the job when no node has had a process or a connection for some time. A node alone cannot
+decide that, because its output may be collected as long as another node is busy.
+
+Commands that ``node`` starts belong to the step of the job, so they have its GPUs, survive every connection, and end with the
+job. It listens on an abstract Unix socket, whose name ends with random digits: other users cannot occupy the name, and nothing
+remains in a file system. Both sides check that the other one is of the same user. A relay (``relay.py``) connects and sends the
+command with descriptors for its standard input, output and errors; the answer is its exit code.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from typing import Dict, List, Optional, Set
+
+__all__ = ["Connection", "Resident", "batch", "main", "socket_prefix"]
+
+_KEPT = (
+    "SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_JOB_ACCOUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME",
+    "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURMD_NODENAME",
+)  # fmt: skip
+_OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+"""Variables by which libraries such as Lightning, JAX and MPI would take the step's ranks, of one process for each node."""
+_PR_SET_CHILD_SUBREAPER = 36
+_LARGEST_REQUEST = 8 * 1024 * 1024
+
+
+def socket_prefix(job: str, host: str) -> str:
+    """Return how the names of the sockets of this user's resident program begin."""
+    return "distflow-{}-{}-{}-".format(os.getuid(), job, host)
+
+
+class Connection:
+    """A connection of a relay: it sends one command, and gets its exit code."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Use ``connection``."""
+        self.socket = connection
+        self.pid: Optional[int] = None
+        """The command's process."""
+        self.ends_at: Optional[float] = None
+        """When the command is killed, in seconds of the monotonic clock."""
+        self.is_limited = False
+        """Whether the command ends with the connection, and after a time limit."""
+        self._data = b""
+        self._fds: List[int] = []
+
+    def receive(self) -> bool:
+        """Read a part of the request. Returns False if the connection has ended."""
+        size = array.array("i").itemsize * 3
+        try:
+            data, extra, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(size))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for level, kind, content in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                for fd in array.array("i", content[: len(content) - len(content) % 4]):
+                    os.set_inheritable(fd, False)
+                    self._fds.append(fd)
+        self._data += data
+        return bool(data) and len(self._data) <= _LARGEST_REQUEST
+
+    def start(self, env: Dict[bytes, bytes]) -> None:
+        """Start the command once the request is complete. Raises ``ValueError`` for a wrong request."""
+        if self.pid is not None or len(self._data) < 4 or len(self._data) < 4 + struct.unpack(">I", self._data[:4])[0]:
+            return
+        request = json.loads(self._data[4:].decode("ascii"))
+        argv = [word.encode("latin-1") for word in request["argv"]]
+        if not argv or len(self._fds) != 3:
+            raise ValueError("a request has a command and three descriptors")
+        if request["limit_s"] is not None:
+            self.is_limited = True
+            self.ends_at = time.monotonic() + float(request["limit_s"])
+        self.pid = os.fork()
+        if self.pid == 0:
+            _execute(argv, self._fds, env)
+        self._close_fds()
+
+    def answer(self, code: int) -> None:
+        """Send the command's exit code."""
+        try:
+            self.socket.sendall(b"%d\n" % code)
+        except OSError:
+            return  # the relay has ended
+
+    def kill(self) -> None:
+        """Kill the command and its process group."""
+        self.ends_at = None
+        if self.pid is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._close_fds()
+        self.socket.close()
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _execute(argv: List[bytes], fds: List[int], env: Dict[bytes, bytes]) -> None:
+    """Become the command, in a session of its own and in the user's home, as after a login."""
+    code = 126
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        for target, fd in enumerate(fds):
+            # The received numbers are above 2, because 0, 1 and 2 are open.
+            os.dup2(fd, target, inheritable=True)
+        try:
+            os.chdir(env.get(b"HOME", b"/"))
+        except OSError:
+            os.chdir("/")
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        code = 127 if error.errno == errno.ENOENT else 126
+        os.write(2, argv[0] + ": {}\n".format(error.strerror).encode())
+    finally:
+        os._exit(code)
+
+
+class Resident:
+    """The program on one node."""
+
+    def __init__(self, job: str, host: str) -> None:
+        """Listen for relays."""
+        import ctypes
+
+        # Descendants whose parent ends become children of this process, so it knows whether any remain.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._name = "{}:{}".format(host, os.getpid())
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind("\0" + socket_prefix(job, host) + os.urandom(8).hex())
+        self._server.listen(128)
+        self._server.setblocking(False)
+        self._connections: Dict[int, Connection] = {}
+        self._is_ending = False
+        self._is_busy: Optional[bool] = None
+        self._env = {
+            os.fsencode(name): os.fsencode(value)
+            for name, value in os.environ.items()
+            if name in _KEPT or not name.startswith(_OF_STEPS)
+        }
+        self._wake, wake = socket.socketpair()
+        self._woken = wake  # kept open
+        for end in (self._wake, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        """Serve until the job ends."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._server, select.POLLIN)
+        while True:
+            has_children = self._reap()
+            # Slurm sends SIGTERM to all processes of the job, and SIGKILL after some time in which they may end by themselves.
+            if self._is_ending and not has_children:
+                return
+            self._report(is_busy=has_children or bool(self._connections))
+            limits = [one.ends_at for one in self._connections.values() if one.ends_at is not None]
+            wait_s = min(limits) - time.monotonic() if limits else None
+            for fd, _ in poll.poll(None if wait_s is None else max(0, int(wait_s * 1000) + 1)):
+                if fd == self._wake.fileno():
+                    self._drain_wake()
+                elif fd == self._server.fileno():
+                    self._accept(poll)
+                elif fd in self._connections and not self._receive(self._connections[fd]):
+                    self._drop(fd, poll)
+            for one in self._connections.values():
+                if one.ends_at is not None and one.ends_at <= time.monotonic():
+                    one.kill()
+
+    def _end(self, *_: object) -> None:
+        self._is_ending = True
+
+    def _drain_wake(self) -> None:
+        try:
+            self._wake.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _accept(self, poll: select.poll) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            return
+        user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if user != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._connections[connection.fileno()] = Connection(connection)
+        poll.register(connection, select.POLLIN)
+
+    def _receive(self, one: Connection) -> bool:
+        try:
+            if not one.receive():
+                return False
+            one.start(self._env)
+        except (ValueError, KeyError, TypeError, OSError):
+            return False
+        return True
+
+    def _drop(self, fd: int, poll: select.poll) -> None:
+        """Forget a connection. Its command continues, unless it has a time limit."""
+        one = self._connections.pop(fd)
+        poll.unregister(fd)
+        if one.is_limited:
+            one.kill()
+        one.close()
+
+    def _reap(self) -> bool:
+        """Reap all ended children, and send their exit codes. Returns whether children remain."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            for one in self._connections.values():
+                if one.pid == pid:
+                    one.pid = one.ends_at = None
+                    one.answer(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+
+    def _report(self, *, is_busy: bool) -> None:
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            try:
+                os.write(1, "{} {}\n".format(self._name, "busy" if is_busy else "idle").encode())
+            except OSError:
+                return  # `srun` has ended, and this step ends with it
+
+
+def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
+    """Start the resident programs, and wait until all are idle for ``idle_release_s`` or one ends. Returns the exit code."""
+    job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
+    groups = ["--het-group=0-{}".format(components - 1)] if components > 1 else []
+    command = [
+        "srun", *groups, "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--input=none",
+        "--kill-on-bad-exit=1", *python, "-I", "-S", "-c", source, "node", job,
+    ]  # fmt: skip
+    step = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert step.stdout is not None
+    busy: Set[bytes] = set()
+    idle_since = time.monotonic()
+    poll = select.poll()
+    poll.register(step.stdout, select.POLLIN)
+    rest = b""
+    while True:
+        left_s = None if busy else max(0.0, idle_since + idle_release_s - time.monotonic())
+        if not poll.poll(None if left_s is None else int(left_s * 1000) + 1):
+            return 0  # Slurm ends the step with the job
+        data = os.read(step.stdout.fileno(), 65536)
+        if not data:
+            return step.wait()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            name, _, word = line.rpartition(b" ")
+            was_busy = bool(busy)
+            if word == b"busy":
+                busy.add(name)
+            elif word == b"idle":
+                busy.discard(name)
+            if was_busy and not busy:
+                idle_since = time.monotonic()
+
+
+def main(argv: List[str]) -> int:
+    """Run ``batch IDLE_S COMPONENTS SOURCE PYTHON...`` or ``node JOB``."""
+    if argv[0] == "batch":
+        return batch(float(argv[1]), int(argv[2]), argv[3], argv[4:])
+    Resident(argv[1], os.environ["SLURMD_NODENAME"]).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
