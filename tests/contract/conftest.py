@@ -60,7 +60,7 @@ def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyP
 def submit(cluster: Slurm, script: str, *options: str) -> str:
     """Submit a job with one task on each node, wait until it runs, and return its id."""
     job = cluster.run("sbatch", "--parsable", "--ntasks-per-node=1", "--output=/dev/null", *options, stdin=script).strip()
-    wait_until(lambda: cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").split() == ["RUNNING"])
+    wait_until(lambda: set(cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").split()) == {"RUNNING"})
     return job
 
 

@@ -25,7 +25,7 @@ import sys
 import time
 from typing import Dict, List, Optional, Set
 
-__all__ = ["Connection", "Resident", "batch", "main", "socket_prefix"]
+__all__ = ["Connection", "Resident", "batch", "main", "node"]
 
 _KEPT = (
     "SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_JOB_ACCOUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME",
@@ -35,11 +35,6 @@ _OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 """Variables by which libraries such as Lightning, JAX and MPI would take the step's ranks, of one process for each node."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_REQUEST = 8 * 1024 * 1024
-
-
-def socket_prefix(job: str, host: str) -> str:
-    """Return how the names of the sockets of this user's resident program begin."""
-    return "distflow-{}-{}-{}-".format(os.getuid(), job, host)
 
 
 class Connection:
@@ -144,13 +139,10 @@ class Resident:
 
     def __init__(self, job: str, host: str) -> None:
         """Listen for relays."""
-        import ctypes
-
-        # Descendants whose parent ends become children of this process, so it knows whether any remain.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt_orphans()  # so it knows whether any descendant remains
         self._name = "{}:{}".format(host, os.getpid())
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind("\0" + socket_prefix(job, host) + os.urandom(8).hex())
+        self._server.bind("\0distflow-{}-{}-{}-{}".format(os.getuid(), job, host, os.urandom(8).hex()))
         self._server.listen(128)
         self._server.setblocking(False)
         self._connections: Dict[int, Connection] = {}
@@ -257,6 +249,42 @@ class Resident:
                 return  # `srun` has ended, and this step ends with it
 
 
+def _adopt_orphans() -> None:
+    """Make this process the parent of each descendant whose own parent ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def node(job: str, host: str) -> int:
+    """Run the resident program in a child process, and kill all of its descendants if it is killed. Returns the exit code.
+
+    Slurm kills the remaining processes of a step only on clusters that track them by cgroups.
+    """
+    _adopt_orphans()
+    resident = os.fork()
+    if resident == 0:
+        code = 1
+        try:
+            Resident(job, host).serve()
+            code = 0
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(code)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the resident program gets them too
+    status = os.waitpid(resident, 0)[1]
+    try:
+        while True:
+            with open("/proc/self/task/{}/children".format(os.getpid()), "rb") as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return 0 if status == 0 else 1
+
+
 def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
     """Start the resident programs, and wait until all are idle for ``idle_release_s`` or one ends. Returns the exit code."""
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
@@ -295,8 +323,7 @@ def main(argv: List[str]) -> int:
     """Run ``batch IDLE_S COMPONENTS SOURCE PYTHON...`` or ``node JOB``."""
     if argv[0] == "batch":
         return batch(float(argv[1]), int(argv[2]), argv[3], argv[4:])
-    Resident(argv[1], os.environ["SLURMD_NODENAME"]).serve()
-    return 0
+    return node(argv[1], os.environ["SLURMD_NODENAME"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""The resident program and its relays in jobs of a real Slurm cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from contract.conftest import NodeUnderTest, processes_with, submit
+from distflow.backends.allocated.relay import RELAY_ENDED, RelayTransport
+from distflow.backends.allocated.script import resident_script
+from distflow.errors import NodeUnreachable
+from distflow.testing.nodes import install_runtime
+from distflow.testing.slurm import Slurm
+from distflow.testing.sshd import Sshd, missing_sshd
+from distflow.testing.waiting import is_alive, wait_until
+from distflow.transports.local import LocalTransport
+from distflow.transports.ssh.config import SshDestination
+from distflow.transports.ssh.transport import SshTransport
+
+Reach = Callable[..., RelayTransport]
+
+
+@pytest.fixture
+def reach(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
+    """A way to make transports to nodes of jobs, from this machine as the login node."""
+    monkeypatch.setenv("PATH", f"{slurm.commands}:{os.environ['PATH']}")
+    made: list[RelayTransport] = []
+
+    def to(job: str, host: str, **options: object) -> RelayTransport:
+        made.append(RelayTransport(LocalTransport("login"), job, host, sys.executable, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield to
+    for transport in made:
+        transport.close()
+
+
+def start(cluster: Slurm, *options: str, idle_s: float = 600, components: int = 1) -> str:
+    """Submit a job with resident programs, wait until it runs, and return its id."""
+    return submit(cluster, resident_script(sys.executable, idle_s, components), *options)
+
+
+def relays(job: str) -> list[int]:
+    return [pid for pid in processes_with("SO_PEERCRED") if "\0run\0distflow-" in cmdline(pid) and f"\0{job}\0" in cmdline(pid)]
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def state(cluster: Slurm, job: str) -> str:
+    return cluster.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip()
+
+
+def test_an_agent_and_its_task_use_the_job(slurm: Slurm, reach: Reach, tmp_path: Path, marker: str) -> None:
+    job = start(slurm, "--nodes=2", "--gres=gpu:2")
+    transport = reach(job, "n2")
+    node = NodeUnderTest(transport, tmp_path)
+    install_runtime(node.top)
+    link = node.connect()
+    script = 'echo "$CUDA_VISIBLE_DEVICES:$SLURM_JOB_ID:$SLURM_NTASKS:$SLURM_PROCID"; exec sleep 300'
+    attempt = node.start(link, ["sh", "-c", script, marker])
+    wait_until(lambda: node.output(attempt) == f"0,1:{job}::\n", what="the task has printed its variables")
+    task = wait_until(lambda: [pid for pid in slurm.processes("n2") if cmdline(pid).startswith("sleep\0")])[0]
+    # The relay is killed: the connection breaks, the task continues, and a new connection finds it.
+    for pid in relays(job):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: node.closed, what="the connection broke")
+    assert is_alive(task)
+    link = node.connect()
+    assert node.watch(link, attempt)["phase"] == "running"
+    slurm.run("scancel", job)
+    wait_until(lambda: not is_alive(task), what="the task ended with the job")
+    wait_until(lambda: not slurm.processes(), what="no process is left")
+    with pytest.raises(NodeUnreachable):
+        transport.run(["true"], timeout_s=20)
+
+
+def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Path, marker: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    job = start(slurm, "--nodes=2", idle_s=1)
+    # A process of one node keeps the programs of both nodes.
+    channel = reach(job, "n1").open(["sh", "-c", f"setsid sh -c 'read word < {tmp_path}/fifo' {marker} >&- 2>&- & echo up"])
+    assert channel.read() == b"up\n"
+    assert channel.read() == b""
+    channel.close()
+    threading.Event().wait(2)  # longer than a job without users lasts
+    assert reach(job, "n2").run(["echo", "still"], timeout_s=20).stdout == b"still\n"
+    assert state(slurm, job) == "RUNNING"
+    (tmp_path / "fifo").write_text("enough\n")
+    wait_until(lambda: state(slurm, job) == "COMPLETED", what="the job ended by itself")
+
+
+def test_a_late_command_is_killed_without_its_relay(slurm: Slurm, reach: Reach, marker: str) -> None:
+    transport = reach(start(slurm, "--nodes=1"), "n1")
+    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    with pytest.raises(NodeUnreachable, match="`sh` did not finish within 2 s"):
+        transport.run(["sh", "-c", "sleep 300; :", marker], timeout_s=2)
+    wait_until(lambda: not processes_with(marker), what="the late command is gone")
+
+
+def test_a_command_ends_although_a_background_process_has_its_pipes(slurm: Slurm, reach: Reach, marker: str) -> None:
+    transport = reach(start(slurm, "--nodes=1"), "n1")
+    done = transport.run(["sh", "-c", f"sh -c 'sleep 300; :' {marker} & echo done"], timeout_s=20)
+    assert (done.exit_code, done.stdout) == (0, b"done\n")
+    assert processes_with(marker)
+
+
+def test_each_component_of_a_heterogeneous_job_is_reached(slurm: Slurm, reach: Reach) -> None:
+    job = start(slurm, "--nodes=1", "--gres=gpu:2", ":", "--nodes=1", "--ntasks-per-node=1", "--gres=gpu:1", components=2)
+    for host, group, gpus in (("n1", 0, b"0,1\n"), ("n2", 1, b"0\n")):
+        transport = reach(job, host, het_group=lambda group=group: group)
+        assert transport.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], timeout_s=20).stdout == gpus
+
+
+def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, marker: str) -> None:
+    job = start(slurm, "--nodes=2")
+    channel = reach(job, "n2").open(["sh", "-c", "echo $PPID; sleep 300; :", marker])
+    os.kill(int(channel.read()), signal.SIGKILL)
+    assert channel.read() == b""
+    assert channel.exit_code is None
+    assert channel.stderr_tail().endswith(f"{RELAY_ENDED}\n")
+    channel.close()
+    wait_until(lambda: state(slurm, job) == "FAILED", what="the job ended")
+    wait_until(lambda: not slurm.processes(), what="no process is left")
+
+
+@pytest.mark.ssh
+def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) -> None:
+    if why := missing_sshd():
+        pytest.skip(why)
+    job = start(slurm, "--nodes=2")
+    path = f"{slurm.commands}:{os.environ['PATH']}"
+    with Sshd(tmp_path / "sshd", alias="login", options={"SetEnv": f"HOME={tmp_path} PATH={path}"}) as server:
+        login = SshTransport("login", SshDestination(host="login", config_file=str(server.client_config)))
+        transport = RelayTransport(login, job, "n2", sys.executable)
+        words = ["a b", "a'b", 'a"b', "$HOME", "a\nb", "", "ü→", "\\", "!x"]
+        code = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:])); sys.exit(3)"
+        done = transport.run([sys.executable, "-c", code, *words], timeout_s=20)
+        assert (done.exit_code, done.stdout.decode().split("\0"), done.stderr) == (3, words, b"")
+        data = os.urandom(1_000_000)
+        channel = transport.open(["sh", "-c", "head -c 1000000; exit 4"])
+        channel.write(data)
+        assert b"".join(iter(channel.read, b"")) == data
+        assert channel.exit_code == 4
+        # The login node is gone: the error names the node, and later calls connect again.
+        server.stop()
+        with pytest.raises(NodeUnreachable, match=f"n2@{job}: its login node"):
+            transport.run(["true"], timeout_s=20)
+        server.start()
+        transport.hang_up()
+        assert wait_until(lambda: succeeds(transport), what="the node is reached again")
+        login.close()
+
+
+def succeeds(transport: RelayTransport) -> bool:
+    try:
+        return transport.run(["true"], timeout_s=20).exit_code == 0
+    except NodeUnreachable:
+        return False
