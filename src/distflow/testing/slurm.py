@@ -28,6 +28,7 @@ _SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 _COMMANDS = ("sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _CONFIG = """\
 ClusterName={name}
+FirstJobId={first}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
@@ -109,6 +110,8 @@ class Slurm:
         port = self._port = _free_ports(nodes + 1)
         lines = _CONFIG.format(
             name="ci",
+            # Resident programs of several clusters on one machine differ only by the ids of their jobs.
+            first=port * 1000,
             host=socket.gethostname().partition(".")[0],
             folder=folder,
             port=port,

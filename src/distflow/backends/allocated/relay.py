@@ -24,6 +24,7 @@ RELAY_ENDED = "[relay] the connection to the node ended before the command"
 _PIECE = 1 << 20
 _TAIL = 2000
 _TEST_S = 10.0
+_KILLED = 137
 
 
 class RelayTransport:
@@ -77,9 +78,11 @@ class RelayTransport:
             done = self._login.run(command, input=input, timeout_s=timeout_s)
         except NodeUnreachable as error:
             if deadline.has_passed:
-                raise NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s") from error
+                raise self._late(argv, timeout_s) from error
             raise self._from_login(error) from error
         code = _exit_code(done.stderr, mark)
+        if code == _KILLED and deadline.has_passed:
+            raise self._late(argv, timeout_s)
         if code is None:
             printed = done.stderr.decode("utf-8", "replace").strip()
             raise NodeUnreachable(self.name, f"`{argv[0]}` could not be run: {printed[-_TAIL:] or 'the relay ended early'}")
@@ -149,6 +152,9 @@ class RelayTransport:
             raise self._from_login(error) from error
         with self._lock:
             self._is_suspect = False
+
+    def _late(self, argv: Sequence[str], timeout_s: float) -> NodeUnreachable:
+        return NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s")
 
     def _from_login(self, error: NodeUnreachable) -> NodeUnreachable:
         """Return an error of the login node as one of this node."""
