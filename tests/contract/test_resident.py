@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from contract.conftest import NodeUnderTest, processes_with, submit
-from distflow.backends.allocated.relay import RELAY_ENDED, RelayTransport
+from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
 from distflow.errors import NodeUnreachable
 from distflow.testing.nodes import install_runtime
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import is_alive, wait_until
+from distflow.transports.base import REASON_MARK
 from distflow.transports.local import LocalTransport
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
@@ -128,7 +129,7 @@ def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, 
     os.kill(int(channel.read()), signal.SIGKILL)
     assert channel.read() == b""
     assert channel.exit_code is None
-    assert channel.stderr_tail().endswith(f"{RELAY_ENDED}\n")
+    assert REASON_MARK in channel.stderr_tail()
     channel.close()
     wait_until(lambda: state(slurm, job) == "FAILED", what="the job ended")
     wait_until(lambda: not slurm.processes(), what="no process is left")

@@ -15,12 +15,10 @@ from distflow.backends.allocated.engine import node_name
 from distflow.backends.machines.connection.bootstrap import python_argv
 from distflow.errors import NodeUnreachable
 from distflow.runtime.services.relay import CONNECTED
-from distflow.transports.base import Channel, Completed, Deadline, Transport
+from distflow.transports.base import REASON_MARK, Channel, Completed, Deadline, Transport, tail_with_reason
 
-__all__ = ["RELAY_ENDED", "RelayChannel", "RelayStream", "RelayTransport"]
+__all__ = ["RelayChannel", "RelayStream", "RelayTransport"]
 
-RELAY_ENDED = "[relay] the connection to the node ended before the command"
-"""The last line of standard error if the relay ended first."""
 _PIECE = 1 << 20
 _TAIL = 2000
 _TEST_S = 10.0
@@ -200,7 +198,7 @@ class RelayChannel:
         printed = self._channel.stderr_tail().encode("utf-8", "surrogateescape")
         text = _without_marks(printed, self._mark).decode("utf-8", "replace")
         is_broken = self._channel.exit_code is not None and _exit_code(printed, self._mark) is None
-        return f"{text}{RELAY_ENDED}\n" if is_broken else text
+        return tail_with_reason(text, "the relay ended before the command" if is_broken and REASON_MARK not in text else "")
 
     @property
     def exit_code(self) -> int | None:
