@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from contract.conftest import TRANSPORTS, processes_with
+from contract.conftest import processes_with
 from distflow.errors import NodeUnreachable
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
     from distflow.transports.base import Transport
 
-pytestmark = pytest.mark.parametrize(
-    "transport", [*sorted(TRANSPORTS), pytest.param("ssh", marks=pytest.mark.ssh), "slurm"], indirect=True
-)
 HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n", "\\", "!x", "~"]
 
 
-@pytest.fixture(
-    params=["local", pytest.param("ssh", marks=pytest.mark.ssh), "hub", pytest.param("hub over ssh", marks=pytest.mark.ssh)]
-)
+ON_SSH = pytest.mark.ssh
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=ON_SSH), "hub", pytest.param("hub over ssh", marks=ON_SSH), "slurm"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A transport to this machine."""
     over_ssh: Callable[[], Transport] | None = request.getfixturevalue("over_ssh") if "ssh" in request.param else None
     made: Transport = LocalTransport() if over_ssh is None else over_ssh()
+    if request.param == "slurm":
+        made = request.getfixturevalue("over_slurm")()
     if "hub" in request.param:
         made = MultiplexedTransport(made, python=sys.executable)
     yield made
