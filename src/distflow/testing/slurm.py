@@ -1,6 +1,6 @@
 """A real Slurm cluster for tests: one controller and several nodes, all on this machine, without munge. It needs root.
 
-It is ready in less than a second. Everything is below one directory, and ``stop`` ends all of its processes and jobs.
+It is ready in less than a second. ``stop`` ends all of its processes and jobs, and removes what is not below its directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
@@ -105,8 +106,10 @@ class Slurm:
         self.commands = folder / "bin"
         """A directory of commands that need no variables."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        for name in ("state", "log", "bin", "dev", *(f"spool/{node}" for node in self.nodes)):
+        for name in ("state", "log", "bin", "dev"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        # It contains Unix sockets, whose paths must be shorter than 108 bytes.
+        self._spool = Path(tempfile.mkdtemp(prefix="slurm-"))
         port = self._port = _free_ports(nodes + 1)
         lines = _CONFIG.format(
             name="ci",
@@ -114,6 +117,7 @@ class Slurm:
             first=port * 1000,
             host=socket.gethostname().partition(".")[0],
             folder=folder,
+            spool=self._spool,
             port=port,
             nodes=f"n[1-{nodes}]",
             ports=f"[{port + 1}-{port + nodes}]",
@@ -159,6 +163,7 @@ class Slurm:
             daemon.wait(10)
         self._daemons.clear()
         wait_until(lambda: not self._kill(self.processes()), 20.0, f"all processes of {self.folder} have ended")
+        shutil.rmtree(self._spool, ignore_errors=True)
 
     def run(self, *command: str, stdin: str = "") -> str:
         """Run a command of Slurm as a user would, and return its output. Raises ``CalledProcessError``."""
@@ -216,7 +221,7 @@ class Slurm:
 
     def processes(self, node: str = "") -> list[int]:
         """Return the ids of the processes of its jobs, with the daemons of their steps, on one node or on all."""
-        spools = [str(self.folder / "spool" / name) for name in ([node] if node else self.nodes)]
+        spools = [str(self._spool / name) for name in ([node] if node else self.nodes)]
         marks = [f"SLURM_CONF={self.config}"] + ([f"SLURMD_NODENAME={node}"] if node else [])
         daemons = {daemon.pid for daemon in self._daemons.values()}
         found = []
@@ -258,14 +263,16 @@ class Slurm:
         found = shutil.which(program, path=_SEARCHED)
         if found is None:
             raise FileNotFoundError(missing_slurm())
+        # The daemons of a node's steps inherit the directory, by which `processes` finds them.
+        directory = self._spool / name if name in self.nodes else self.folder
+        directory.mkdir(exist_ok=True)
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 [found, "-D", *arguments, "-f", str(self.config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # The daemons of a node's steps inherit the directory, by which `processes` finds them.
-                cwd=self.folder / "spool" / name if name in self.nodes else self.folder,
+                cwd=directory,
                 start_new_session=True,
                 preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
             )
