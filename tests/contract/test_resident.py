@@ -98,7 +98,7 @@ def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Pa
     assert reach(job, "n2").run(["echo", "still"], timeout_s=20).stdout == b"still\n"
     assert state(slurm, job) == "RUNNING"
     (tmp_path / "fifo").write_text("enough\n")
-    wait_until(lambda: state(slurm, job) == "COMPLETED", what="the job ended by itself")
+    wait_until(lambda: state(slurm, job) == "COMPLETED", 90, what="the job ended by itself")
 
 
 def test_a_late_command_is_killed_without_its_relay(slurm: Slurm, reach: Reach, marker: str) -> None:
@@ -131,7 +131,7 @@ def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, 
     assert channel.exit_code is None
     assert REASON_MARK in channel.stderr_tail()
     channel.close()
-    wait_until(lambda: state(slurm, job) == "FAILED", what="the job ended")
+    wait_until(lambda: state(slurm, job) == "FAILED", 90, what="the job ended")
     wait_until(lambda: not slurm.processes(), what="no process is left")
 
 
