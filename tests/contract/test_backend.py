@@ -529,6 +529,7 @@ def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any
     class Answering:
         node = Node(name="n", host="n", root="/r", python="python3")
         gpu_ids = (0, 1)
+        granted_gpus = None
         amounts = MappingProxyType({"cpus": 4})
 
         def __init__(self) -> None:

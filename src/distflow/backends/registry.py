@@ -16,7 +16,11 @@ from distflow.transports.ssh import load_ssh
 __all__ = ["BACKENDS", "open_backend", "preload", "require_supported", "unknown_hosts"]
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"local": "distflow.backends.machines.backend", "ssh": "distflow.backends.machines.backend"}
+    {
+        "local": "distflow.backends.machines.backend",
+        "ssh": "distflow.backends.machines.backend",
+        "slurm": "distflow.backends.allocated.backend",
+    }
 )
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
 
@@ -26,7 +30,7 @@ def preload(names: Iterable[str]) -> None:
     for name in names:
         if name in BACKENDS:
             importlib.import_module(BACKENDS[name])
-        if name == "ssh":
+        if name in ("ssh", "slurm"):
             load_ssh()
 
 

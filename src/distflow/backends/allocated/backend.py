@@ -383,6 +383,8 @@ class AllocatedBackend:
                     f"; expected start: {datetime.fromtimestamp(state.starts_at, timezone.utc).astimezone():%Y-%m-%d %H:%M}"
                 )
             self._say(held, message)
+            # An allocation with attempts is ending. The engine will say why when their processes are gone.
+            held.doubtful = {key: (time.monotonic(), seen) for key, (_, seen) in held.doubtful.items()}
         elif isinstance(state, Granted):
             self._granted(held, state, asked_at)
         else:

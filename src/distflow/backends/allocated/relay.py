@@ -41,12 +41,14 @@ class RelayTransport:
         python: str = "python3",
         *,
         het_group: Callable[[], int | None] | None = None,
+        owns_login: bool = False,
     ) -> None:
         """Use ``login`` to reach the job ``allocation_id`` on ``host``.
 
         ``het_group`` returns which component of a heterogeneous job has the host; ``None`` for other jobs. It is called for
-        each command, and may block or raise ``NodeUnreachable``.
+        each command, and may block or raise ``NodeUnreachable``. With ``owns_login``, ``close`` closes ``login``.
         """
+        self._owns_login = owns_login
         self.name = node_name(host, allocation_id)
         self._login = login
         self._job = allocation_id
@@ -116,6 +118,8 @@ class RelayTransport:
         with self._lock:
             self._is_closed = True
         self._close_channels()
+        if self._owns_login:
+            self._login.close()
 
     def _opened(self, words: Sequence[str], mark: str = "") -> RelayChannel:
         command = self._command(words)

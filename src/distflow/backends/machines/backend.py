@@ -498,7 +498,11 @@ def link_to(pool: Pool, node: Node) -> Iterator[AgentLink]:
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:
-    """Return the transport to a node, without connecting."""
+    """Return the transport to a node, without connecting to it. Raises ``NodeUnreachable`` as ``open_transport`` does."""
     if pool.backend == "local":
         return LocalTransport(node.name)
+    if pool.is_allocated:
+        from distflow.backends.allocated.engines import open_transport  # noqa: PLC0415  it uses the modules of this package
+
+        return open_transport(pool, node)
     return load_ssh()(node.name, destination_of(pool, node))

@@ -105,6 +105,8 @@ class SlurmEngine:
         self._over: dict[str, Over] = {}
         """Ended jobs that have been looked up."""
         self._notices: dict[str, str] = {}
+        self._het_groups: dict[str, dict[str, int]] = {}
+        """Running job → host → component; empty for a job that is not heterogeneous."""
 
     def request(self, wanted: AllocationRequest) -> str:
         """Submit a job, or return the one that exists already for this allocation."""
@@ -188,6 +190,19 @@ class SlurmEngine:
         self._is_closed.set()
         self._login.close()
 
+    def het_group(self, job: str, host: str) -> int | None:
+        """Return the component of a heterogeneous job that has a host; ``None`` for another job.
+
+        Raises ``NodeUnreachable`` if Slurm must be asked and does not answer.
+        """
+        with self._state:
+            groups = self._het_groups.get(job)
+        if groups is None:
+            self._list()
+            with self._state:
+                groups = self._het_groups.setdefault(job, {})
+        return groups.get(host)
+
     # Requests.
 
     def _existing(self, allocation: Allocation) -> str | None:
@@ -261,6 +276,7 @@ class SlurmEngine:
         with self._state:
             later = {job: allocation for job, (at, allocation) in self._submitted.items() if at >= asked_at and job not in jobs}
             self._active, self._listed_at = active | later, asked_at
+            self._het_groups = {job: _groups_of(parts) for job, parts in jobs.items() if any(one.hosts for one in parts)}
         return jobs
 
     def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], asked: Collection[str]) -> None:
@@ -296,6 +312,12 @@ class SlurmEngine:
                 raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(account.job)[:300]}")
             found[job] = state
         return found
+
+
+def _groups_of(components: Sequence[Component]) -> dict[str, int]:
+    if len(components) == 1:
+        return {}
+    return {host: one.offset for one in components for host in expand_hosts(one.hosts)}
 
 
 def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> AllocationState | None:

@@ -1,0 +1,163 @@
+"""Gangs on a real Slurm cluster: from the login node itself, and through it over SSH. Faults are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.slurm import Slurm
+from distflow.testing.sshd import Sshd, make_key, missing_sshd
+from distflow.testing.waiting import wait_until
+from scenarios.cluster import Cluster
+from scenarios.conftest import Cli
+from scenarios.lab import TRAINING, checkout, train
+
+SPIN = """
+workflow:
+  name: spin
+  groups:
+  - name: train
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: [sh, -c, 'echo "$CUDA_VISIBLE_DEVICES on $MASTER_ADDR"; sleep 600']}
+    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
+  resources: {default: {gpu: 2, cpu: 1}}
+"""
+FOREVER = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
+"""A gang that needs both nodes of the cluster, so that another one has to wait."""
+
+
+@pytest.fixture
+def cluster(cli: Cli, slurm: Slurm) -> Iterator[Cluster]:
+    made = Cluster(cli, slurm)
+    yield made
+    made.await_no_jobs()
+
+
+@pytest.fixture
+def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Through a login node: an OpenSSH server in whose PATH the commands of Slurm are."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    folder = tmp_path_factory.mktemp("login")
+    path = f"HOME={folder / 'home'} PATH={slurm.commands}:{os.environ['PATH']}"
+    with Sshd(folder, "127.0.1.9", alias="login", user_key=key, options={"SetEnv": path}) as server:
+        made = Cluster(cli, slurm, server)
+        yield made
+        made.await_no_jobs()
+
+
+def _runs(cluster: Cluster, spec: str = SPIN) -> tuple[str, str]:
+    """Submit a gang, wait until it runs, and return the workflow and its job."""
+    workflow = cluster.cli.submit(cluster.cli.spec(spec))
+    cluster.cli.await_running(workflow)
+    return workflow, cluster.job_of(workflow)
+
+
+@pytest.fixture(params=["cluster", pytest.param("far_cluster", marks=pytest.mark.ssh)])
+def any_cluster(request: pytest.FixtureRequest) -> Cluster:
+    made: Cluster = request.getfixturevalue(request.param)
+    return made
+
+
+def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Cluster, repository: Path) -> None:
+    cli = any_cluster.cli
+    workflow, job = _runs(any_cluster)
+    tasks = cli.tasks(workflow)
+    assert {name: task["node_name"] for name, task in tasks.items()} == {"master": f"n1@{job}", "worker": f"n2@{job}"}
+    assert "0,1 on " in cli.await_log(workflow, " on ")
+    assert cli.run("workflow", "exec", workflow, "worker", "--entry", "echo there").out == "there\n"
+    assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    any_cluster.await_no_jobs()
+    done = cli.run("workflow", "submit", str(checkout(cli, repository) / "hello_world.yaml"), "--wait")
+    assert done.code == 0, done.err + done.out
+    assert "rank 0 of 2" in done.out
+    assert "rank 1 of 2" in done.out
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TRAINING[:1])
+def test_a_training_spec_completes(cluster: Cluster, repository: Path, name: str, forking_site: str) -> None:
+    cluster.configure(environment={"PYTHONPATH": forking_site})
+    tasks, finished = train(cluster.cli, checkout(cluster.cli, repository) / f"{name}.yaml", epochs=6)
+    assert finished["accuracy"] > 0.95
+    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+
+
+def test_a_gang_in_the_queue_shows_slurms_reason_and_cancel_leaves_nothing(cluster: Cluster) -> None:
+    cli = cluster.cli
+    first, _ = _runs(cluster, FOREVER)
+    second = cli.submit(cli.spec(FOREVER, "second.yaml"))
+    wait_until(lambda: "Resources" in cli.query(second)["groups"][0]["message"], 60, "the reason is shown")
+    assert len(cluster.jobs()) == 2
+    assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
+    assert cli.query(second)["status"] == "FAILED_CANCELED"
+    wait_until(lambda: len(cluster.jobs()) == 1, 30, "the waiting job is gone")
+    cli.run("workflow", "cancel", first, "--wait", "60")
+
+
+def test_a_job_that_is_canceled_from_outside_names_who_did_it(cluster: Cluster) -> None:
+    cli = cluster.cli
+    workflow, job = _runs(cluster)
+    cluster.command("scancel", job)
+    answer = cli.await_status(workflow, "FAILED_CANCELED", "FAILED")
+    assert answer["status"] == "FAILED_CANCELED", answer
+    assert "scancel" in answer["groups"][0]["message"]
+
+
+def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
+    cli = cluster.cli
+    go = cli.folder / "go"
+    workflow, job = _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    waiting = cli.submit(cli.spec(FOREVER, "second.yaml"))
+    wait_until(lambda: len(cluster.jobs()) == 2, 30, "both have a job")
+    cli.kill_supervisor()
+    go.touch()
+    assert cli.await_status(workflow, "COMPLETED", "FAILED")["status"] == "COMPLETED"
+    assert cluster.job_of(workflow) == job
+    assert cli.logs(workflow).count("late") == 2
+    cli.await_running(waiting)
+    assert len(cluster.jobs()) == 1, "no second job was made"
+    cli.run("workflow", "cancel", waiting, "--wait", "60")
+
+
+def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -> None:
+    cli = cluster.cli
+    go = cli.folder / "go"
+    workflow, _ = _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; exit 3"))
+    cluster.slurm.stop_controller()
+    try:
+        go.touch()
+        answer = cli.await_status(workflow, "FAILED")
+        assert answer["groups"][0]["first_cause"]["exit_code"] == 3
+        later = cli.submit(cli.spec(SPIN.replace("sleep 600", "true"), "second.yaml"))
+        wait_until(lambda: cli.query(later)["groups"][0]["message"], 30, "it waits")
+    finally:
+        cluster.slurm.start_controller()
+    cli.await_status(later, "COMPLETED")
+
+
+def test_a_killed_resident_ends_the_job_and_the_gang(cluster: Cluster) -> None:
+    cli = cluster.cli
+    workflow, _ = _runs(cluster)
+    for pid in cluster.slurm.processes("n2"):
+        if _words(pid)[-2:-1] == [b"node"]:
+            os.kill(pid, signal.SIGKILL)
+    cli.await_status(workflow, "FAILED", "FAILED_BACKEND_ERROR")
+    cluster.await_no_jobs()
+    # Clusters with cgroups kill them with the job. This one finds only descendants of its own daemons.
+    for pid in cluster.slurm.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
