@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -133,6 +134,41 @@ def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, 
     channel.close()
     wait_until(lambda: state(slurm, job) == "FAILED", 90, what="the job ended")
     wait_until(lambda: not slurm.processes(), what="no process is left")
+
+
+_STRANGER = """
+import array, os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+names = [line.split()[-1] for line in open("/proc/net/unix") if sys.argv[1] in line]
+peer = socket.socket(socket.AF_UNIX)
+peer.connect("\\0" + names[0][1:])
+try:
+    peer.sendmsg([b"\\0\\0\\0\\x20" + b'{"argv":["true"],"limit_s":null}'], [(1, 1, array.array("i", [0, 1, 2]))])
+    print("answer", peer.recv(64))
+except OSError:
+    print("answer", b"")
+servers = [socket.socket(socket.AF_UNIX) for _ in range(30)]
+for number, server in enumerate(servers):
+    server.bind("\\0%s%016x" % (sys.argv[1], number))
+    server.listen()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+def test_another_user_can_neither_use_nor_replace_a_resident_program(slurm: Slurm, reach: Reach) -> None:
+    job = start(slurm, "--nodes=1")
+    transport = reach(job, "n1")
+    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    prefix = f"distflow-{os.getuid()}-{job}-n1-"
+    command = [sys.executable, "-I", "-S", "-c", _STRANGER, prefix]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert [stranger.stdout.readline(), stranger.stdout.readline()] == ["answer b''\n", "up\n"]
+        assert [transport.run(["echo", "own"], timeout_s=20).stdout for _ in range(3)] == [b"own\n"] * 3
+        stranger.communicate("")
 
 
 @pytest.mark.ssh
