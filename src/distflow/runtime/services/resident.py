@@ -98,8 +98,8 @@ class Connection:
         if self.pid is not None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
+            except ProcessLookupError:  # it has no process group of its own yet
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the connection."""
