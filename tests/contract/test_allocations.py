@@ -125,9 +125,10 @@ def bench(tmp_path: Path, engine: LocalEngine) -> Iterator[Bench]:
 
 def test_a_gang_waits_with_the_engines_reason_and_gets_a_node_for_each_task(bench: Bench) -> None:
     bench.engine.grants_at_once = False
+    bench.engine.given_notice = "every node gets the largest shape"
     bench.backend.lease(bench.request("a", "b"))
-    waits = bench.await_one(LeaseWaits)
-    assert waits.message == "waits for resources (Resources)"
+    bench.await_one(LeaseWaits, message="every node gets the largest shape")
+    bench.await_one(LeaseWaits, message="waits for resources (Resources)")
     bench.engine.grant("1")
     tasks = bench.await_one(Leased).binding.tasks
     assert {task: one.node for task, one in tasks.items()} == {"a": "h0@1", "b": "h1@1"}

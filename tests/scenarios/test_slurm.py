@@ -78,6 +78,9 @@ def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Clust
     assert done.code == 0, done.err + done.out
     assert "rank 0 of 2" in done.out
     assert "rank 1 of 2" in done.out
+    any_cluster.await_no_jobs()
+    hello = any_cluster.job_of("hello-world-1")
+    assert any_cluster.command("squeue", "-h", "-t", "all", "-j", hello, "-o", "%T") == "COMPLETED\n"
 
 
 @pytest.mark.torch
@@ -99,6 +102,52 @@ def test_a_gang_in_the_queue_shows_slurms_reason_and_cancel_leaves_nothing(clust
     assert cli.query(second)["status"] == "FAILED_CANCELED"
     wait_until(lambda: len(cluster.jobs()) == 1, 30, "the waiting job is gone")
     cli.run("workflow", "cancel", first, "--wait", "60")
+
+
+def test_a_gang_that_never_gets_nodes_ends_by_its_queue_timeout(cluster: Cluster) -> None:
+    cli = cluster.cli
+    impossible = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 3s}\n", 1)
+    workflow = cli.submit(cli.spec(impossible.replace("gpu: 2, cpu: 1", "gpu: 8, cpu: 16, memory: 7Gi")))
+    cli.await_running(workflow)
+    second = cli.submit(cli.spec(impossible.replace("gpu: 2, cpu: 1", "gpu: 1"), "second.yaml"))
+    answer = cli.await_status(second, "FAILED_QUEUE_TIMEOUT")
+    assert "queue_timeout" in answer["groups"][0]["message"]
+    wait_until(lambda: len(cluster.jobs()) == 1, 30, "the waiting job is gone")
+    cli.run("workflow", "cancel", workflow, "--wait", "60")
+
+
+def test_a_preempted_gang_and_one_on_a_lost_node_name_the_cause(cluster: Cluster) -> None:
+    cli = cluster.cli
+    cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")
+    workflow, _ = _runs(cluster, FOREVER)
+    urgent = cluster.command(
+        "sbatch", "--parsable", "-p", "urgent", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600"
+    ).strip()
+    answer = cli.await_status(workflow, "FAILED_PREEMPTED", "FAILED", "FAILED_SERVER_ERROR")
+    assert answer["status"] == "FAILED_PREEMPTED", answer
+    cluster.command("scancel", urgent)
+    workflow, _ = _runs(cluster)
+    cluster.slurm.kill_node("n2")
+    try:
+        answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR", "FAILED", "FAILED_SERVER_ERROR", timeout=90)
+        assert answer["status"] == "FAILED_BACKEND_ERROR", answer
+        assert answer["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
+    finally:
+        cluster.slurm.start_node("n2")
+        cluster.slurm.wait_for_nodes("n2")
+
+
+def test_a_job_without_a_supervisor_ends_by_itself(cluster: Cluster) -> None:
+    cli = cluster.cli
+    cluster.configure(slurm={"idle_release": "2s"})
+    go = cli.folder / "go"
+    _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    cli.kill_supervisor()
+    go.touch()
+    cluster.await_no_jobs()
+    # The next command starts a supervisor, which finds the ends and the output on the login node.
+    assert cli.await_status("spin-1", "COMPLETED", "FAILED", "FAILED_BACKEND_ERROR")["status"] == "COMPLETED"
+    assert cli.logs("spin-1").count("late") == 2
 
 
 def test_a_job_that_is_canceled_from_outside_names_who_did_it(cluster: Cluster) -> None:

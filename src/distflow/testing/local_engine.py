@@ -42,6 +42,7 @@ class LocalEngine:
         self.grants_at_once = grants_at_once
         self.refuses = ""
         """Why every request is refused for good; empty if it is not."""
+        self.given_notice = ""
         self.is_away = False
         """Whether the engine cannot be asked."""
         self.questions = 0
@@ -67,6 +68,10 @@ class LocalEngine:
             if self.grants_at_once:
                 self.grant(number)
             return number
+
+    def notice(self, allocation_id: str) -> str:
+        """Return ``given_notice`` for every allocation."""
+        return self.given_notice if allocation_id in self._jobs else ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation."""
@@ -98,6 +103,10 @@ class LocalEngine:
         """Find nothing."""
         on_progress("asking the engine")
         return ()
+
+    def login_transport(self) -> Transport:
+        """Return a transport that runs commands on this machine."""
+        return LocalTransport("login")
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

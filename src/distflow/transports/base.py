@@ -16,6 +16,7 @@ from distflow.errors import DistflowError
 
 __all__ = [
     "REASON_MARK",
+    "BorrowedTransport",
     "Channel",
     "Completed",
     "Deadline",
@@ -165,6 +166,24 @@ def tail_with_reason(tail: str, why: str) -> str:
     """Return what ``Channel.stderr_tail`` returns. ``why``: why the connection broke; empty if it did not."""
     newline = "\n" if tail and not tail.endswith("\n") else ""
     return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
+
+
+class BorrowedTransport:
+    """The transport of somebody else, who alone closes it and hangs up (contract: ``Transport``)."""
+
+    reached_address: str | None = None
+    named_addresses: tuple[str, ...] = ()
+
+    def __init__(self, lender: Transport) -> None:
+        """Use ``lender``."""
+        self.name = lender.name
+        self.run, self.open, self.dial = lender.run, lender.open, lender.dial
+
+    def hang_up(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 T = TypeVar("T")

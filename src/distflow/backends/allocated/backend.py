@@ -32,6 +32,7 @@ from distflow.backends.allocated.engine import (
 )
 from distflow.backends.allocated.engines import open_engine
 from distflow.backends.base import (
+    Absent,
     AttemptKey,
     CheckpointRef,
     Ended,
@@ -76,6 +77,10 @@ _RETRY_S = 10.0
 """The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
 _DOUBT_S = 5.0
 """Seconds that the failure of a task waits for the engine's word about its allocation."""
+_RECOVERY_S = 20.0
+"""Seconds in which the ends of attempts are looked for on the login node after the end of their allocation."""
+_GUESSED = (EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED)
+"""How an agent explains missing processes. Another machine than the attempt's has none of them."""
 _REQUESTS_AT_ONCE = 8
 """Requests between two questions, so that many new gangs do not delay news about the others."""
 _CLOSE_S = 15.0
@@ -111,6 +116,12 @@ class _Held:
     """Failures that wait for the engine's word, each with the time at which it was seen."""
     said: str = ""
     """The last reason for waiting that was reported."""
+    over: Over | None = None
+    """How it ended, while the ends of its attempts are looked for."""
+    recovers_until: float = 0.0
+    """How long they are looked for."""
+    recovering: set[AttemptKey] = field(default_factory=set)
+    """Those about which nothing more will be found."""
 
 
 class AllocatedBackend:
@@ -241,6 +252,8 @@ class AllocatedBackend:
                 self._node_down(seen)
             elif isinstance(seen, Leased | LeaseRefused):
                 self._lease_answered(seen)
+            elif isinstance(seen, Ended | Absent | LogComplete) and (held := self._of_node(seen.key.node)) and held.over:
+                self._recovered(held, seen)
             elif isinstance(seen, Ended):
                 self._attempt_ended(seen)
             else:
@@ -249,8 +262,8 @@ class AllocatedBackend:
     def _node_down(self, seen: NodeDown) -> None:
         self._up.discard(seen.node)
         held = self._of_node(seen.node)
-        if held is None:
-            return  # its allocation is over, and was reported
+        if held is None or held.over is not None:
+            return  # its allocation is over
         self._pace.hurry()
         self._changed.notify()
         if held.request is None:
@@ -354,7 +367,10 @@ class AllocatedBackend:
                     held.retry_at = time.monotonic() + _pause_s(held.failures)
                     self._say(held, error.message)
                 continue
+            notice = self._engine.notice(found)
             with self._changed:
+                if notice:
+                    self._say(held, notice)
                 held.id = found
                 if self._held.get(held.allocation) is not held:
                     self._unwanted.append(found)  # it was canceled meanwhile
@@ -363,7 +379,10 @@ class AllocatedBackend:
     def _poll(self) -> None:
         """Ask for the states of all allocations, if that is due."""
         with self._changed:
-            asked = {one.id: one for one in self._held.values() if one.id}
+            for one in list(self._held.values()):
+                if one.over is not None:
+                    self._over(one, one.over)
+            asked = {one.id: one for one in self._held.values() if one.id and one.over is None}
             if not asked or not self._pace.is_due(self._is_queued()):
                 return
             self._pace.begin()
@@ -408,17 +427,46 @@ class AllocatedBackend:
             reason = Reason.START_ERROR if state.reason is None else state.reason
             self._refuse(held, {"": state.message}, is_final=is_final or state.reason is None, reason=reason)
             return
-        del self._held[held.allocation]
+        held.over = state
+        if state.reason is None and not held.recovers_until and not all(held.attempts.values()):
+            self._recover(held)
+        elif time.monotonic() >= held.recovers_until:
+            self._finish(held, state)
+
+    def _recover(self, held: _Held) -> None:
+        """Look on the login node for the ends of attempts that were not seen. It has them if it shares ``root``."""
+        held.recovers_until = time.monotonic() + _RECOVERY_S
+        names = tuple(held.nodes.values())
+        self._up.difference_update(names)
+        self._machines.drop(names)
+        self._machines.connect([self._pool.node(name) for name in names])
+        self._machines.watch([key for key, is_reported in held.attempts.items() if not is_reported])
+
+    def _recovered(self, held: _Held, seen: Ended | Absent | LogComplete) -> None:
+        """Take what an attempt recorded. What the agent on the login node concludes from missing processes is wrong."""
+        if isinstance(seen, Absent):
+            held.recovering.add(seen.key)
+        elif isinstance(seen, LogComplete):
+            held.recovering.add(seen.key)
+            self._sink(seen)
+        elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED:
+            held.attempts[seen.key] = True
+            self._sink(seen)
+        if held.over is not None and held.recovering.issuperset(held.attempts):
+            self._finish(held, held.over)
+
+    def _finish(self, held: _Held, state: Over) -> None:
+        """Report the ends of all attempts of an allocation that has ended, and forget it."""
+        self._held.pop(held.allocation, None)
         for key, is_reported in held.attempts.items():
-            if is_reported:
-                continue
             _, seen = held.doubtful.get(key, (0.0, None))
-            if seen is None or state.reason is not None:
+            if not is_reported and (seen is None or state.reason is not None):
                 told: dict[str, object] = dict(seen.end) if seen is not None else {}
                 reason = Reason.NODE_LOST if state.reason is None else state.reason
                 told |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
                 seen = Ended(at=now(), key=key, end=told, clock=seen.clock if seen is not None else None)
-            self._sink(seen)
+            if not is_reported and seen is not None:
+                self._sink(seen)
             self._sink(LogComplete(at=now(), key=key))
         self._drop(held)
 
@@ -461,9 +509,7 @@ class AllocatedBackend:
             if name in self._up:
                 self._up.discard(name)
                 self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
-        # Closing waits for threads that may be waiting for our lock.
-        names = tuple(held.nodes.values())
-        threading.Thread(target=self._machines.drop, args=(names,), name="drop nodes", daemon=True).start()
+        self._machines.drop(tuple(held.nodes.values()))
 
     def _give_up_doubts(self) -> None:
         for held in self._held.values():
@@ -488,6 +534,8 @@ class AllocatedBackend:
         times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
         if any(one.id for one in self._held.values()):
             times.append(self._pace.due_in_s(self._is_queued()))
+        if any(one.over is not None for one in self._held.values()):
+            times.append(1.0)
         return min(times, default=math.inf)
 
     def _doubt_ends_in_s(self) -> float:
@@ -504,6 +552,9 @@ class AllocatedBackend:
 
     def _transport(self, node: Node) -> Transport:
         host, allocation_id = host_of(node.name)
+        held = self._of_node(node.name)
+        if held is not None and held.over is not None:
+            return self._engine.login_transport()
         return self._engine.transport(allocation_id, host)
 
 

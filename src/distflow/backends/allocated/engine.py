@@ -132,6 +132,10 @@ class Engine(Protocol):
         """
         ...
 
+    def notice(self, allocation_id: str) -> str:
+        """Return a warning about how an allocation was requested; empty if there is none."""
+        ...
+
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation, with one question to the engine.
 
@@ -153,6 +157,10 @@ class Engine(Protocol):
 
     def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
         """Return findings about the engine and the pool's settings. ``on_progress`` is called with the name of each step."""
+        ...
+
+    def login_transport(self) -> Transport:
+        """Return a transport to the machine with the engine's commands. Its ``close`` does nothing."""
         ...
 
     def close(self) -> None:

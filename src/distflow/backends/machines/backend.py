@@ -126,10 +126,10 @@ class MachinesBackend:
 
     def drop(self, names: Collection[str]) -> None:
         """Close the connections to nodes that are no longer part of the pool."""
-        for name in names:
-            connection = self._connections.pop(name, None)
-            if connection is not None:
-                connection.close()
+        dropped = [connection for name in names if (connection := self._connections.pop(name, None)) is not None]
+        for connection in dropped:
+            # It waits for threads that may be waiting for the caller.
+            threading.Thread(target=connection.close, name=f"close {connection.node.name}", daemon=True).start()
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
         """Build the Python environment in a thread, because that may take minutes."""

@@ -117,7 +117,9 @@ def _execute(argv: List[bytes], fds: List[int], env: Dict[bytes, bytes]) -> None
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
+        for number in (
+            signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1,
+        ):  # fmt: skip
             signal.signal(number, signal.SIG_DFL)
         for target, fd in enumerate(fds):
             # The received numbers are above 2, because 0, 1 and 2 are open.
@@ -147,6 +149,8 @@ class Resident:
         self._server.setblocking(False)
         self._connections: Dict[int, Connection] = {}
         self._is_ending = False
+        self._is_released = False
+        """Whether nothing more is wanted of the job: it ends now, and successfully."""
         self._is_busy: Optional[bool] = None
         self._env = {
             os.fsencode(name): os.fsencode(value)
@@ -160,6 +164,7 @@ class Resident:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGUSR1, self._leave)
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
@@ -171,7 +176,7 @@ class Resident:
         while True:
             has_children = self._reap()
             # Slurm sends SIGTERM to all processes of the job, and SIGKILL after some time in which they may end by themselves.
-            if self._is_ending and not has_children:
+            if (self._is_ending and not has_children) or self._is_released:
                 return
             self._report(is_busy=has_children or bool(self._connections))
             limits = [one.ends_at for one in self._connections.values() if one.ends_at is not None]
@@ -189,6 +194,9 @@ class Resident:
 
     def _end(self, *_: object) -> None:
         self._is_ending = True
+
+    def _leave(self, *_: object) -> None:
+        self._is_released = True
 
     def _drain_wake(self) -> None:
         try:
@@ -272,7 +280,7 @@ def node(job: str, host: str) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
             os._exit(code)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the resident program gets them too
     status = os.waitpid(resident, 0)[1]
     try:

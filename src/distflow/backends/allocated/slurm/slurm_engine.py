@@ -45,7 +45,7 @@ from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, SlurmSettings, ssh_node
-from distflow.transports.base import Transport
+from distflow.transports.base import BorrowedTransport, Transport
 
 __all__ = ["SlurmEngine"]
 
@@ -104,6 +104,8 @@ class SlurmEngine:
         """Jobs that this process submitted and has not released, and when."""
         self._over: dict[str, Over] = {}
         """Ended jobs that have been looked up."""
+        self._visited: set[str] = set()
+        """Jobs whose resident programs were probably reached."""
         self._notices: dict[str, str] = {}
         self._het_groups: dict[str, dict[str, int]] = {}
         """Running job → host → component; empty for a job that is not heterogeneous."""
@@ -164,10 +166,16 @@ class SlurmEngine:
         with self._state:
             # Only jobs with a marker: after a reset of the cluster, an old id may be that of the user's own job.
             jobs = [job for job in ids if job in self._active or job in self._submitted]
+            # Their resident programs end at this signal, so that Slurm's accounting shows no canceled job.
+            running = [job for job in jobs if job in self._visited and self._het_groups.get(job) == {}]
         if not jobs:
             return
         logs = " ".join(log_path(self._template.root, job) for job in jobs)
-        done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
+        steps = " ".join(f"{job}.0" for job in running)
+        others = " ".join(job for job in jobs if job not in running)
+        script = f"scancel --signal=USR1 {steps} 2>/dev/null || scancel {' '.join(running)} || code=$?\n" if running else ""
+        script += f"scancel {others} || code=$?\n" if others else ""
+        done = self._commands.run("sh", "-c", f"code=0\n{script}rm -f {logs}\nexit $code")
         failures = [words for words in last_words(done).split("; ") if re.search(_ENDED_ALREADY, words) is None]
         if done.exit_code != 0 and failures:
             raise self._commands.failed("scancel", done)
@@ -176,10 +184,17 @@ class SlurmEngine:
                 self._active.pop(job, None)
                 self._submitted.pop(job, None)
                 self._notices.pop(job, None)
+                self._visited.discard(job)
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport to a node of a job, without connecting."""
+        with self._state:
+            self._visited.add(allocation_id)
         return self._relay(self._login, allocation_id, host, self._template.python)
+
+    def login_transport(self) -> Transport:
+        """Return a transport to the login node, which stays connected for the engine."""
+        return BorrowedTransport(self._login)
 
     def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
         """Return the findings about the cluster and the pool's settings."""
