@@ -116,6 +116,25 @@ def test_a_gang_that_never_gets_nodes_ends_by_its_queue_timeout(cluster: Cluster
     cli.run("workflow", "cancel", workflow, "--wait", "60")
 
 
+def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cluster) -> None:
+    cli = cluster.cli
+    done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
+    assert done.code == 0, done.err
+    uuid = cli.query("spin-1")["uuid"]
+
+    def submitted(marker: str) -> str:
+        return cluster.command("sbatch", "--parsable", f"--comment={marker}", "--output=/dev/null", "--wrap=sleep 600").strip()
+
+    ours, foreign = submitted(f"distflow:{uuid}/train/0"), submitted(f"distflow:{'a' * 32}/train/0")
+    assert "would stop" in cli.run("node", "reap", "--dry-run").out
+    shown = cli.run("node", "reap").out
+    assert f"job {ours}" in shown
+    assert f"job {foreign}" in shown
+    assert "skipped" in shown
+    wait_until(lambda: cluster.jobs() == [foreign], 30, "only the job of another submitter is left")
+    cluster.command("scancel", foreign)
+
+
 def test_a_preempted_gang_and_one_on_a_lost_node_name_the_cause(cluster: Cluster) -> None:
     cli = cluster.cli
     cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")

@@ -21,6 +21,7 @@ from distflow.client.nodes import (
     Uninstalled,
     choose_nodes,
     clean_nodes,
+    reap_jobs,
     reap_nodes,
     replace_uuids,
     uninstall_nodes,
@@ -124,14 +125,15 @@ def reap(
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Stop orphan processes and containers of earlier attempts.
+    """Stop orphan processes and containers of earlier attempts, and jobs of ended workflows on a cluster.
 
     Running tasks of any user are never touched. Leftovers of another root directory or user are listed, but not stopped.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
         ids = workflow_ids(client)
-    results = reap_nodes(chosen, is_dry_run=dry_run)
+        jobs = reap_jobs(client, pool=pool, hosts=client.hosts(hostfile), is_dry_run=dry_run) if not nodes else []
+    results = [*reap_nodes(chosen, is_dry_run=dry_run), *jobs]
     if format_type is Format.JSON:
         print(json.dumps({"dry_run": dry_run, "nodes": [_reaped_json(one) for one in results]}, indent=2))
     else:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from distflow.client.failures import diagnose_groups, explain_failures
     from distflow.client.logs import stream_logs
     from distflow.client.metrics import find_metrics
-    from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
+    from distflow.client.nodes import choose_nodes, clean_nodes, reap_jobs, reap_nodes, uninstall_nodes
     from distflow.client.notifications.targets import find_notify_targets, send_test_notification, set_profile_notify
     from distflow.client.outputs import fetch_output_files, list_output_files
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
@@ -114,6 +114,7 @@ __all__ = [
     "read_stacks",
     "read_status",
     "read_versions",
+    "reap_jobs",
     "reap_nodes",
     "restart",
     "rsync_with_task",

@@ -31,6 +31,7 @@ __all__ = [
     "ask_resource_holders",
     "choose_nodes",
     "clean_nodes",
+    "reap_jobs",
     "reap_nodes",
     "replace_uuids",
     "uninstall_nodes",
@@ -94,6 +95,39 @@ def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[R
 
     """
     return ask_nodes(nodes, lambda pool, node: reap_node(pool, node, is_dry_run=is_dry_run))
+
+
+def reap_jobs(
+    client: Client, *, pool: str | None = None, hosts: Sequence[Host] | None = None, is_dry_run: bool = False
+) -> list[Reaped]:
+    """Find jobs of cluster engines that ended workflows have left, and end them. Jobs of other submitters are only reported.
+
+    Args:
+        client: The client whose configuration has the pools and whose store has the workflows.
+        pool: The name of a pool. Default: all pools whose nodes an engine chooses.
+        hosts: Machines to use as the pool; they have no jobs.
+        is_dry_run: Whether to only find them.
+
+    Returns:
+        One result for each such pool, with the name of the pool as its node.
+
+    Raises:
+        NotFound: if the pool does not exist.
+        ProblemsFound: if the configuration is wrong.
+
+    """
+    if hosts is not None:
+        return []
+    configuration = client.configuration()
+    pools = configuration.pools.values() if pool is None else [choose_pool(configuration, given=pool)]
+    chosen = [one for one in pools if one.is_allocated]
+    if not chosen:
+        return []
+    from distflow.backends.allocated.leftovers import reap_allocations
+
+    unfinished = client.store.uuids(are_unfinished=True)
+    ended = client.store.uuids() - unfinished
+    return [reap_allocations(one, ended=ended, unfinished=unfinished, is_dry_run=is_dry_run) for one in chosen]
 
 
 def clean_nodes(
