@@ -24,7 +24,7 @@ class Cluster:
     def __init__(self, cli: Cli, slurm: Slurm, login: Sshd | None = None) -> None:
         self.cli = cli
         self.slurm = slurm
-        self._login = login
+        self.login = login
         if login is None:
             cli.environment["PATH"] = f"{slurm.commands}:{cli.environment['PATH']}"
         else:
@@ -40,8 +40,8 @@ class Cluster:
             "python": sys.executable,
             "slurm": {"partition": "main", "idle_release": "30s"} | (slurm or {}),
         }
-        if self._login is not None:
-            pool |= {"login": self._login.alias, "ssh_config": str(folder / "ssh_config")}
+        if self.login is not None:
+            pool |= {"login": self.login.alias, "ssh_config": str(folder / "ssh_config")}
         text = json.dumps({"default_pool": "cluster", "pools": {"cluster": pool | settings}})
         (folder / "distflow.yaml").write_text(text)
 

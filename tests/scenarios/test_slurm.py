@@ -116,6 +116,19 @@ def test_a_gang_that_never_gets_nodes_ends_by_its_queue_timeout(cluster: Cluster
     cli.run("workflow", "cancel", workflow, "--wait", "60")
 
 
+@pytest.mark.ssh
+def test_a_restarted_login_node_loses_nothing(far_cluster: Cluster) -> None:
+    cli, go = far_cluster.cli, far_cluster.cli.folder / "go"
+    workflow, job = _runs(far_cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    assert far_cluster.login is not None
+    far_cluster.login.restart()
+    wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reached again")
+    go.touch()
+    assert cli.await_status(workflow, "COMPLETED", "FAILED")["status"] == "COMPLETED"
+    assert (cli.logs(workflow).count("late"), far_cluster.job_of(workflow)) == (2, job)
+    assert far_cluster.login.connections() <= 4
+
+
 def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cluster) -> None:
     cli = cluster.cli
     done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
