@@ -145,7 +145,7 @@ class SlurmSettings:
     extra: tuple[str, ...] = ()
     """Further arguments of ``sbatch``."""
     container: Literal["pyxis"] | None = None
-    """How the image of a task is used: ``pyxis`` gives it to Slurm; ``None``: the node's ``container`` runtime."""
+    """How exported scripts use the image of a task. distflow itself uses the node's ``container`` runtime."""
     idle_release_s: float = 600.0
     """The time without tasks and supervisor after which the job ends by itself."""
     platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))
