@@ -132,7 +132,7 @@ def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
     done = cli.run("workflow", "logs", "bad-1", "--task", "a", "--error")
     assert (done.code, done.out) == (0, "[a] RuntimeError: no\n[a] Traceback\n[a]   line 1\n")
     answer = json.loads(cli.run("workflow", "logs", "bad-1", "-t", "a", "--error", "--format-type", "json").out)
-    assert answer == [{"task": "a", "retry_id": 0, "error": error}]
+    assert answer == [{"task": "a", "task_name": "a", "retry_id": 0, "error": error}]
     none = cli.run("workflow", "logs", "bad-1", "-t", "b", "--error")
     assert (none.code, none.out) == (0, "")
     assert "b has not written an error file. Its output: distflow workflow logs bad-1 --task b" in none.err

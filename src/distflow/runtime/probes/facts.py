@@ -98,9 +98,9 @@ def _amd_gpus() -> List[str]:
 
 
 def _ssh_server() -> str:
-    """Return the address on which sshd accepted this connection; empty without one (sshd's SSH_CONNECTION)."""
+    """Return the address on which sshd accepted this connection (its SSH_CONNECTION), or that of an allocated node."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
-    return parts[2] if len(parts) == 4 else ""
+    return parts[2] if len(parts) == 4 else os.environ.get("DISTFLOW_NODE_ADDRESS", "")
 
 
 def _ipv4() -> List[Dict[str, str]]:

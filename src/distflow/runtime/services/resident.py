@@ -157,6 +157,8 @@ class Resident:
             for name, value in os.environ.items()
             if name in _KEPT or not name.startswith(_OF_STEPS)
         }
+        self._env.pop(b"SSH_CONNECTION", None)  # that of the login from which the job was submitted
+        self._env[b"DISTFLOW_NODE_ADDRESS"] = _address_to(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")).encode()
         self._wake, wake = socket.socketpair()
         self._woken = wake  # kept open
         for end in (self._wake, wake):
@@ -255,6 +257,18 @@ class Resident:
                 os.write(1, "{} {}\n".format(self._name, "busy" if is_busy else "idle").encode())
             except OSError:
                 return  # `srun` has ended, and this step ends with it
+
+
+def _address_to(other: str) -> str:
+    """Return the address of this node on its route to another node of the job; empty if there is none."""
+    if not other:
+        return ""
+    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect((other, 9))  # sends nothing
+            return str(one.getsockname()[0])
+        except OSError:
+            return ""
 
 
 def _adopt_orphans() -> None:
