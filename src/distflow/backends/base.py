@@ -447,12 +447,13 @@ class Backend(Protocol):
         """Try to lease everything for a gang."""
         ...
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
         """Give back the allocations of all other gangs that this backend has requested, where an engine chooses the nodes.
 
         Args:
             gangs: The attempts of groups that wait for nodes or still need theirs; task and node are empty.
-            ended: Workflows (uuids) that have ended, and may have left allocations that an earlier process requested.
+            ended: Workflows (uuids) that have ended. They and those of ``gangs`` may have left allocations that an earlier
+                process requested. ``None``: do not look for those.
 
         """
         ...

@@ -126,6 +126,8 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.PEER_FAILED:
             return State.FAILED, Reason.PEER_FAILED, end.message or ""
+        case EndReason.ALLOCATION_OVER if group.state is State.STOPPING:
+            return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
         case EndReason.ALLOCATION_OVER:
             return State.FAILED, end.allocation or Reason.NODE_LOST, end.message or "its allocation ended"
         case EndReason.UNATTENDED:

@@ -306,7 +306,9 @@ class Supervisor:
                 key
                 for group in record.groups
                 for task in group.attempts
-                if (key := attempt_key(record, group, task)) is not None and not _is_done(task)
+                if (key := attempt_key(record, group, task)) is not None
+                # An allocated node is known only by its attempts, and its output may still have to be collected.
+                and (not _is_done(task) or (self._pools[record.pool_key].is_allocated and not group.state.is_final))
             ]
             if keys:
                 backend.watch(keys)
@@ -482,8 +484,9 @@ class Supervisor:
             kept = frozenset(gang for record in records for gang in _gangs(record))
             if kept != self._kept.get(pool):
                 # Allocations of an earlier supervisor are known only to the engine. It is asked once.
-                ended = () if pool in self._kept else self._store.uuids() - self._workflows.keys()
+                is_first = pool not in self._kept
                 self._kept[pool] = kept
+                ended = self._store.uuids() - self._store.uuids(are_unfinished=True) if is_first else None
                 self._backends[pool].keep(kept, ended)
             used = {(pool, task.node) for record in records for task in _tasks(record) if task.node is not None}
             gone = {one for one in self._allocated if one[0] == pool} - used

@@ -30,6 +30,8 @@ from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Sna
 __all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 
 
+_AROUND_S = 3600.0
+"""Seconds that a gang may need its nodes in addition to its ``exec_timeout``, to prepare and to collect its outputs."""
 _LEASE_OUTLIVES_S = 15.0
 """Seconds that nodes hold a lease longer than the start barrier, because the supervisor decides about a late gang. If a node
 gave up at the same moment, it would seem to have lost its lease, and the gang would start again."""
@@ -224,13 +226,14 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         venvs=_venvs(plan, nodes, pool),
         platforms={one.task: one.resource.platform for one in plan.launches if one.resource.platform is not None},
         excluded=_excluded(plan, group),
-        time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + pool.start_barrier_s + pool.stop_grace_s,
+        time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + _AROUND_S,
     )
 
 
 def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
     """Return the nodes that each task must not get: those of its spec, and those on which earlier attempts failed."""
-    failures = Counter(cause.node for cause in group.earlier_causes)
+    # An allocated node has the name of its host, then that of the allocation, which is another one for each attempt.
+    failures = Counter((cause.node or "").partition("@")[0] for cause in group.earlier_causes)
     avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     return {one.task: found for one in demands(plan) if (found := (*one.nodes_excluded, *avoided))}
 

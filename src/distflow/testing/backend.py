@@ -104,7 +104,7 @@ class FakeBackend:
 
     # The protocol.
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
         """Do nothing: nodes are not allocated."""
 
     def connect(self, nodes: Sequence[Node]) -> None:

@@ -9,11 +9,13 @@ preempted.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ from distflow.backends.base import (
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.steady import now
 from distflow.documents.requirements import Requirements
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, NodeUnreachable, StorageError
 from distflow.lifecycle.states import Reason
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch
@@ -75,15 +77,22 @@ _POLLS, _POLL_EVERY_S = 5.0, 6.0
 """Questions that may follow each other quickly, and seconds until there may be one more."""
 _RETRY_S = 10.0
 """The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
-_DOUBT_S = 5.0
-"""Seconds that the failure of a task waits for the engine's word about its allocation."""
+_DOUBT_S = 60.0
+"""Seconds that the failure of a task waits at most for the engine's word about its allocation."""
+_DOUBTFUL_POLL_S = 2.0
+_UNANSWERED_S = 5.0
+"""The same while the engine cannot be asked."""
 _RECOVERY_S = 20.0
 """Seconds in which the ends of attempts are looked for on the login node after the end of their allocation."""
-_GUESSED = (EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED)
-"""How an agent explains missing processes. Another machine than the attempt's has none of them."""
+_GUESSED = (
+    EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED, EndReason.STOPPED,
+)  # fmt: skip
+"""How a node explains an end that the engine may have caused: it stops processes by signals, and kills those that remain."""
 _REQUESTS_AT_ONCE = 8
 """Requests between two questions, so that many new gangs do not delay news about the others."""
-_CLOSE_S = 15.0
+_CLOSE_S = 60.0
+"""Seconds in which ``close`` tries to release what is no longer wanted."""
+_LAST_S = 15.0
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> AllocatedBackend:
@@ -112,6 +121,8 @@ class _Held:
     """The time by which all nodes must be connected."""
     attempts: dict[AttemptKey, bool] = field(default_factory=dict)
     """Attempts on its nodes, and whether their end was reported."""
+    stopped: set[AttemptKey] = field(default_factory=set)
+    """Attempts that were to be stopped."""
     doubtful: dict[AttemptKey, tuple[float, Ended]] = field(default_factory=dict)
     """Failures that wait for the engine's word, each with the time at which it was seen."""
     said: str = ""
@@ -138,11 +149,13 @@ class AllocatedBackend:
         self._held: dict[Allocation, _Held] = {}
         self._unwanted: list[str] = []
         """Ids of allocations to release."""
-        self._ended: Collection[str] = ()
-        """Workflows whose leftover allocations are to be found and released."""
+        self._kept: Collection[Allocation] = ()
+        self._ended: set[str] | None = None
+        """Workflows whose leftover allocations are to be found and released; ``None``: none are to be found."""
         self._up: set[str] = set()
         self._pace = _Pace()
         self._is_closing = False
+        self._closes_at = 0.0
         self._thread = threading.Thread(target=self._work, name=f"allocations of {pool.name}", daemon=True)
         self._thread.start()
 
@@ -174,15 +187,20 @@ class AllocatedBackend:
             self._pace.hurry()
             self._changed.notify()
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
         """Release all other allocations, and find those that ended workflows have left."""
         kept = {_allocation_of(key) for key in gangs}
         with self._changed:
+            self._kept = kept
             for allocation in [one for one in self._held if one not in kept]:
                 held = self._held.pop(allocation)
-                self._unwanted += [held.id] if held.id else []
+                if held.id:
+                    self._unwanted.append(held.id)
+                elif held.failures:
+                    self._look_for([allocation.workflow])  # the answer to a request may have been lost
                 self._drop(held)
-            self._ended = ended
+            if ended is not None:
+                self._look_for(ended)
             self._changed.notify()
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
@@ -195,23 +213,23 @@ class AllocatedBackend:
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Copy files and launch record to the node."""
-        if self._reaches(key):
-            self._machines.prepare(key, launch, secrets, stop_grace_s, memo)
+        self._do(key, partial(self._machines.prepare, key, launch, secrets, stop_grace_s, memo))
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt."""
-        if self._reaches(key):
-            self._machines.start(key)
+        self._do(key, partial(self._machines.start, key))
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Stop an attempt."""
-        if self._reaches(key):
-            self._machines.stop(key, grace_s=grace_s, why=why)
+        with self._changed:
+            held = self._held.get(_allocation_of(key))
+            if held is not None:
+                held.stopped.add(key)
+        self._do(key, partial(self._machines.stop, key, grace_s=grace_s, why=why))
 
     def release(self, key: AttemptKey) -> None:
         """Release the lease of an attempt that has not started. The allocation remains until the gang no longer needs it."""
-        if self._reaches(key):
-            self._machines.release(key)
+        self._do(key, partial(self._machines.release, key))
 
     def collect(
         self,
@@ -222,21 +240,23 @@ class AllocatedBackend:
         for_nodes: bool = False,  # noqa: ARG002  the next gang gets other nodes, so nothing stays on a node
     ) -> None:
         """Copy the output of an ended attempt here."""
-        if self._reaches(key):
-            self._machines.collect(key, checkpoint, place)
+        self._do(key, partial(self._machines.collect, key, checkpoint, place))
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
     ) -> Delivered:
         """Let the node upload the output of an ended attempt."""
-        return self._machines.deliver(key, delivery, identity, halt, progress)
+        try:
+            return self._machines.deliver(key, delivery, identity, halt, progress)
+        except KeyError:
+            raise StorageError(f"{key.node} is no longer allocated") from None
 
     def close(self) -> None:
         """Release what is no longer wanted, and close all connections. Other allocations stay."""
         with self._changed:
-            self._is_closing = True
+            self._is_closing, self._closes_at = True, time.monotonic() + _CLOSE_S
             self._changed.notify()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S + _LAST_S)
         self._machines.close()
         self._engine.close()
 
@@ -245,6 +265,8 @@ class AllocatedBackend:
     def _seen(self, seen: Observation) -> None:
         with self._changed:
             if isinstance(seen, NodeUp):
+                if self._of_node(seen.node) is None:
+                    return  # its allocation is over
                 self._up.add(seen.node)
                 self._sink(seen)
                 self._lease_if_connected(self._of_node(seen.node))
@@ -287,7 +309,7 @@ class AllocatedBackend:
         held = self._held.get(_allocation_of(seen.key))
         if held is None or held.attempts.get(seen.key, True):
             self._sink(seen)
-        elif _may_be_by_engine(seen.end):
+        elif seen.key not in held.stopped and _may_be_by_engine(seen.end):
             held.doubtful.setdefault(seen.key, (time.monotonic(), seen))
             self._pace.hurry()
             self._changed.notify()
@@ -305,10 +327,10 @@ class AllocatedBackend:
                 if self._is_closing and not self._unwanted:
                     return
                 self._give_up_doubts()
-                if time.monotonic() < retry_at and not self._is_closing:
+                if time.monotonic() < retry_at:
                     continue
                 unwanted, self._unwanted = self._unwanted, []
-                ended, self._ended = self._ended, frozenset()
+                ended, self._ended = self._ended, None
             try:
                 self._release(unwanted, ended)
                 if not self._is_closing:
@@ -319,30 +341,36 @@ class AllocatedBackend:
                 failures += 1
                 retry_at = time.monotonic() + _pause_s(failures)
                 with self._changed:
-                    if self._is_closing:
+                    if self._is_closing and time.monotonic() > self._closes_at:
                         return
                     self._unwanted += unwanted
-                    self._ended = self._ended or ended
+                    if ended is not None:
+                        self._look_for(ended)
                     for held in self._held.values():
                         self._say(held, error.message)
+                        self._believe(held, until=time.monotonic() - _UNANSWERED_S)
+            except Exception:  # noqa: BLE001  only this thread asks the engine
+                failures += 1
+                retry_at = time.monotonic() + _pause_s(failures)
+                sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
 
     def _wait(self, retry_at: float) -> None:
         """Wait until something has changed or is due. An engine that could not be asked is not asked before ``retry_at``."""
         left_s, doubt_s = retry_at - time.monotonic(), self._doubt_ends_in_s()
-        if self._is_closing:
-            return
         if left_s > 0:
-            self._changed.wait(min(left_s, doubt_s))
-        elif not (self._unwanted or self._ended):
+            self._changed.wait(max(0.0, min(left_s, doubt_s)))
+        elif not (self._unwanted or self._ended is not None or self._is_closing):
             next_s = min(self._next_in_s(), doubt_s)
             self._changed.wait(None if next_s == math.inf else max(0.0, next_s))
 
-    def _release(self, ids: Sequence[str], ended: Collection[str]) -> None:
-        if ended:
-            with self._changed:
-                known = {held.id for held in self._held.values()}
+    def _release(self, ids: Sequence[str], ended: Collection[str] | None) -> None:
+        if ended is not None:
             found = self._engine.allocations()
-            ids = [*ids, *(name for name, one in found.items() if one.workflow in ended and name not in known)]
+            with self._changed:
+                known, kept = {held.id for held in self._held.values()}, self._kept
+            ours = {*ended, *(one.workflow for one in kept)}
+            left = (name for name, one in found.items() if one.workflow in ours and one not in kept and name not in known)
+            ids = [*ids, *left]
         if ids:
             self._engine.release(ids)
 
@@ -366,6 +394,10 @@ class AllocatedBackend:
                     held.failures += 1
                     held.retry_at = time.monotonic() + _pause_s(held.failures)
                     self._say(held, error.message)
+                    if self._held.get(held.allocation) is not held:
+                        self._look_for([held.allocation.workflow])  # it may exist although it was canceled
+                if isinstance(error, NodeUnreachable):
+                    return
                 continue
             notice = self._engine.notice(found)
             with self._changed:
@@ -383,7 +415,7 @@ class AllocatedBackend:
                 if one.over is not None:
                     self._over(one, one.over)
             asked = {one.id: one for one in self._held.values() if one.id and one.over is None}
-            if not asked or not self._pace.is_due(self._is_queued()):
+            if not asked or self._due_in_s() > 0:
                 return
             self._pace.begin()
             tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in asked.items()}
@@ -402,8 +434,6 @@ class AllocatedBackend:
                     f"; expected start: {datetime.fromtimestamp(state.starts_at, timezone.utc).astimezone():%Y-%m-%d %H:%M}"
                 )
             self._say(held, message)
-            # An allocation with attempts is ending. The engine will say why when their processes are gone.
-            held.doubtful = {key: (time.monotonic(), seen) for key, (_, seen) in held.doubtful.items()}
         elif isinstance(state, Granted):
             self._granted(held, state, asked_at)
         else:
@@ -423,9 +453,10 @@ class AllocatedBackend:
 
     def _over(self, held: _Held, state: Over) -> None:
         if held.request is not None:
-            is_final = state.reason not in (None, Reason.PREEMPTED, Reason.NODE_LOST) or not state.message
+            # A job that ended by itself was not used by this process, which was suspended or had no connection.
+            is_final = state.is_failure or state.reason not in (None, Reason.PREEMPTED, Reason.NODE_LOST)
             reason = Reason.START_ERROR if state.reason is None else state.reason
-            self._refuse(held, {"": state.message}, is_final=is_final or state.reason is None, reason=reason)
+            self._refuse(held, {"": state.message}, is_final=is_final, reason=reason)
             return
         held.over = state
         if state.reason is None and not held.recovers_until and not all(held.attempts.values()):
@@ -505,10 +536,10 @@ class AllocatedBackend:
 
     def _drop(self, held: _Held) -> None:
         """Disconnect from the nodes of an allocation."""
-        for name in held.nodes.values():
-            if name in self._up:
-                self._up.discard(name)
-                self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
+        told = {*(key.node for key in held.attempts), *(self._up.intersection(held.nodes.values()))}
+        for name in told:
+            self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
+        self._up.difference_update(held.nodes.values())
         self._machines.drop(tuple(held.nodes.values()))
 
     def _give_up_doubts(self) -> None:
@@ -526,33 +557,47 @@ class AllocatedBackend:
     def _of_node(self, name: str) -> _Held | None:
         return next((one for one in self._held.values() if name in one.nodes.values()), None)
 
-    def _is_queued(self) -> bool:
-        return any(one.request is not None for one in self._held.values())
-
     def _next_in_s(self) -> float:
         """Return the seconds until the engine is to be asked without a change; infinite for never."""
         times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
         if any(one.id for one in self._held.values()):
-            times.append(self._pace.due_in_s(self._is_queued()))
+            times.append(self._due_in_s())
         if any(one.over is not None for one in self._held.values()):
             times.append(1.0)
         return min(times, default=math.inf)
+
+    def _due_in_s(self) -> float:
+        """Return the seconds until the next question about all allocations."""
+        is_queued = any(one.request is not None for one in self._held.values())
+        if any(one.doubtful for one in self._held.values()):
+            return min(self._pace.due_in_s(is_queued), self._pace.since_last_s(_DOUBTFUL_POLL_S))
+        return self._pace.due_in_s(is_queued)
 
     def _doubt_ends_in_s(self) -> float:
         """Return the seconds until a failure no longer waits for the engine's word; infinite for never."""
         seen = [at for one in self._held.values() for at, _ in one.doubtful.values()]
         return min(seen, default=math.inf) + _DOUBT_S - time.monotonic()
 
-    def _reaches(self, key: AttemptKey) -> bool:
+    def _look_for(self, workflows: Iterable[str]) -> None:
+        """Find and release what these workflows have left."""
+        self._ended = {*(self._ended or ()), *workflows}
+
+    def _do(self, key: AttemptKey, action: Callable[[], None]) -> None:
+        """Give a command to a node, or report that it cannot be reached."""
         with self._changed:
             reaches = key.node in self._up
-        if not reaches:
-            self._sink(Unanswered(at=now(), key=key))
-        return reaches
+        if reaches:
+            try:
+                action()
+                return
+            except KeyError:
+                pass  # the allocation ended at this moment
+        self._sink(Unanswered(at=now(), key=key))
 
     def _transport(self, node: Node) -> Transport:
         host, allocation_id = host_of(node.name)
-        held = self._of_node(node.name)
+        with self._changed:
+            held = self._of_node(node.name)
         if held is not None and held.over is not None:
             return self._engine.login_transport()
         return self._engine.transport(allocation_id, host)
@@ -584,9 +629,9 @@ class _Pace:
         lacking = max(0.0, 1.0 - self._filled()) * _POLL_EVERY_S
         return max(self._last + wait_s - time.monotonic(), lacking)
 
-    def is_due(self, is_queued: bool) -> bool:
-        """Return whether the next question may be asked now."""
-        return self.due_in_s(is_queued) <= 0
+    def since_last_s(self, wait_s: float) -> float:
+        """Return the seconds until ``wait_s`` have passed since the last question."""
+        return self._last + wait_s - time.monotonic()
 
     def begin(self) -> None:
         """Count a question that is asked now."""
@@ -610,10 +655,8 @@ def _key(held: _Held, task: str) -> AttemptKey:
 
 def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
     """Return whether the engine may have caused an end: not if the command succeeded, and not if distflow stopped it."""
-    reasons: Iterable[EndReason] = (
-        EndReason.EXITED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED,
-    )  # fmt: skip
-    return EndReason.of(end.get("reason", EndReason.EXITED)) in reasons and end.get("exit_code") != 0
+    reason = EndReason.of(end.get("reason", EndReason.EXITED))
+    return reason in _GUESSED or (reason is EndReason.EXITED and end.get("exit_code") != 0)
 
 
 def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:

@@ -117,6 +117,8 @@ class Over:
     """The engine's account in plain words."""
     hosts: Collection[str] = field(default_factory=tuple)
     """The hosts that caused the end, if the engine names any."""
+    is_failure: bool = False
+    """Whether the programs that distflow starts there failed, so that another allocation would fail too."""
 
 
 AllocationState = Queued | Granted | Over

@@ -121,7 +121,7 @@ class MachinesBackend:
         """Request a lease from every node. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] = ()) -> None:
+    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
         """Do nothing: nodes are not allocated."""
 
     def drop(self, names: Collection[str]) -> None:

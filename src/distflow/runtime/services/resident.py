@@ -117,9 +117,7 @@ def _execute(argv: List[bytes], fds: List[int], env: Dict[bytes, bytes]) -> None
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (
-            signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1,
-        ):  # fmt: skip
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         for target, fd in enumerate(fds):
             # The received numbers are above 2, because 0, 1 and 2 are open.
@@ -149,8 +147,6 @@ class Resident:
         self._server.setblocking(False)
         self._connections: Dict[int, Connection] = {}
         self._is_ending = False
-        self._is_released = False
-        """Whether nothing more is wanted of the job: it ends now, and successfully."""
         self._is_busy: Optional[bool] = None
         self._env = {
             os.fsencode(name): os.fsencode(value)
@@ -166,7 +162,6 @@ class Resident:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        signal.signal(signal.SIGUSR1, self._leave)
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
@@ -178,7 +173,7 @@ class Resident:
         while True:
             has_children = self._reap()
             # Slurm sends SIGTERM to all processes of the job, and SIGKILL after some time in which they may end by themselves.
-            if (self._is_ending and not has_children) or self._is_released:
+            if self._is_ending and not has_children:
                 return
             self._report(is_busy=has_children or bool(self._connections))
             limits = [one.ends_at for one in self._connections.values() if one.ends_at is not None]
@@ -196,9 +191,6 @@ class Resident:
 
     def _end(self, *_: object) -> None:
         self._is_ending = True
-
-    def _leave(self, *_: object) -> None:
-        self._is_released = True
 
     def _drain_wake(self) -> None:
         try:
@@ -294,7 +286,7 @@ def node(job: str, host: str) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
             os._exit(code)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the resident program gets them too
     status = os.waitpid(resident, 0)[1]
     try:

@@ -99,7 +99,7 @@ class Account:
             text += f" of {seconds_text(limit)}"
         if state == "FAILED":
             text += self._exit()
-        return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts)
+        return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts, is_failure=state == "FAILED")
 
     def _lost(self, components: Sequence[Component], down: Collection[str]) -> tuple[str, ...]:
         """Return the nodes that the job lost."""

@@ -50,6 +50,12 @@ _TEMPORARY = (
     "slurmdbd",
     "try again",
     "unexpected message",
+    "configuration source",
+    "shutting down",
+    "message receive failure",
+    "unable to resolve",
+    "writing script/environment",
+    "unspecified error",
 )
 """Parts of messages of ``sbatch`` after which the same request may succeed later."""
 

@@ -104,8 +104,8 @@ class SlurmEngine:
         """Jobs that this process submitted and has not released, and when."""
         self._over: dict[str, Over] = {}
         """Ended jobs that have been looked up."""
-        self._visited: set[str] = set()
-        """Jobs whose resident programs were probably reached."""
+        self._released: set[str] = set()
+        """Jobs that end now, so that they are not taken for new requests."""
         self._notices: dict[str, str] = {}
         self._het_groups: dict[str, dict[str, int]] = {}
         """Running job → host → component; empty for a job that is not heterogeneous."""
@@ -166,30 +166,22 @@ class SlurmEngine:
         with self._state:
             # Only jobs with a marker: after a reset of the cluster, an old id may be that of the user's own job.
             jobs = [job for job in ids if job in self._active or job in self._submitted]
-            # Their resident programs end at this signal, so that Slurm's accounting shows no canceled job.
-            running = [job for job in jobs if job in self._visited and self._het_groups.get(job) == {}]
         if not jobs:
             return
         logs = " ".join(log_path(self._template.root, job) for job in jobs)
-        steps = " ".join(f"{job}.0" for job in running)
-        others = " ".join(job for job in jobs if job not in running)
-        script = f"scancel --signal=USR1 {steps} 2>/dev/null || scancel {' '.join(running)} || code=$?\n" if running else ""
-        script += f"scancel {others} || code=$?\n" if others else ""
-        done = self._commands.run("sh", "-c", f"code=0\n{script}rm -f {logs}\nexit $code")
+        done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
         failures = [words for words in last_words(done).split("; ") if re.search(_ENDED_ALREADY, words) is None]
         if done.exit_code != 0 and failures:
             raise self._commands.failed("scancel", done)
         with self._state:
+            self._released.update(jobs)
             for job in jobs:
                 self._active.pop(job, None)
                 self._submitted.pop(job, None)
                 self._notices.pop(job, None)
-                self._visited.discard(job)
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport to a node of a job, without connecting."""
-        with self._state:
-            self._visited.add(allocation_id)
         return self._relay(self._login, allocation_id, host, self._template.python)
 
     def login_transport(self) -> Transport:
@@ -228,7 +220,7 @@ class SlurmEngine:
         if not is_fresh:
             self._list()
         with self._state:
-            same = [int(job) for job, other in self._active.items() if other == allocation]
+            same = [int(job) for job, other in self._active.items() if other == allocation and job not in self._released]
             self._unsure.discard(allocation.marker) if same else None
             return str(min(same)) if same else None
 

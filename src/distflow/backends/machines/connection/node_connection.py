@@ -276,7 +276,9 @@ class Connection:
         visible = self._facts.get("visible_gpus")
         if not isinstance(visible, str):
             return self.gpu_ids  # the engine hides all others
-        return [int(one) for one in visible.split(",") if one.isdecimal()]
+        named = visible.split(",") if visible else []
+        # Other names than numbers are those of the only devices that the task can see.
+        return [int(one) for one in named] if all(one.isdecimal() for one in named) else list(range(len(named)))
 
     @property
     def amounts(self) -> dict[str, int]:
