@@ -73,7 +73,7 @@ def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_pat
     graph = submit(cli, slurm, tmp_path, str(repository / "tests/goldens/slurm/graph.yaml"))
     shapes = submit(cli, slurm, tmp_path, cli.spec(SHAPES, "shapes.yaml"), "--set-env", "TOKEN=hunter2", TOKEN="hunter2")
     broken = submit(cli, slurm, tmp_path, cli.spec(BROKEN, "broken.yaml"))
-    wait_until(lambda: not slurm.jobs(), 60, "all jobs have ended")
+    wait_until(lambda: not slurm.jobs(), 150, "all jobs have ended")
 
     logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
     assert {state(slurm, job) for job in (*hello, *graph, *shapes)} == {"COMPLETED"}, logs

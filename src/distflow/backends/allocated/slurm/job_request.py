@@ -55,7 +55,6 @@ _TEMPORARY = (
     "message receive failure",
     "unable to resolve",
     "writing script/environment",
-    "unspecified error",
 )
 """Parts of messages of ``sbatch`` after which the same request may succeed later."""
 

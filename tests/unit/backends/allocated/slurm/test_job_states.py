@@ -143,10 +143,10 @@ def test_ends_name_their_causes() -> None:
         reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n1)", hosts=("n1",)
     )
     assert over("FAILED", reason="NonZeroExitCode", code="127:0", log="srun: error: execve(): /no/python\n\n") == Over(
-        reason=None, message="Slurm job 5 failed with exit code 127: srun: error: execve(): /no/python"
+        reason=None, message="Slurm job 5 failed with exit code 127: srun: error: execve(): /no/python", is_failure=True
     )
     assert over("FAILED", reason="BadConstraints", code="0:1") == Over(
-        reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)"
+        reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)", is_failure=True
     )
 
 
