@@ -67,6 +67,7 @@ def ranks_of(cli: Cli, spec: str) -> dict[str, tuple[int, int]]:
     return {task["name"]: (task["offset"], task["size"]) for group in plan["groups"] for task in group["tasks"]}
 
 
+@pytest.mark.timeout(400)
 def test_scripts_run_on_slurm_as_their_specs_say(cli: Cli, slurm: Slurm, tmp_path: Path, repository: Path) -> None:
     cli.configure(gpus=8)
     hello = submit(cli, slurm, tmp_path, str(repository / "workflow_specs/hello_world.yaml"))

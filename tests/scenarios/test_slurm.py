@@ -145,6 +145,7 @@ def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cl
     cluster.command("scancel", foreign)
 
 
+@pytest.mark.timeout(400)
 def test_a_preempted_gang_and_one_on_a_lost_node_name_the_cause(cluster: Cluster) -> None:
     cli = cluster.cli
     cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")
@@ -204,6 +205,7 @@ def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
     cli.run("workflow", "cancel", waiting, "--wait", "60")
 
 
+@pytest.mark.timeout(400)
 def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -> None:
     cli = cluster.cli
     go = cli.folder / "go"
@@ -220,6 +222,7 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -
     cli.await_status(later, "COMPLETED", timeout=120)
 
 
+@pytest.mark.timeout(400)
 def test_a_killed_resident_ends_the_job_and_the_gang(cluster: Cluster) -> None:
     cli = cluster.cli
     workflow, _ = _runs(cluster)
