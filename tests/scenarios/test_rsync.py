@@ -182,10 +182,10 @@ def test_ctrl_c_ends_all_of_it(place: Cli) -> None:
         file.truncate(1 << 30)
     with running(place) as workflow:
         process = place.start("workflow", "rsync", "upload", workflow, "large:.", "--rate-limit", "100000")
-        wait_until(lambda: any("--server" in words for _, words in place.processes() if "rsync_shell" not in words), 30)
+        wait_until(lambda: any("--server" in words for _, words in place.processes() if "rsync.shell" not in words), 30)
         # As a terminal does it: to everyone.
         for pid, words in place.processes():
-            if "rsync_shell" in words or ("--bwlimit" in words and "--server" not in words):
+            if "rsync.shell" in words or ("--bwlimit" in words and "--server" not in words):
                 with suppress(ProcessLookupError):  # each may end because another one has
                     os.kill(pid, signal.SIGINT)
         process.send_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ from distflow.client import running_tasks, submission, workflows
 from distflow.client.client import Client
 from distflow.client.failures import DiagnosedGroup, GroupFailure, diagnose_groups, explain_failures
 from distflow.client.logs import LogLine, Wait, stream_logs
-from distflow.client.metrics import find_metrics
+from distflow.client.measurements.metrics import find_metrics
 from distflow.client.outputs import FetchedFiles, OnOutputProgress, TaskOutputs, fetch_output_files, list_output_files
 from distflow.client.specs import Overrides
 from distflow.documents.requirements import Requirements

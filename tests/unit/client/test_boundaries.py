@@ -12,7 +12,7 @@ import pytest
 import distflow.client
 
 CLIENT = Path(distflow.client.__file__).parent
-PROGRAMS = {"rsync_daemon.py", "rsync_shell.py", "sender.py"}
+PROGRAMS = {"daemon.py", "shell.py", "sender.py"}
 """Modules that rsync, the client and the supervisor start as processes of their own."""
 STREAMS = {"stdin", "stdout", "stderr", "argv", "exit"}
 

@@ -21,7 +21,7 @@ from distflow.cli.render.tables import Paint, terminal_width
 from distflow.cli.render.workflow_json import event_json, workflow_key
 from distflow.cli.render.workflow_text import event_line
 from distflow.client.logs import LogLine, stream_logs
-from distflow.client.metrics import Latest, Metric, find_metrics, number
+from distflow.client.measurements.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks, pause, read_events, read_spec
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import count_text, iso, local_second, times

@@ -15,7 +15,7 @@ from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.options import ConnectTimeoutOption, Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
-from distflow.client.rsync import (
+from distflow.client.rsync.copies import (
     DEBOUNCE_S,
     LOG_BYTES,
     POLL_S,

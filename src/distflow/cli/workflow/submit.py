@@ -286,7 +286,7 @@ def read_stdin(file: str) -> str | None:
 def _rsync_paths(pair: str) -> tuple[str, str]:
     """Return the local and the remote path of ``--rsync``. Raises ``InputError``, also if rsync is not installed."""
     from distflow.cli.workflow.rsync import split_local
-    from distflow.client.rsync import check_rsync_here
+    from distflow.client.rsync.copies import check_rsync_here
 
     check_rsync_here()
     return split_local(pair)

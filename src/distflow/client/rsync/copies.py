@@ -123,7 +123,7 @@ def rsync_command(workflow: str, task: str, connect_timeout: int, words: Sequenc
 
     """
     # rsync splits the command of the remote shell at spaces, and understands quotes like a shell.
-    shell = [sys.executable, "-m", "distflow.client.rsync_shell", workflow, task, str(connect_timeout)]
+    shell = [sys.executable, "-m", "distflow.client.rsync.shell", workflow, task, str(connect_timeout)]
     quoted = " ".join("'{}'".format(word.replace("'", "''")) for word in shell)
     return [check_rsync_here(), "-e", quoted, *words]
 
@@ -323,7 +323,7 @@ def _launch(directory: StateDirectory, log: Path, answer_to: int) -> subprocess.
     try:
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "distflow.client.rsync_daemon", str(directory.path), str(answer_to)],
+                [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(answer_to)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(answer_to,), start_new_session=True, cwd="/",
             )  # fmt: skip
     finally:

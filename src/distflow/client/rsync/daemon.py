@@ -1,4 +1,4 @@
-"""The background process that copies files to a task: ``python -m distflow.client.rsync_daemon STATE HANDLE``.
+"""The background process that copies files to a task: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
 
 It reads a ``Sync`` from standard input. It writes ``ready`` to the pipe HANDLE, or ``other`` if another process already copies
 to the task. It waits until the task is running, copies to each of its attempts, and exits when the task's group has ended.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distflow.client.client import now
-from distflow.client.rsync import exit_text, rsync_command
+from distflow.client.rsync.copies import exit_text, rsync_command
 from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import State

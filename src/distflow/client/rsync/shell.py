@@ -1,4 +1,4 @@
-"""The remote shell for rsync: ``python -m distflow.client.rsync_shell WORKFLOW TASK SECONDS HOST COMMAND...``.
+"""The remote shell for rsync: ``python -m distflow.client.rsync.shell WORKFLOW TASK SECONDS HOST COMMAND...``.
 
 It runs the command (``rsync --server …``) alongside the task, in the task's working directory, and forwards standard input and
 output.

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from distflow.client import rsync_daemon
-from distflow.client.rsync_daemon import CopySchedule, Daemon, take_snapshot
+from distflow.client.rsync import daemon
+from distflow.client.rsync.daemon import CopySchedule, Daemon, take_snapshot
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
@@ -45,7 +45,7 @@ def test_a_task_that_has_ended_before_its_gang_is_followed_to_its_next_attempt(
             yield store
 
     copied: list[int] = []
-    monkeypatch.setattr(rsync_daemon, "Store", and_it_goes_on)
+    monkeypatch.setattr(daemon, "Store", and_it_goes_on)
     monkeypatch.setattr(Daemon, "_copy", lambda _: copied.append(len(story)))
     syncs = Syncs(directory.syncs)
     syncs.ensure()

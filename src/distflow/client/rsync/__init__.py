@@ -1,0 +1,1 @@
+"""Copies of files to and from running tasks with rsync."""
