@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ from typing import Any
 import pytest
 
 from distflow.runtime.files.root_directory import PRIVATE
+from distflow.state.directory import StateDirectory
+from distflow.state.record import WorkflowRecord
+from distflow.state.store import Store
+from distflow.supervisor.process import is_running
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.nodes import install_runtime
 from distflow.testing.s3 import S3Server, missing_rclone
@@ -24,6 +30,9 @@ from scenarios.commands import Commands, Done
 from scenarios.lab import Lab
 
 __all__ = ["Cli", "Done"]
+
+_COMMAND_EVERY_S = 3.0
+"""Seconds between two commands while a test waits for a status."""
 
 
 class Cli:
@@ -97,13 +106,34 @@ class Cli:
 
     def await_status(self, workflow: str, *statuses: str, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until a workflow shows one of these."""
-        wait_until(lambda: self.query(workflow)["status"] in statuses, timeout)
+        self._await_record(workflow, lambda record: record.status in statuses, timeout)
         return self.query(workflow)
 
     def await_running(self, workflow: str, timeout: float = 60.0) -> dict[str, dict[str, Any]]:
         """Wait until all tasks run."""
-        wait_until(lambda: all(task["status"] == "RUNNING" for task in self.tasks(workflow).values()), timeout)
+
+        def is_running(record: WorkflowRecord) -> bool:
+            return all(task.status == "RUNNING" for group in record.groups for task in group.tasks)
+
+        self._await_record(workflow, is_running, timeout)
         return self.tasks(workflow)
+
+    def _await_record(self, workflow: str, condition: Callable[[WorkflowRecord], bool], timeout: float) -> None:
+        """Wait until the stored record of a workflow fulfills a condition.
+
+        Reading the store takes a tenth of the time of a command. Now and then a command starts a supervisor if it has ended.
+        """
+        commanded_at = -math.inf
+
+        def is_fulfilled() -> bool:
+            nonlocal commanded_at
+            if time.monotonic() > commanded_at + _COMMAND_EVERY_S:
+                self.query(workflow)
+                commanded_at = time.monotonic()
+            with Store(StateDirectory(self.state).store) as store:
+                return condition(store.find(workflow))
+
+        wait_until(is_fulfilled, timeout)
 
     def await_log(self, workflow: str, text: str, timeout: float = 60.0) -> str:
         """Wait until the logs hold a text, and return them."""
@@ -118,9 +148,6 @@ class Cli:
 
     def supervisor(self) -> int | None:
         """The pid of the supervisor, if one is running."""
-        from distflow.state.directory import StateDirectory
-        from distflow.supervisor.process import is_running
-
         directory = StateDirectory(self.state)
         # One that has just got the lock may not have written into it.
         held = directory.lock.read_text() if is_running(directory) else ""
