@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from distflow import distributed as calls
+from distflow.distributed import Distributed
 from distflow.layout.checks.group_checks import check_layout
 from distflow.plan.bind import bind
 from distflow.plan.compatibility import name_tools
@@ -19,7 +20,6 @@ from distflow.plan.compile import compile_plan
 from distflow.plan.model import Binding, BoundLaunch, GroupPlan, TaskBinding
 from distflow.spec.parse import load_spec_text
 from distflow.structs import replace
-from distflow.train.distributed import Distributed
 from unit.supervisor.gangs import node
 
 GANG = """

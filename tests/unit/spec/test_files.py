@@ -328,7 +328,7 @@ def test_it_is_the_same_each_time_and_holds_sources_only() -> None:
     assert library_archive() == library_archive()
     with tarfile.open(fileobj=io.BytesIO(library_archive())) as archive:
         names = archive.getnames()
-    assert "distflow/train/distributed.py" in names
+    assert {"distflow/distributed.py", "distflow/train/heartbeat.py"} <= set(names)
     assert all(name.endswith(".py") for name in names)
 
 
@@ -340,10 +340,10 @@ def test_a_bare_interpreter_can_import_it(tmp_path: Path) -> None:
 def test_a_distflow_that_is_installed_is_found_behind_it(tmp_path: Path) -> None:
     installed = Path(__file__).parents[3] / "src"
     folder = unpacked(tmp_path / "lib")
-    text = "import distflow.errors, distflow.train.distributed as d; print(distflow.errors.__file__); print(d.__file__)"
+    text = "import distflow.errors, distflow.train.heartbeat as d; print(distflow.errors.__file__); print(d.__file__)"
     errors, train = python(BARE, folder, text, path=str(installed)).splitlines()
     assert Path(errors) == installed / "distflow" / "errors.py"
-    assert Path(train) == folder / "distflow" / "train" / "distributed.py"
+    assert Path(train) == folder / "distflow" / "train" / "heartbeat.py"
 
 
 @pytest.mark.parametrize(("name", "target"), [("data", "/etc"), ("sub/data", "../../elsewhere"), ("sub/data", "..")])
