@@ -16,13 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
+
+from distflow.train.torch_private import named_groups, recorded_collectives
 
 __all__ = ["answer_collectives", "known_collectives", "where"]
 
-_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Each recorder has its own; a torch without NCCL has only the first."""
 _TALK_S = 5.0
 _is_answering = False
 
@@ -68,26 +66,20 @@ def known_collectives() -> dict[str, Any]:
     """
     if not dist.is_initialized():
         return {}
-    entries = [entry for name in _DUMPS for entry in _entries(name)]
+    entries = recorded_collectives()
     if any(not entry["process_group"][0] for entry in entries):
         return {}
-    known = distributed_c10d._world  # noqa: SLF001  nothing else lists the groups
     return {
         "rank": dist.get_rank(),
         "groups": [
             {
                 "name": f"{name} {group.group_desc}" if group.group_desc != "undefined" else name,
-                "ranks": sorted(known.pg_group_ranks.get(group, ())),
+                "ranks": ranks,
                 **where(entry for entry in entries if entry["process_group"][0] == name),
             }
-            for group, name in list(known.pg_names.items())
+            for name, group, ranks in named_groups()
         ],
     }
-
-
-def _entries(dump: str) -> Iterable[Mapping[str, Any]]:
-    recorded = getattr(_distributed_c10d, dump, None)
-    return () if recorded is None else json.loads(recorded()).get("entries") or ()
 
 
 def where(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

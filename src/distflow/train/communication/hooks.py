@@ -5,7 +5,7 @@ DDP wants a hook's parameters to be named as here, and their types not to be tex
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 

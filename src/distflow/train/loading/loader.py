@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from distflow.train.loading.batching import own_share
+from distflow.train.torch_private import set_worker_dataset
 
 __all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
 
@@ -239,6 +240,6 @@ def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Let the program find its own dataset where torch says which one a worker has."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Seeded):
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise
+        set_worker_dataset(info.dataset.dataset)
     if init is not None:
         init(worker)

@@ -1,0 +1,38 @@
+"""The names that torch does not declare public, as torch 2.13 has them. Only this module uses them.
+
+``tests/train/test_torch_private.py`` calls each function, so a new torch that changes a name fails there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.utils.data import get_worker_info
+
+__all__ = ["named_groups", "recorded_collectives", "set_worker_dataset"]
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Each flight recorder has its own; a torch without NCCL has only the first."""
+
+
+def recorded_collectives() -> list[Mapping[str, Any]]:
+    """Return the entries of torch's flight recorders, in the format of ``FlightRecorderDetail.hpp``."""
+    dumps = [recorded() for name in _DUMPS if (recorded := getattr(_distributed_c10d, name, None)) is not None]
+    return [entry for dump in dumps for entry in json.loads(dump).get("entries") or ()]
+
+
+def named_groups() -> Sequence[tuple[str, dist.ProcessGroup, Sequence[int]]]:
+    """Return the name, the group and the global ranks of each process group that this rank is in."""
+    known = distributed_c10d._world  # noqa: SLF001  nothing else lists the groups
+    return [(name, group, sorted(known.pg_group_ranks.get(group, ()))) for group, name in list(known.pg_names.items())]
+
+
+def set_worker_dataset(dataset: Any) -> None:
+    """Let ``get_worker_info`` in a loader's worker answer with this dataset. torch refuses an assignment."""
+    if (info := get_worker_info()) is not None:
+        object.__setattr__(info, "dataset", dataset)
