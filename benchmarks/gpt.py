@@ -68,7 +68,7 @@ def by_hand(tokens: torch.Tensor) -> Step:
 def by_train(tokens: torch.Tensor) -> Step:
     """Return the same step with ``distflow.train``. Call ``train.init()`` first."""
     torch.manual_seed(0)
-    model = train.parallelize(_model(), "ddp")
+    model = train.init().parallelize(_model(), "ddp").model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     timer = train.StepTimer(every=10**6)
 

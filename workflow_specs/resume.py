@@ -61,8 +61,9 @@ def main() -> None:
     world = train.init()
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, FEATURES)
-    loader = train.Loader(torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, seed=1)
-    model = train.parallelize(Network())
+    plan = world.parallelize(Network())
+    model = plan.model
+    loader = plan.loader(torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checkpoints = train.Checkpoints()  # in the directory that `checkpoint:` of the spec saves and restores
     step = checkpoints.load_latest(model, optimizer, loader=loader) or 0
@@ -85,7 +86,7 @@ def main() -> None:
                 sys.exit(train.STOPPED)
             threading.Event().wait(args.pause)
 
-    weights = train.full_state_dict(model)
+    weights = plan.full_state_dict()
     if world.rank == 0:
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
         train.report(step=step, weights=digest)

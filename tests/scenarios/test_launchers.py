@@ -180,11 +180,12 @@ import torch
 from distflow import train
 
 world = train.init(start_timeout=60)
-model = train.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+plan = world.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+model = plan.model
 held = sum(parameter.to_local().numel() for parameter in model.parameters())
 loss = model(torch.ones(2, 8)).sum()
 loss.backward()
-row = {"rank": world.rank, "kind": train.current_strategy().kind, "held": held, "from": train.__file__}
+row = {"rank": world.rank, "kind": plan.strategy.kind, "held": held, "from": train.__file__}
 sys.stdout.write(json.dumps(row) + "\\n")
 """
 

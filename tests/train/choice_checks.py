@@ -1,4 +1,4 @@
-"""Strategies that ``parallelize`` is told, without a spec: everything else then follows them."""
+"""Strategies that the program chooses, without a spec: calls that name no plan follow the last one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distflow.train import EpochSampler, Loader, backward, data_shard, parallelize
+from distflow.train import EpochSampler, Loader
+from distflow.train.parallel import parallelize
 from distflow.train.samples.gpt import loss_of
-from distflow.train.strategies.description import forget
-from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, reference, whole
+from distflow.train.strategies.description import data_shard, forget
+from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, prepared, reference, whole
 
 __all__ = ["told"]
 
@@ -21,8 +22,10 @@ def told() -> Found:
     """How far training is from that of one process, which data each rank took, and what else was said."""
     forget()
     early, other = Loader(range(BATCH), BATCH), EpochSampler(BATCH, rank=0, world_size=1)
-    model = parallelize(new_model(), "hybrid", tp_size=2, gradient_accumulation_steps=2)
+    plan = prepared(new_model(), "hybrid", tp_size=2, gradient_accumulation_steps=2)
+    model = plan.model
     optimizer, (index, count), passes = optimizer_of(model), data_shard(), 0
+    assert plan.data_shard == (index, count)
 
     def counted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         nonlocal passes
@@ -31,7 +34,7 @@ def told() -> Found:
 
     for step in range(STEPS):
         inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
-        backward(model, inputs, targets, counted)
+        plan.forward_backward(inputs, targets, counted)
         optimizer.step()
         optimizer.zero_grad()
     wanted, got = reference(), whole(model)
@@ -49,7 +52,9 @@ def told() -> Found:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(nn.Linear(2, 2), "ddp")
-    found["warned"] = [str(one.message) for one in caught if "made ready" in str(one.message)]
-    found["of the last"] = data_shard()
+        plan.loader(range(BATCH), 2)
+        assert not [one for one in caught if "was prepared" in str(one.message)]
+        found["of the last"] = data_shard()
+    found["warned"] = [str(one.message) for one in caught if "was prepared" in str(one.message)]
     forget()
     return found

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distflow.train import backward, evaluate, parallelize
+from distflow.train.parallel import parallelize
+from distflow.train.passes import evaluate
 from distflow.train.samples.gpt import loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Loss
@@ -55,7 +56,8 @@ def evaluations(world: int) -> dict[str, Callable[[], Found]]:
 
 def _between_steps(strategy: Strategy) -> Found:
     """How far evaluations, and the parameters in the end, are from those of one process that trains and evaluates alike."""
-    model, alone = parallelize(new_model(), strategy, loss=loss_of), new_model()
+    plan, alone = parallelize(new_model(), strategy, loss=loss_of), new_model()
+    model = plan.model
     optimizers = optimizer_of(model), optimizer_of(alone)
     index, count = strategy.data_shard(dist.get_rank())
 
@@ -69,7 +71,7 @@ def _between_steps(strategy: Strategy) -> Found:
     for step, size in enumerate(TRAINED):
         whole_batch = cut(batch(step), size)
         inputs, targets = mine(whole_batch)
-        backward(model, inputs, targets, loss_of)
+        plan.forward_backward(inputs, targets, loss_of)
         loss_of(alone(whole_batch[0]), whole_batch[1]).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -77,7 +79,7 @@ def _between_steps(strategy: Strategy) -> Found:
         for samples, mean in EVALUATIONS:
             whole_batch = cut(batch(100), samples)
             inputs, targets = mine(whole_batch)
-            found = evaluate(model, inputs, targets, mean)
+            found = plan.evaluate(inputs, targets, mean)
             assert not found.requires_grad
             wanted = mean(alone(whole_batch[0]), whole_batch[1]).item()
             worst = max(worst, abs(found.item() - wanted) / max(1.0, wanted))
@@ -95,9 +97,10 @@ def _mode() -> Found:
         alone, model = (nn.Sequential(OrderedDict([*new_model().named_children(), ("off", nn.Dropout(0.9))])) for _ in range(2))
         wanted = loss_of(alone.eval()(inputs), targets).item()
         model.get_submodule("block0").eval()
-        ready = parallelize(model, kind, loss=loss_of)
+        plan = parallelize(model, kind, loss=loss_of)
+        ready = plan.model
         before = [module.training for module in ready.modules()]
-        difference = abs(evaluate(ready, inputs, targets, loss_of).item() - wanted)
+        difference = abs(plan.evaluate(inputs, targets, loss_of).item() - wanted)
         sharded = all(isinstance(one, DTensor) for one in ready.parameters())
         after = [module.training for module in ready.modules()]
         found[kind] = {"difference": difference, "modes": [set(map(str, before)) == {"True", "False"}, before == after]}

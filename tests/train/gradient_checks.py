@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distflow.train import backward, parallelize
 from distflow.train.strategies.stages import Pipeline
-from train.ranks import Found, answer
+from train.ranks import Found, answer, prepared
 
 
 def small() -> nn.Sequential:
@@ -25,11 +24,12 @@ def samples(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def piped(sizes: Sequence[int]) -> float:
     """How far the gradients of a pipeline are from one process's after batches of these sizes."""
-    model, alone = parallelize(small(), "pipeline", loss=nn.functional.mse_loss, micro_batches=4), small()
+    plan, alone = prepared(small(), "pipeline", loss=nn.functional.mse_loss, micro_batches=4), small()
+    model = plan.model
     assert isinstance(model, Pipeline)
     for size in sizes:
         inputs, targets = samples(size)
-        loss = backward(model, inputs, targets, nn.functional.mse_loss)
+        loss = plan.forward_backward(inputs, targets, nn.functional.mse_loss)
         wanted = nn.functional.mse_loss(alone(inputs), targets)
         wanted.backward()
         assert abs(loss.item() - wanted.item()) < 1e-6
@@ -52,7 +52,8 @@ def batches_together() -> Found:
 
 def trained(fails_at: int = 0, **options: Any) -> float:
     """How far the parameters are from one process's after steps of two passes each, of which one may fail on all ranks."""
-    model, alone = parallelize(small(), "ddp", gradient_accumulation_steps=2, **options), small()
+    plan, alone = prepared(small(), "ddp", gradient_accumulation_steps=2, **options), small()
+    model = plan.model
     passes = 0
 
     def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def trained(fails_at: int = 0, **options: Any) -> float:
         inputs, targets = samples(size)
         mine = [one.tensor_split(2)[dist.get_rank()] for one in (inputs, targets)]
         try:
-            backward(model, mine[0], mine[1], loss_of)
+            plan.forward_backward(mine[0], mine[1], loss_of)
             nn.functional.mse_loss(alone(inputs), targets).backward()
         except ValueError:
             optimizers[0].zero_grad()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distflow.train import backward, parallelize
+from distflow.train.parallel import parallelize
 from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
-from train.ranks import STEPS, TIME, Found, batch, optimizer_of, reference, whole
+from train.ranks import STEPS, TIME, Found, batch, optimizer_of, prepared, reference, whole
 
 __all__ = ["FILLED", "first_values"]
 
@@ -46,13 +46,14 @@ def _filled(strategy: Strategy) -> Found:
     parallelize(alone, "none")
     torch.manual_seed(dist.get_rank())  # rank 0's random numbers count
     with _watching(model) as held:
-        ready = parallelize(model, strategy, loss=loss_of)
+        plan = parallelize(model, strategy, loss=loss_of)
+    ready = plan.model
     first = _difference(whole(ready), dict(alone.named_parameters()))
     optimizer = optimizer_of(ready)
     index, count = strategy.data_shard(dist.get_rank())
     for step in range(STEPS):
         inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
-        backward(ready, inputs, targets, loss_of)
+        plan.forward_backward(inputs, targets, loss_of)
         optimizer.step()
         optimizer.zero_grad()
     everything = sum(one.numel() for one in alone.parameters())
@@ -113,7 +114,7 @@ def _odd() -> Found:
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model = nn.Sequential(_Scale("scale", "table"), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2))
-    ready = parallelize(model, "fsdp")
+    ready = parallelize(model, "fsdp").model
     values = torch.cat([one.flatten().float() for one in (*whole(ready).values(), *ready.buffers())])
     others = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(others, values)
@@ -148,7 +149,7 @@ def _refused() -> Found:
         "tied": lambda: parallelize(on_meta(tied), "fsdp"),
         "partly": lambda: parallelize(partly(), "fsdp"),
         "forgotten": lambda: parallelize(on_meta(lambda: nn.Sequential(_Scale("scale"))), "fsdp"),
-        "traced": lambda: parallelize(
+        "traced": lambda: prepared(
             on_meta(lambda: _Scale("scale")), "pipeline", loss=loss_of, example=(torch.ones(2, 4),), split_points=["inner"]
         ),
     }

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distflow.train.parallel import ParallelPlan, parallelize
 from distflow.train.samples.gpt import Gpt, loss_of
+from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 
 STEPS, BATCH, TIME = 2, 8, 12
@@ -49,6 +51,17 @@ def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def prepared(
+    model: nn.Module, strategy: Strategy | str, loss: Any = None, example: Any = None, **options: object
+) -> ParallelPlan:
+    """A plan for a strategy with more options, by their names in a spec."""
+    if isinstance(strategy, str):
+        strategy = make_strategy(strategy, dist.get_world_size(), options)
+    elif options:
+        strategy = strategy.having(options)
+    return parallelize(model, strategy, loss=loss, example=example)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,18 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train import (
-    CommunicationMonitor,
-    accumulate,
-    all_reduce_mean,
-    backward,
-    clip_gradients,
-    compress_gradients,
-    evaluate,
-    full_state_dict,
-    local_sgd,
-    parallelize,
-)
+from distflow.train import all_reduce_mean
+from distflow.train.communication.gradients import compress_gradients
+from distflow.train.parallel import ParallelPlan
 from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
@@ -30,26 +21,28 @@ from distflow.train.strategies.stages import Pipeline
 from train.choice_checks import told
 from train.evaluation_checks import evaluations
 from train.meta_checks import first_values
-from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, reference, whole
+from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, prepared, reference, whole
+from train.sent import Sent
 
 
-def trained(strategy: Strategy, **more: Any) -> tuple[nn.Module, float]:
+def trained(strategy: Strategy, **more: Any) -> tuple[ParallelPlan, float]:
     # Rank 0's parameters count, whatever the others begin with.
-    model = parallelize(new_model(seed=dist.get_rank()), strategy, loss=loss_of, **more)
-    optimizer = optimizer_of(model)
-    index, count = strategy.data_shard(dist.get_rank())
+    plan = prepared(new_model(seed=dist.get_rank()), strategy, loss=loss_of, **more)
+    optimizer = optimizer_of(plan.model)
+    index, count = plan.data_shard
     loss = torch.zeros(())
     for step in range(STEPS):
         inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
         # Also in more passes than one.
-        loss = backward(model, inputs, targets, loss_of, micro_batches=1 + step % 2)
+        loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=1 + step % 2)
         optimizer.step()
         optimizer.zero_grad()
-    return model, loss.item()
+    return plan, loss.item()
 
 
 def compared(strategy: Strategy, **more: Any) -> Found:
-    model, loss = trained(strategy, **more)
+    plan, loss = trained(strategy, **more)
+    model = plan.model
     wanted, start, got = reference(), dict(new_model().named_parameters()), whole(model)
     inner = model.part if isinstance(model, Pipeline) else model
     mine = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
@@ -108,11 +101,12 @@ class Shifted(nn.Module):
 def traced_pipeline() -> Found:
     x, shift, y = torch.ones(4, 8), torch.arange(32.0).reshape(4, 8) / 32, torch.zeros(4, 8)
     options = {"split_points": ["second"], "micro_batches": 2}
-    model = parallelize(
+    plan = prepared(
         Shifted(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2], shift[:2]), **options
     )  # fmt: skip
+    model = plan.model
     assert isinstance(model, Pipeline)
-    loss = backward(model, (x, shift), y, nn.functional.mse_loss)
+    loss = plan.forward_backward((x, shift), y, nn.functional.mse_loss)
     alone = Shifted()
     nn.functional.mse_loss(alone(x, shift), y).backward()
     wanted = dict(alone.named_parameters())
@@ -122,8 +116,8 @@ def traced_pipeline() -> Found:
                           (one - torch.as_tensor(wanted[name].grad)).abs().max().item() for name, one in gradients.items()),
         "gradients": len(gradients),
         "loss": abs(loss.item() - nn.functional.mse_loss(alone(x, shift), y).item()),
-        "evaluated": abs(loss.item() - evaluate(model, (x, shift), y, nn.functional.mse_loss).item()),
-        "by_name": abs(loss.item() - evaluate(model, {"x": x, "shift": shift}, y, nn.functional.mse_loss).item()),
+        "evaluated": abs(loss.item() - plan.evaluate((x, shift), y, nn.functional.mse_loss).item()),
+        "by_name": abs(loss.item() - plan.evaluate({"x": x, "shift": shift}, y, nn.functional.mse_loss).item()),
     }  # fmt: skip
 
 
@@ -149,18 +143,17 @@ def rank_difference(model: nn.Module) -> float:
 def compression() -> Found:
     found: Found = {}
     for how in ("none", "fp16", "bf16", "powersgd"):
-        model = parallelize(new_model(), "ddp", compression=how)
+        model = prepared(new_model(), "ddp", compression=how).model
         optimizer = optimizer_of(model)
         inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(0))
         loss_of(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         # The second pass: DDP has made its final buckets.
-        monitor = CommunicationMonitor(timed=False)
-        with monitor.watch():
+        with Sent() as monitor:
             loss_of(model(inputs), targets).backward()
         optimizer.step()
-        sent = monitor.stats()["all_reduce"]["bytes"]
+        sent = monitor.bytes["all_reduce"]
         found[how] = {
             "ranks": rank_difference(model), "bytes": sent, "parameters": nn.utils.parameters_to_vector(model.parameters())
         }  # fmt: skip
@@ -176,10 +169,9 @@ def powersgd_sends_less() -> Found:
     sent = []
     for step in range(5):
         inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(step))
-        monitor = CommunicationMonitor(timed=False)
-        with monitor.watch():
+        with Sent() as monitor:
             loss_of(model(inputs), targets).backward()
-        sent.append(monitor.stats()["all_reduce"]["bytes"])
+        sent.append(monitor.bytes["all_reduce"])
     return {"sent": sent}
 
 
@@ -188,36 +180,34 @@ def buckets() -> Found:
     for size in (1, 5, 25):
         torch.manual_seed(0)
         # Six layers of 1 MiB each.
-        model = parallelize(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))), "ddp", bucket_cap_mb=size)
+        model = prepared(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))), "ddp", bucket_cap_mb=size).model
         x = torch.ones(2, 512)
         model(x).sum().backward()
-        monitor = CommunicationMonitor(timed=False)
-        with monitor.watch():
+        with Sent() as monitor:
             model(x).sum().backward()
-        found[str(size)] = monitor.stats()["all_reduce"]["count"]
+        found[str(size)] = monitor.calls["all_reduce"]
     return found
 
 
 def accumulation() -> Found:
     found: Found = {}
     for kind in ("ddp", "fsdp"):
-        model = parallelize(new_model(), kind)
+        plan = prepared(new_model(), kind)
+        model = plan.model
         optimizer = optimizer_of(model)
         index = dist.get_rank()
         counts = []
         for step in range(STEPS):
             inputs, targets = (one.tensor_split(2)[index] for one in batch(step))
-            monitor = CommunicationMonitor(timed=False)
             passes = []
-            with monitor.watch():
+            with Sent() as monitor:
                 for some, wanted in zip(inputs.split(1), targets.split(1), strict=True):
-                    with accumulate(model, every=4) as is_last:
+                    with plan.accumulate(every=4) as is_last:
                         (loss_of(model(some), wanted) / 4).backward()
                     passes.append(is_last)
             optimizer.step()
             optimizer.zero_grad()
-            stats = monitor.stats()
-            counts.append(sum(int(stats.get(name, {"count": 0})["count"]) for name in ("all_reduce", "reduce_scatter")))
+            counts.append(monitor.calls["all_reduce"] + monitor.calls["reduce_scatter"])
         wanted_all, got = reference(), whole(model)
         worst = max((got[name] - one).abs().max().item() for name, one in wanted_all.items())
         found[kind] = {"counts": counts, "passes": passes, "difference": worst}
@@ -225,8 +215,9 @@ def accumulation() -> Found:
 
 
 def drifting_apart() -> Found:
-    model = parallelize(new_model(), "ddp")
-    optimizer = local_sgd(model, optimizer_of(model), every=2)
+    plan = prepared(new_model(), "ddp")
+    model = plan.model
+    optimizer = plan.local_sgd(optimizer_of(model), every=2)
     differences = []
     for step in range(4):
         inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(step))
@@ -249,16 +240,6 @@ def means() -> Found:
     }
 
 
-def monitored() -> Found:
-    monitor = CommunicationMonitor()
-    monitor.measure_all_reduce(torch.ones(1000))
-    monitor.measure_all_reduce(torch.ones(3000))
-    with monitor.watch():
-        gathered = torch.empty(8)
-        dist.all_gather_into_tensor(gathered, torch.full((4,), float(dist.get_rank())))
-    return {"stats": dict(monitor.stats()), "gathered": gathered.tolist()}
-
-
 def clipped(*strategies: Strategy) -> Found:
     """The norm of the whole gradient before and after clipping, and what one process has."""
     alone = new_model()
@@ -266,17 +247,17 @@ def clipped(*strategies: Strategy) -> Found:
     loss_of(alone(inputs), targets).backward()
     found: Found = {"one process": [nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item(), 0.5]}
     for strategy in strategies:
-        model = parallelize(new_model(), strategy, loss=loss_of)
-        index, count = strategy.data_shard(dist.get_rank())
+        plan = prepared(new_model(), strategy, loss=loss_of)
+        index, count = plan.data_shard
         inputs, targets = (one.tensor_split(count)[index] for one in batch(0))
-        backward(model, inputs, targets, loss_of)
-        found[f"{strategy.kind} {strategy.names}"] = [clip_gradients(model, 0.5).item(), clip_gradients(model, 9.0).item()]
+        plan.forward_backward(inputs, targets, loss_of)
+        found[f"{strategy.kind} {strategy.names}"] = [plan.clip_gradients(0.5).item(), plan.clip_gradients(9.0).item()]
     return found
 
 
 def whole_state() -> Found:
-    model, _ = trained(make_strategy("fsdp", 2))
-    state = full_state_dict(model)
+    plan, _ = trained(make_strategy("fsdp", 2))
+    state = plan.full_state_dict()
     wanted = reference()
     found: Found = {"kept": len(state) if dist.get_rank() else -1}
     if dist.get_rank() == 0:
@@ -296,28 +277,28 @@ def fused(name: str, width: int) -> nn.Module:
 def refusals() -> Found:
     """Each wrong request, and what is said; all fail before anything is sent."""
     wrong: dict[str, Callable[[], object]] = {
-        "ranks": lambda: parallelize(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
-        "loss": lambda: parallelize(new_model(), "pipeline"),
-        "trace": lambda: parallelize(Plain(), "pipeline", loss=loss_of),
-        "plan": lambda: parallelize(Plain(), "tp"),
-        "unknown plan": lambda: parallelize(Plain(), "tp", plan={"thrid": "colwise"}),
-        "fused by name": lambda: parallelize(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
-        "fused by shape": lambda: parallelize(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
-        "heads": lambda: parallelize(Gpt(heads=1, hidden=32), "tp"),
-        "layers": lambda: parallelize(Plain(), "ddp", activation_checkpointing=True),
-        "class": lambda: parallelize(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
-        "call": lambda: parallelize(new_model(), "pipeline", loss=loss_of)(torch.ones(1)),
-        "stages": lambda: parallelize(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
-        "option": lambda: parallelize(new_model(), "fsdp", mixd_precision="bf16"),
-        "option of the spec": lambda: parallelize(new_model(), bucket_cap=1),
-        "word": lambda: parallelize(new_model(), "fsdp", mixed_precision="bf17"),
-        "kind and option": lambda: parallelize(new_model(), "ddp", cpu_offload=True),
-        "options": lambda: parallelize(new_model(), "ddp", compression="bf16", sync_gradients_every=2),
-        "option on top": lambda: parallelize(new_model(), make_strategy("fsdp", 2), compression="bf16"),
-        "data parallel": lambda: parallelize(nn.DataParallel(new_model()), "ddp"),
-        "kind": lambda: parallelize(new_model(), "zero"),
-        "local": lambda: local_sgd(new_model(), optimizer_of(new_model()), every=2),
-        "compression": lambda: parallelize(new_model(), "ddp", compression="zip"),
+        "ranks": lambda: prepared(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
+        "loss": lambda: prepared(new_model(), "pipeline"),
+        "trace": lambda: prepared(Plain(), "pipeline", loss=loss_of),
+        "plan": lambda: prepared(Plain(), "tp"),
+        "unknown plan": lambda: prepared(Plain(), "tp", plan={"thrid": "colwise"}),
+        "fused by name": lambda: prepared(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
+        "fused by shape": lambda: prepared(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
+        "heads": lambda: prepared(Gpt(heads=1, hidden=32), "tp"),
+        "layers": lambda: prepared(Plain(), "ddp", activation_checkpointing=True),
+        "class": lambda: prepared(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
+        "call": lambda: prepared(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
+        "stages": lambda: prepared(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
+        "option": lambda: prepared(new_model(), "fsdp", mixd_precision="bf16"),
+        "option of the spec": lambda: prepared(new_model(), "ddp", bucket_cap=1),
+        "word": lambda: prepared(new_model(), "fsdp", mixed_precision="bf17"),
+        "kind and option": lambda: prepared(new_model(), "ddp", cpu_offload=True),
+        "options": lambda: prepared(new_model(), "ddp", compression="bf16", sync_gradients_every=2),
+        "option on top": lambda: prepared(new_model(), make_strategy("fsdp", 2), compression="bf16"),
+        "data parallel": lambda: prepared(nn.DataParallel(new_model()), "ddp"),
+        "kind": lambda: prepared(new_model(), "zero"),
+        "local": lambda: prepared(new_model(), "fsdp").local_sgd(optimizer_of(new_model()), every=2),
+        "compression": lambda: prepared(new_model(), "ddp", compression="zip"),
     }
     found = {}
     for name, call in wrong.items():
@@ -353,7 +334,6 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "accumulation": accumulation,
         "local sgd": drifting_apart,
         "means": means,
-        "monitor": monitored,
         "clipping": lambda: clipped(*(make_strategy(kind, 2) for kind in ("ddp", "fsdp", "tp", "pipeline"))),
         "whole state": whole_state,
         "refusals": refusals,

@@ -24,13 +24,11 @@ from distflow.train import (
     Loader,
     balanced_split,
     batch_sizes,
-    current_strategy,
-    data_shard,
     equal_batches,
     finish,
     join,
 )
-from distflow.train.strategies.description import choose, make_strategy
+from distflow.train.strategies.description import choose, current_strategy, data_shard, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -253,7 +251,7 @@ def test_a_loader_leaves_the_random_numbers_of_the_training_alone() -> None:
 
 def test_a_loader_refuses_what_it_decides_itself() -> None:
     with pytest.raises(ValueError, match="drop_last, sampler: the loader decides that"):
-        Loader([1, 2], 1, sampler=[0], drop_last=True)
+        Loader([1, 2], 1, sampler=[0], drop_last=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="the dataset is empty"):
         Loader([], 1)
     with pytest.raises(ValueError, match="uneven='join': give \"pad\""):

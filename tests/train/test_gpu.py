@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL, the bf16 hook on it, times of collectives, a real lack of memory, and the doctor's columns."""
+"""What only a GPU shows: NCCL, the bf16 hook on it, a real lack of memory, and the doctor's columns."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ world = train.init()
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(1024, 1024, device=world.device), device_ids=[world.local_rank])
 train.compress_gradients(model, "bf16")
-monitor = train.CommunicationMonitor()
-for step in range(3):
-    with monitor.watch():
+with torch.profiler.profile() as profile:
+    for step in range(3):
         model(torch.randn(8, 1024, device=world.device)).square().mean().backward()
-seen = monitor.stats()["all_reduce"]
-train.report(step=step, device=str(world.device), backend=world.backend, count=seen["count"], mean=seen["mean"])
+count = sum(one.name == "nccl:all_reduce" for one in profile.events())
+train.report(step=step, device=str(world.device), backend=world.backend, count=count)
 """
 
 MEMORY = """
@@ -62,14 +61,13 @@ for step in range(3):
 """
 
 
-def test_nccl_sums_compressed_gradients_and_its_times_are_those_of_the_gpu(start: Start) -> None:
+def test_nccl_sums_compressed_gradients_and_the_profiler_shows_it(start: Start) -> None:
     run = start(STEPS, "--size", "1")
     assert run.wait() == 0, run.stderr
     (record,) = run.records
     assert record["device"] == "cuda:0"
     assert "nccl" in record["backend"]
-    assert record["count"] == 3
-    assert 0 < record["mean"] < 10
+    assert record["count"] >= 3
 
 
 def test_a_step_without_memory_is_skipped_and_the_next_one_goes_on(start: Start) -> None:

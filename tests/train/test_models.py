@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from distflow.train.parallel import parallelize
 from distflow.train.samples.gpt import Block, Gpt
-from distflow.train.strategies.build import large_modules, parallelize, repeated_layers
+from distflow.train.strategies.build import large_modules, repeated_layers
 from distflow.train.strategies.stages import balanced_parts
 from distflow.train.strategies.tensors import derive_plan
 
@@ -52,7 +53,7 @@ def test_a_model_of_the_meta_device_gets_the_values_of_its_constructors() -> Non
     with torch.device("meta"):
         model = made()
     torch.manual_seed(0)
-    filled = parallelize(model, "none").state_dict()
+    filled = parallelize(model, "none").model.state_dict()
     assert set(filled) == set(wanted)
     assert all(torch.equal(one, wanted[name]) for name, one in filled.items())
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train import backward, data_shard, evaluate, finish, local_sgd
-from distflow.train.strategies.description import choose, forget, make_strategy
+from distflow.train import finish
+from distflow.train.parallel import ParallelPlan
+from distflow.train.passes import evaluate, forward_backward
+from distflow.train.strategies.description import choose, data_shard, forget, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -22,28 +24,31 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 @pytest.fixture(autouse=True)
 def _world(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    choose(make_strategy("ddp", 2, {"sync_gradients_every": 4}), rank=0)
     yield
     finish()
 
 
-def step(model: nn.Module) -> None:
-    backward(model, torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss)
+def planned() -> ParallelPlan:
+    return ParallelPlan(DistributedDataParallel(nn.Linear(2, 1)), make_strategy("ddp", 2, {"sync_gradients_every": 4}))
+
+
+def step(plan: ParallelPlan) -> None:
+    plan.forward_backward(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss)
 
 
 def test_averages_that_the_program_does_not_make_are_missed_once() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    with pytest.warns(UserWarning, match=r"sync_gradients_every: 4, but .* in every step: .*local_sgd\(model, optimizer\)"):
-        step(model)
+    plan = planned()
+    with pytest.warns(UserWarning, match=r"sync_gradients_every: 4, but .* in every step: .*plan.local_sgd\(optimizer\)"):
+        step(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(model)
+        step(plan)
 
 
 def test_averages_that_the_program_makes_are_not_missed() -> None:
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step(model)
+    plan = planned()
+    plan.local_sgd(torch.optim.SGD(plan.model.parameters(), lr=0.1))
+    step(plan)
 
 
 def test_a_teacher_that_was_made_first_changes_nothing() -> None:
@@ -85,7 +90,7 @@ def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
     for micro_batches in (1, 4):
         torch.manual_seed(0)
         model = DistributedDataParallel(TwoInputs())
-        loss = backward(model, inputs, targets, loss_of, micro_batches=micro_batches)
+        loss = forward_backward(model, inputs, targets, loss_of, micro_batches=micro_batches)
         gradient = model.module.line.weight.grad
         assert gradient is not None
         found.append((loss.item(), gradient.flatten().tolist(), evaluate(model, inputs, targets, loss_of).item()))
@@ -100,8 +105,8 @@ def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> No
     def own(outputs: dict[str, torch.Tensor], _: None) -> torch.Tensor:
         return outputs["out"].mean()
 
-    assert backward(model, {"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
+    assert forward_backward(model, {"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
     with pytest.raises(ValueError, match="into 2 micro-batches: mask has 3 samples, the first tensor 6"):
-        backward(model, {"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
+        forward_backward(model, {"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
     with pytest.raises(ValueError, match="the batch holds no tensor"):
         evaluate(model, {"ids": 1}, None, own)

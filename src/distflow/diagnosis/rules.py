@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
         cause="an operation got tensors of different devices",
         remedy="Move the model to the rank's device before you create the optimizer, and move every batch with its targets "
         "(`world.device` of `train.init()`). Tensors that are created in the forward pass, and tensors that are neither a "
-        "parameter nor a registered buffer, are easily forgotten. Tensors on `meta` have no values yet: `train.parallelize` "
+        "parameter nor a registered buffer, are easily forgotten. Tensors on `meta` have no values yet: `world.parallelize` "
         "sets them.",
         patterns=_any(
             r"Expected all tensors to be on the same device", r"Tensor on device \S+ is not on the expected device \S+",

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.checkpoints.checkpoints import CheckpointError as CheckpointError
     from distflow.train.checkpoints.checkpoints import Checkpoints as Checkpoints
-    from distflow.train.communication.gradients import accumulate as accumulate
     from distflow.train.communication.gradients import all_reduce_mean as all_reduce_mean
-    from distflow.train.communication.gradients import compress_gradients as compress_gradients
-    from distflow.train.communication.gradients import local_sgd as local_sgd
-    from distflow.train.communication.monitor import CommunicationMonitor as CommunicationMonitor
-    from distflow.train.communication.monitor import scaling_efficiency as scaling_efficiency
+    from distflow.train.deprecated import accumulate as accumulate
+    from distflow.train.deprecated import backward as backward
+    from distflow.train.deprecated import clip_gradients as clip_gradients
+    from distflow.train.deprecated import compress_gradients as compress_gradients
+    from distflow.train.deprecated import current_strategy as current_strategy
+    from distflow.train.deprecated import data_shard as data_shard
+    from distflow.train.deprecated import evaluate as evaluate
+    from distflow.train.deprecated import full_state_dict as full_state_dict
+    from distflow.train.deprecated import local_sgd as local_sgd
+    from distflow.train.deprecated import parallelize as parallelize
     from distflow.train.heartbeat import beat as beat
     from distflow.train.launcher.starting import launch as launch
     from distflow.train.loading.batching import BatchSizes as BatchSizes
@@ -31,8 +36,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.metrics import Pace as Pace
     from distflow.train.metrics import StepTimer as StepTimer
     from distflow.train.metrics import report as report
-    from distflow.train.passes import backward as backward
-    from distflow.train.passes import evaluate as evaluate
+    from distflow.train.parallel import ParallelPlan as ParallelPlan
     from distflow.train.safeguards import STOPPED as STOPPED
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
@@ -40,11 +44,14 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.safeguards import OutOfMemory as OutOfMemory
     from distflow.train.safeguards import listen_for_stop as listen_for_stop
     from distflow.train.safeguards import stop_requested as stop_requested
-    from distflow.train.strategies.build import parallelize as parallelize
-    from distflow.train.strategies.clipping import clip_gradients as clip_gradients
-    from distflow.train.strategies.description import current_strategy as current_strategy
-    from distflow.train.strategies.description import data_shard as data_shard
-    from distflow.train.strategies.states import full_state_dict as full_state_dict
+    from distflow.train.strategies.description import Strategy as Strategy
+    from distflow.train.strategies.options import DDP as DDP
+    from distflow.train.strategies.options import FSDP as FSDP
+    from distflow.train.strategies.options import HybridParallel as HybridParallel
+    from distflow.train.strategies.options import NotParallel as NotParallel
+    from distflow.train.strategies.options import PipelineParallel as PipelineParallel
+    from distflow.train.strategies.options import StrategyOptions as StrategyOptions
+    from distflow.train.strategies.options import TensorParallel as TensorParallel
     from distflow.train.worker import Worker as Worker
     from distflow.train.world import World as World
     from distflow.train.world import WorldError as WorldError
@@ -52,43 +59,51 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.world import init as init
 
 _MODULES = {
-    "STOPPED": "safeguards",
     "BatchSizes": "loading.batching",
     "CheckpointError": "checkpoints.checkpoints",
     "Checkpoints": "checkpoints.checkpoints",
     "CommunicationMonitor": "communication.monitor",
     "DynamicBatcher": "loading.batching",
     "EpochSampler": "loading.loader",
+    "FSDP": "strategies.options",
     "GradientGuard": "safeguards",
+    "HybridParallel": "strategies.options",
     "Loader": "loading.loader",
     "MemoryGuard": "safeguards",
     "NonFiniteGradients": "safeguards",
+    "NotParallel": "strategies.options",
     "OutOfMemory": "safeguards",
     "Pace": "metrics",
+    "ParallelPlan": "parallel",
+    "PipelineParallel": "strategies.options",
+    "STOPPED": "safeguards",
     "StepTimer": "metrics",
+    "Strategy": "strategies.description",
+    "StrategyOptions": "strategies.options",
+    "TensorParallel": "strategies.options",
     "Worker": "worker",
     "World": "world",
     "WorldError": "world",
-    "accumulate": "communication.gradients",
+    "accumulate": "deprecated",
     "all_reduce_mean": "communication.gradients",
-    "backward": "passes",
+    "backward": "deprecated",
     "balanced_split": "loading.batching",
     "batch_sizes": "loading.batching",
     "beat": "heartbeat",
-    "clip_gradients": "strategies.clipping",
-    "compress_gradients": "communication.gradients",
-    "current_strategy": "strategies.description",
-    "data_shard": "strategies.description",
+    "clip_gradients": "deprecated",
+    "compress_gradients": "deprecated",
+    "current_strategy": "deprecated",
+    "data_shard": "deprecated",
     "equal_batches": "loading.batching",
-    "evaluate": "passes",
+    "evaluate": "deprecated",
     "finish": "world",
-    "full_state_dict": "strategies.states",
+    "full_state_dict": "deprecated",
     "init": "world",
     "join": "loading.batching",
     "launch": "launcher.starting",
     "listen_for_stop": "safeguards",
-    "local_sgd": "communication.gradients",
-    "parallelize": "strategies.build",
+    "local_sgd": "deprecated",
+    "parallelize": "deprecated",
     "report": "metrics",
     "scaling_efficiency": "communication.monitor",
     "stop_requested": "safeguards",

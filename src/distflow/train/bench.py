@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import multiprocessing
 
-from distflow.train.communication.monitor import CommunicationMonitor, bus_factor, scaling_efficiency
+from distflow.train.parallel import parallelize
 from distflow.train.samples.gpt import Gpt, batch_of, loss_of
-from distflow.train.strategies.build import parallelize
 
 __all__ = ["allreduce", "main", "scaling", "step_time"]
 
@@ -34,29 +33,46 @@ Row = dict[str, Any]
 
 
 def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
-    """Return for messages of each size in bytes the median seconds of an all-reduce, and bandwidths in bytes per second."""
+    """Return for messages of each size in bytes the median seconds of an all-reduce, and bandwidths in bytes per second.
+
+    The bandwidths are those of nccl-tests: the algorithm bandwidth is bytes by time. The bus bandwidth is the part of it that
+    the busiest link carries, which can be compared with the speed of a link for any number of ranks.
+    """
     device, ranks = _device(), dist.get_world_size()
     rows = []
     for size in sizes:
         tensor = torch.ones(max(size // 4, 1), device=device)
-        monitor = CommunicationMonitor()
-        seconds = median([monitor.measure_all_reduce(tensor) for _ in range(_WARM + _ROUNDS)][_WARM:])
+        seconds = median([_seconds(tensor) for _ in range(_WARM + _ROUNDS)][_WARM:])
         bandwidth = tensor.nbytes / seconds
         rows.append(
             {
                 "bytes": tensor.nbytes,
                 "seconds": seconds,
                 "algorithm_bandwidth": bandwidth,
-                "bus_bandwidth": bandwidth * bus_factor("all_reduce", ranks),
+                "bus_bandwidth": bandwidth * 2 * (ranks - 1) / ranks,
             }
         )
     return rows
 
 
+def _seconds(tensor: torch.Tensor) -> float:
+    """Sum a tensor over the ranks, and return the seconds that this took."""
+    _synchronize(tensor.device)
+    begin = perf_counter()
+    dist.all_reduce(tensor)
+    _synchronize(tensor.device)
+    return perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a call only starts work on a GPU
+
+
 def step_time(*, batch_size: int = 16) -> float:
     """Return the median seconds of a training step of the small GPT under DDP, on a global batch that all ranks share."""
     torch.manual_seed(0)
-    model: nn.Module = parallelize(Gpt(), "ddp" if dist.get_world_size() > 1 else "none")
+    model = parallelize(Gpt(), "ddp" if dist.get_world_size() > 1 else "none").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     device = next(model.parameters()).device
     text = torch.arange(4096, dtype=torch.int64) % 256
@@ -78,8 +94,7 @@ def scaling(ranks: int) -> list[Row]:
     """Return seconds of a step and the efficiency (t1/n)/tn for 1, 2, 4 … ranks: the same global batch, so strong scaling."""
     counts = sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
     times = {count: float(_start(count, step_time)) for count in counts}
-    efficiency = scaling_efficiency(times)
-    return [{"ranks": count, "seconds": times[count], "efficiency": efficiency[count]} for count in counts]
+    return [{"ranks": n, "seconds": times[n], "efficiency": times[1] / n / times[n]} for n in counts]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,31 +12,24 @@ from torch import nn
 
 from distflow.train.communication.gradients import accumulate, begin_step
 from distflow.train.loading.batching import Batch, as_arguments, cut, sample_count
-from distflow.train.strategies.description import current_strategy
 from distflow.train.strategies.stages import Loss, Pipeline
 
-__all__ = ["backward", "evaluate"]
+__all__ = ["evaluate", "forward_backward"]
 
 
-def backward(model: nn.Module, inputs: Batch, targets: Batch, loss: Loss, *, micro_batches: int | None = None) -> torch.Tensor:
-    """Run the forward and backward passes of this rank's batch; return its mean loss, a scalar without gradient.
-
-    ``inputs`` are a tensor, a mapping (the model is called with its keys as names, as Hugging Face's models are) or a tuple
-    (one argument each); ``targets`` may be of the same kinds, or ``None``. The batch is cut along the first dimension of its
-    tensors into ``micro_batches`` (by default the strategy's ``gradient_accumulation_steps``), whose gradients are reduced over
-    the ranks once, after the last. A pipeline takes its own number of them, and the ``loss`` that it was made with. Then step
-    the optimizer. Raises ``ValueError`` for fewer samples than micro-batches.
-    """
+def forward_backward(
+    model: nn.Module, inputs: Batch, targets: Batch, loss: Loss, *, micro_batches: int = 1, apart: int = 1
+) -> torch.Tensor:
+    """Do what ``ParallelPlan.forward_backward`` does. ``apart`` is the strategy's ``sync_gradients_every``."""
     if isinstance(model, Pipeline):
         return model.step(inputs, targets)
-    count = current_strategy().passes if micro_batches is None else micro_batches
-    samples = sample_count(inputs)
+    count, samples = micro_batches, sample_count(inputs)
     if not 1 <= count <= samples:
         raise ValueError(f"a batch of {samples} samples cannot be cut into {count} micro-batches")
     begin_step(model)
     losses = []
     for some, wanted in zip(cut(inputs, count, samples), cut(targets, count, samples), strict=True):
-        with accumulate(model, every=count):
+        with accumulate(model, count, apart=apart):
             share = loss(_called(model, some), wanted) * (sample_count(some) / samples)
             share.backward()
         losses.append(share.detach())
@@ -44,13 +37,7 @@ def backward(model: nn.Module, inputs: Batch, targets: Batch, loss: Loss, *, mic
 
 
 def evaluate(model: nn.Module, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
-    """Return the mean loss of a batch over all ranks' shares, a scalar without gradient that is equal on every rank.
-
-    All ranks must call it, each with its own share (``data_shard``) of at least one sample; shares may differ in size. The
-    inputs and targets are those of ``backward``. The model is in evaluation mode meanwhile. ``loss`` is any mean over samples:
-    accuracy, too. Of a pipeline it is computed in the last stage, from the whole share, and need not be the one of training.
-    Raises ``ValueError`` for no samples.
-    """
+    """Do what ``ParallelPlan.evaluate`` does."""
     samples = sample_count(inputs)
     if not samples:
         raise ValueError("evaluate() was given no samples; every rank needs at least one")

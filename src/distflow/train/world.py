@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group, which it would keep: see _leave
+from torch import nn
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
@@ -32,7 +34,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from distflow.train.communication.collectives import answer_collectives
-from distflow.train.strategies.description import forget, said_strategy
+from distflow.train.strategies.description import Strategy, forget, said_strategy
+from distflow.train.strategies.options import StrategyOptions
+
+if TYPE_CHECKING:
+    from distflow.train.parallel import ParallelPlan
 
 __all__ = ["World", "WorldError", "before_leaving", "control_group", "finish", "init", "is_debug", "world"]
 
@@ -63,6 +69,31 @@ class World:
     """The GPU of this rank, or the CPU."""
     backend: str
     """As ``torch.distributed`` names it: ``gloo``, or ``cpu:gloo,cuda:nccl``."""
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        strategy: Strategy | StrategyOptions | str | None = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        example: tuple[torch.Tensor, ...] | None = None,
+    ) -> ParallelPlan:
+        """Let all ranks train the model together, and return the plan, which has the model of this rank. Collective.
+
+        ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``), a ``Strategy`` on a mesh,
+        or by default the strategy of the spec (``DISTFLOW_STRATEGY``), without one ``"ddp"``.
+
+        Every rank starts from the parameters of rank 0. The model may be on any device. On the meta device it is divided before
+        it has values: then each rank gets its part of the values that rank 0 draws, so no rank holds the whole model, except
+        under ``ddp`` and ``none``. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model
+        is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
+
+        Raises ``ValueError`` if the model does not fit the strategy, the strategy the number of ranks, or the options each
+        other.
+        """
+        from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
+
+        return parallelize(model, strategy, loss=loss, example=example)
 
 
 _joined: World | None = None

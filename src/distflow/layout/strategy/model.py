@@ -348,5 +348,5 @@ def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
     if block is None or framework is None or framework.value not in _OF_THEIR_OWN:
         return ()
     message = f"`framework: {framework.value}` does not use `strategy`: it has its own configuration"
-    hint = "configure it there, or use `framework: pytorch`, or call `distflow.train.parallelize`, which uses `strategy`"
+    hint = "configure it there, or use `framework: pytorch`, or call `parallelize` of `distflow.train`, which uses `strategy`"
     return (Problem(where=block.mark_at(block.path), severity=Severity.WARNING, message=message, hint=hint),)

@@ -20,7 +20,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication.hooks import in_bfloat16, until_apart
-from distflow.train.strategies.description import current_strategy
 
 __all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "drifts", "local_sgd", "means_of"]
 
@@ -60,30 +59,21 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
 
 
 @contextmanager
-def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
-    """Run one micro-batch's forward and backward pass; only every ``every``-th reduces gradients over the ranks.
+def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
+    """Run one micro-batch's forward and backward pass; only every ``steps``-th reduces gradients over the ranks.
 
-    Gives true in the pass that reduces: then step the optimizer and zero the gradients. Divide the loss by ``every`` yourself,
-    as without ranks. By default ``every`` is the strategy's ``gradient_accumulation_steps``. Warns once when the strategy's
-    ``sync_gradients_every`` asks for ``local_sgd``, and the model was never given to it::
-
-        for inputs, targets in micro_batches:
-            with accumulate(model, every=4) as is_last:
-                (loss_of(model(inputs), targets) / 4).backward()
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
+    Gives true in the pass that reduces: then step the optimizer and zero the gradients. Divide the loss by ``steps`` yourself,
+    as without ranks. Warns once if ``apart``, the strategy's ``sync_gradients_every``, asks for ``local_sgd`` and the model was
+    never given to it. Collective in the pass that reduces.
     """
-    steps = current_strategy().passes if every is None else every
     if steps < 1:
         raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
-    apart = int(current_strategy().options.get("sync_gradients_every", 1))
     if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
         _averaged.add(model)
         warnings.warn(
             f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: make the optimizer "
-            "optimizer = local_sgd(model, optimizer)",
-            stacklevel=3,
+            "optimizer = plan.local_sgd(optimizer)",
+            stacklevel=4,
         )
     done = _passes.get(model, 0) + 1
     is_last = done >= steps
@@ -105,7 +95,7 @@ def begin_step(model: nn.Module) -> None:
 
 
 def local_sgd(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int | None = None, warmup_steps: int = 0
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int, warmup_steps: int = 0
 ) -> torch.optim.Optimizer:
     """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
 
@@ -113,11 +103,10 @@ def local_sgd(
     default ``every`` is the strategy's ``sync_gradients_every``; with 1 the optimizer is returned as it is. The model must be
     DDP's, without compression. Raises ``TypeError`` for another.
     """
-    steps = int(current_strategy().options.get("sync_gradients_every", 1)) if every is None else every
-    if steps < 1:
-        raise ValueError(f"every is {steps}; at least 1 step lies between two averages")
+    if every < 1:
+        raise ValueError(f"every is {every}; at least 1 step lies between two averages")
     _averaged.add(model)
-    if steps == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
+    if every == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer
     # Importing this module makes torch compile scripts, which causes a warning.
     from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
@@ -125,7 +114,7 @@ def local_sgd(
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
     # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
-    averager = PeriodicModelAverager(period=steps, warmup_steps=warmup_steps + steps - 1, process_group=model.process_group)
+    averager = PeriodicModelAverager(period=every, warmup_steps=warmup_steps + every - 1, process_group=model.process_group)
     model.register_comm_hook((averager, warmup_steps), until_apart)
     _averagers[model.module] = averager
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from distflow.train.communication.gradients import drifts
 from distflow.train.communication.votes import channel, without_votes
-from distflow.train.strategies.description import said_strategy
+from distflow.train.strategies.description import said_strategy, warn_of_conflict
 
 __all__ = [
     "Batch",
@@ -140,6 +140,7 @@ def own_share() -> tuple[int, int]:
     """Return this rank's share of the data and the number of shares; without a strategy its rank and the number of ranks."""
     if not dist.is_initialized():
         return 0, 1
+    warn_of_conflict()
     strategy = said_strategy()
     return (dist.get_rank(), dist.get_world_size()) if strategy is None else strategy.data_shard(dist.get_rank())
 

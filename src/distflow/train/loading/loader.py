@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,28 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from distflow.train.loading.batching import own_share
 from distflow.train.torch_private import set_worker_dataset
 
-__all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["EpochSampler", "Loader", "LoaderOptions", "Samples", "Uneven"]
 
 Uneven = Literal["pad", "keep", "drop"]
 """What happens when the samples do not divide evenly over the ranks: ``pad``: the first samples of the epoch come again, so
 that all have as many; ``keep``: some ranks have one sample less (use ``join``); ``drop``: the last few are left out."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The options of torch's ``DataLoader`` that ``Loader`` passes on."""
+
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any]
+    pin_memory: bool
+    timeout: float
+    """Seconds."""
+    worker_init_fn: Callable[[int], None]
+    multiprocessing_context: Any
+    prefetch_factor: int
+    persistent_workers: bool
 
 
 class Samples(Protocol):
@@ -53,7 +70,7 @@ class EpochSampler(Sampler[int]):
         if uneven not in ("pad", "keep", "drop"):
             raise ValueError(f'uneven={uneven!r}: give "pad", "keep" or "drop"')
         self._by_strategy = rank is None and world_size is None
-        own = own_share()
+        own = own_share() if rank is None or world_size is None else (rank, world_size)
         self.length, self.shuffle, self.seed, self.uneven = length, shuffle, seed, uneven
         self.rank = own[0] if rank is None else rank
         self.world_size = own[1] if world_size is None else world_size
@@ -132,7 +149,7 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset[Any] | Samples, batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
-        rank: int | None = None, world_size: int | None = None, **options: Any,
+        rank: int | None = None, world_size: int | None = None, **options: Unpack[LoaderOptions],
     ) -> None:  # fmt: skip
         """Take ``batch_size``, which is per rank; ``rank`` and ``world_size`` are those of ``EpochSampler``.
 

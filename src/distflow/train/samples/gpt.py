@@ -8,21 +8,17 @@ have the names by which tensor parallelism knows them, and attention takes the n
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from distflow.train.passes import backward
-from distflow.train.strategies.build import parallelize
-from distflow.train.strategies.description import current_strategy, make_strategy
+from distflow.train.metrics import report
+from distflow.train.strategies.description import Strategy, make_strategy
+from distflow.train.world import init
 
 __all__ = ["Attention", "Block", "Embedding", "Gpt", "Mlp", "batch_of", "loss_of", "main", "read_text"]
 
@@ -136,34 +132,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in (("layers", 4), ("hidden", 64), ("heads", 4), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
+    world = init()
+    strategy: Strategy | None = None
+    if options.strategy:
         sizes = {} if options.tp_size is None else {"tp_size": options.tp_size}
         try:
-            strategy = make_strategy(options.strategy, world, sizes) if options.strategy else current_strategy()
+            strategy = make_strategy(options.strategy, world.size, sizes)
         except ValueError as error:
             parser.error(str(error))
-        torch.manual_seed(0)
-        model = Gpt(layers=options.layers, hidden=options.hidden, heads=options.heads, context=options.context)
-        model_ranks: nn.Module = parallelize(model, strategy, loss=loss_of)
-        optimizer = torch.optim.AdamW(model_ranks.parameters(), lr=3e-3)
-        text, device = read_text(options.text), next(model_ranks.parameters()).device
-        for step in range(options.steps):
-            shard = strategy.data_shard(rank)
-            inputs, targets = batch_of(text, size=options.batch_size, context=options.context, step=step, shard=shard)
-            loss = backward(model_ranks, inputs.to(device), targets.to(device), loss_of, micro_batches=options.accumulate)
-            optimizer.step()
-            optimizer.zero_grad()
-            if rank == 0:
-                sys.stdout.write(json.dumps({"step": step, "loss": round(loss.item(), 5), "rank": rank}) + "\n")
-                sys.stdout.flush()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    torch.manual_seed(0)
+    model = Gpt(layers=options.layers, hidden=options.hidden, heads=options.heads, context=options.context)
+    plan = world.parallelize(model, strategy, loss=loss_of)
+    optimizer = torch.optim.AdamW(plan.model.parameters(), lr=3e-3)
+    text, draw = read_text(options.text), {"size": options.batch_size, "context": options.context, "shard": plan.data_shard}
+    for step in range(options.steps):
+        inputs, targets = (one.to(world.device) for one in batch_of(text, step=step, **draw))
+        loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=options.accumulate)
+        optimizer.step()
+        optimizer.zero_grad()
+        if world.rank == 0:
+            report(step=step, loss=round(loss.item(), 5))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``parallelize`` prepares a model for a strategy, so that the training loop stays the same.
+"""Prepare a model for a strategy, so that the training loop stays the same.
 
 FSDP gathers the repeated layers of a model one at a time, and activation checkpointing computes them again. Replicas of a
 model use torch's DistributedDataParallel.
@@ -21,53 +21,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from distflow.train.communication.gradients import compress_gradients
-from distflow.train.strategies.description import Strategy, choose, make_strategy, said_strategy
+from distflow.train.strategies.description import Strategy
 from distflow.train.strategies.initial import allocate, check_empty, fill
 from distflow.train.strategies.stages import Loss, make_pipeline
 
-__all__ = ["checkpoint_activations", "large_modules", "make_mesh", "parallelize", "repeated_layers", "replicate"]
-
-
-def parallelize(
-    model: nn.Module,
-    strategy: Strategy | str | None = None,
-    *,
-    loss: Loss | None = None,
-    example: tuple[torch.Tensor, ...] | None = None,
-    **options: Any,
-) -> nn.Module:
-    """Return the model, trained by all ranks together as the strategy says.
-
-    ``strategy`` is a kind (``"fsdp"``), a ``Strategy``, or by default what ``DISTFLOW_STRATEGY`` says; ``options`` come on top
-    of its own. The last call decides what ``current_strategy``, ``data_shard`` and a new ``Loader`` answer, until ``finish``.
-
-    Every rank then starts from rank 0's parameters. Create the optimizer afterwards, from the parameters of what is
-    returned. A pipeline needs ``loss`` and is stepped (``model.step(inputs, targets)``); all others are called as before.
-
-    A model that was made under ``torch.device("meta")`` is cut first, and then each rank is given its part of the values that
-    rank 0's random numbers give: no rank ever holds the whole, but under ``ddp`` and ``none``.
-
-    Raises ``ValueError`` when the model does not fit the strategy, the strategy the number of ranks, or the options each other:
-    what a spec may not say is refused here too.
-    """
-    chosen = _strategy(strategy, options)
-    ready = _ready(model, chosen, loss, example)
-    choose(chosen, dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
-    return ready
+__all__ = ["checkpoint_activations", "large_modules", "make_mesh", "prepare", "repeated_layers", "replicate"]
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
     """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` when there is another number of ranks."""
     if not dist.is_initialized():
-        raise ValueError("the ranks are not connected yet: call torch.distributed.init_process_group() before parallelize()")
+        raise ValueError("the ranks are not connected yet: call world = train.init(), and then world.parallelize(…)")
     if strategy.world_size != dist.get_world_size():
         shape = " × ".join(map(str, strategy.shape))
         raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
     return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
 
 
-def _ready(model: nn.Module, chosen: Strategy, loss: Loss | None, example: tuple[torch.Tensor, ...] | None) -> nn.Module:
-    """Return the model on this rank's device, wrapped or cut as the strategy says."""
+def prepare(
+    model: nn.Module, chosen: Strategy, *, loss: Loss | None = None, example: tuple[torch.Tensor, ...] | None = None
+) -> nn.Module:
+    """Return the model on this rank's device, wrapped or cut as the strategy says. Collective."""
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
             "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
@@ -113,16 +87,6 @@ def _cut(
 
         shard(model, mesh if strategy.kind == "fsdp" else mesh["fsdp"], strategy.options)
     return allocate(model, device, offload=bool(strategy.options.get("cpu_offload")))
-
-
-def _strategy(given: Strategy | str | None, options: Mapping[str, Any]) -> Strategy:
-    if given is None and (given := said_strategy()) is None:
-        # One rank too, so that it takes the options that more ranks will take.
-        given = "ddp"
-    if isinstance(given, str):
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        return make_strategy(given, world, options)
-    return given.having(options)
 
 
 def _device() -> torch.device:

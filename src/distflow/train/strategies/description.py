@@ -1,7 +1,6 @@
-"""The strategy of this process: the argument of ``parallelize``, or ``DISTFLOW_STRATEGY``, which distflow sets.
+"""Strategies on a mesh of ranks, and the strategy that ``DISTFLOW_STRATEGY`` gives to this process.
 
-The JSON has been checked before the process was started; without either, ranks replicate the model. Knows nothing of torch,
-so that a data loader can ask for its share before anything heavy is imported.
+distflow sets this variable, and has checked it before the process was started. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from distflow.train.strategies.options import (
     MESH_SIZES,
     OPTIONS,
     Misfit,
+    StrategyOptions,
     Wrong,
     clashes,
     micro_batches,
@@ -28,7 +28,17 @@ from distflow.train.strategies.options import (
     normal_value,
 )
 
-__all__ = ["Strategy", "choose", "current_strategy", "data_shard", "forget", "make_strategy", "said_strategy"]
+__all__ = [
+    "Strategy",
+    "choose",
+    "current_strategy",
+    "data_shard",
+    "forget",
+    "make_strategy",
+    "place",
+    "said_strategy",
+    "warn_of_conflict",
+]
 
 _DATA_AXES = ("dp", "fsdp")
 
@@ -40,7 +50,7 @@ class Strategy:
     kind: str
     """``ddp``, ``fsdp``, ``tp``, ``hybrid``, ``pipeline`` or ``none``."""
     shape: tuple[int, ...]
-    """The sizes of the mesh, which ranks fill row by row."""
+    """The sizes of the mesh, which ranks fill row by row: (2, 4) has ranks 0 to 3 in its first row."""
     names: tuple[str, ...]
     """Its axes: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -93,40 +103,44 @@ class Strategy:
         return index, count
 
 
-_chosen: tuple[Strategy, int] | None = None
-"""The last strategy that ``parallelize`` got, and this process's rank in it."""
+_last: tuple[Strategy, int] | None = None
+"""The strategy of the last plan, and this process's rank: for calls that name no plan (``data_shard``, ``Loader``)."""
+_conflict = ""
+"""Set if plans of this process give it different shares of the data: such calls cannot know which of them is meant."""
 
 
 def choose(strategy: Strategy, rank: int) -> None:
-    """Let ``current_strategy`` and ``data_shard`` answer with this strategy from now on.
-
-    The last one counts; one that gives this rank another share of the data than the one before is warned of. A model of kind
-    ``none``, such as a frozen teacher next to the trained model, changes nothing.
-    """
-    global _chosen  # noqa: PLW0603 (a process is in one world)
+    """Let calls that name no plan use this strategy. A frozen model of kind ``none`` changes nothing."""
+    global _last, _conflict  # noqa: PLW0603 (a process is in one world)
     before = said_strategy()
     if strategy.kind == "none" and before is not None and before.kind != "none":
         return
-    if _chosen is not None and _chosen[0].kind != "none" and _chosen[0].data_shard(rank) != strategy.data_shard(rank):
-        warnings.warn(
-            f"a model was made ready for {_chosen[0].kind}, another for {strategy.kind}, and this rank's share of the data is "
-            f"not the same for both: data_shard() and Loader now give {strategy.kind}'s; for the other model pass rank and "
-            "world_size yourself",
-            stacklevel=3,
+    if _last is not None and _last[0].kind != "none" and _last[0].data_shard(rank) != strategy.data_shard(rank):
+        _conflict = (
+            f"a model was prepared for {_last[0].kind} and another for {strategy.kind}, which give this rank different shares "
+            f"of the data: data_shard() and Loader use {strategy.kind}; use the loader() and data_shard of each plan instead"
         )
-    _chosen = strategy, rank
+    _last = strategy, rank
 
 
 def forget() -> None:
     """Undo ``choose``: the variable counts again."""
-    global _chosen  # noqa: PLW0603
-    _chosen = None
+    global _last, _conflict
+    _last, _conflict = None, ""
+
+
+def warn_of_conflict() -> None:
+    """Warn once if it is unclear which plan a call without a plan means."""
+    global _conflict  # noqa: PLW0603
+    if _conflict:
+        warnings.warn(_conflict, stacklevel=4)
+        _conflict = ""
 
 
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
-    """Return the strategy of this process: that of ``parallelize``, else the variable's, else replicas of all ranks.
+    """Return the strategy of the last plan, else that of the variable, else replicas of all ranks.
 
-    With an ``environ`` it is the one that these variables say. Raises ``ValueError`` when the variable holds something else.
+    With an ``environ``, only its variables count. Raises ``ValueError`` if the variable is not valid.
     """
     if (said := said_strategy(environ)) is not None:
         return said
@@ -135,9 +149,9 @@ def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
 
 
 def said_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
-    """Return ``current_strategy``, but ``None`` where neither ``parallelize`` nor the variable has said one."""
-    if environ is None and _chosen is not None:
-        return _chosen[0]
+    """Return ``current_strategy``, or ``None`` without a plan and without the variable."""
+    if environ is None and _last is not None:
+        return _last[0]
     text = (os.environ if environ is None else environ).get("DISTFLOW_STRATEGY", "")
     if not text:
         return None
@@ -156,14 +170,19 @@ def said_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
 
 
 def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Return this rank's share of the data and the number of shares: rank and num_replicas for a ``DistributedSampler``.
-
-    They are those of ``current_strategy``: ask after ``parallelize``, unless the spec says the strategy.
-    """
-    if environ is None and _chosen is not None:
-        strategy, rank = _chosen
-        return strategy.data_shard(rank)
+    """Return this rank's share of the data and the number of shares, by ``current_strategy``."""
+    if environ is None:
+        warn_of_conflict()
+        if _last is not None:
+            return _last[0].data_shard(_last[1])
     return current_strategy(environ).data_shard(int((os.environ if environ is None else environ).get("RANK", "0")))
+
+
+def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
+    """Return a strategy on a mesh over ``world`` ranks. Raises ``ValueError`` if the ranks or the options do not fit it."""
+    if isinstance(given, Strategy):
+        return given.having({})
+    return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
 
 
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:

@@ -1,23 +1,31 @@
-"""The options of training strategies: their names, what values they take, and with which kinds and options they go. Pure.
+"""The options of training strategies, as dataclasses, and how they are checked. Pure.
 
-The one table of both sides: specs are checked against it before anything starts, and ``parallelize`` when it is called. The
-names are torch's where torch has one (``bucket_cap_mb``, ``sharding_strategy``), so that a reader finds them there.
+Both sides use them: specs are checked before anything starts, and ``parallelize`` when it is called. The names are those of
+torch, if torch has one (``bucket_cap_mb``, ``sharding_strategy``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 __all__ = [
     "AXES",
+    "DDP",
+    "FSDP",
     "KINDS",
     "MESH_SIZES",
     "OPTIONS",
+    "STRATEGIES",
+    "HybridParallel",
     "Misfit",
+    "NotParallel",
     "Option",
+    "PipelineParallel",
+    "StrategyOptions",
+    "TensorParallel",
     "Wrong",
     "clashes",
     "micro_batches",
@@ -98,66 +106,180 @@ def _precision(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyOptions:
+    """The options of every kind of strategy. ``None`` in any option means that it is not given."""
+
+    kind: ClassVar[str] = ""
+    """The name of the kind in a spec."""
+
+    micro_batch_size: int | None = None
+    """Samples of one pass on one rank."""
+    global_batch_size: int | None = None
+    """Samples of one step on all ranks."""
+    timeout_s: float | None = None
+    """Time limit of a collective in seconds. ``init`` reads it from the spec."""
+
+    def given(self) -> dict[str, object]:
+        """Return the given options, as a spec has them."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Accumulating(StrategyOptions):
+    gradient_accumulation_steps: int | None = None
+    """Passes of one step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repeated(_Accumulating):
+    activation_checkpointing: bool | None = None
+    """Compute the repeated layers again in the backward pass, instead of keeping their activations."""
+    transformer_layer_cls: str | Sequence[str] | None = None
+    """Class names of the repeated layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharded(_Repeated):
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
+    mixed_precision: Literal["none", "bf16", "fp16"] | bool | None = None
+    """The dtype of parameters in computations; true is bf16."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """The dtype in which gradients are reduced."""
+    cpu_offload: bool | None = None
+    """Keep shards in the memory of the node."""
+    auto_wrap_policy: Literal["none", "transformer_layer", "size"] | None = None
+    min_num_params: int | None = None
+    """Parameters from which on a module is gathered by itself, with ``auto_wrap_policy="size"``."""
+    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = None
+    """Accepted as in FSDP; changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP(_Repeated):
+    """Replicas: each rank holds the whole model."""
+
+    kind: ClassVar[str] = "ddp"
+    bucket_cap_mb: float | None = None
+    static_graph: bool | None = None
+    find_unused_parameters: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    compression: Literal["none", "fp16", "bf16", "powersgd"] | None = None
+    powersgd_rank: int | None = None
+    sync_gradients_every: int | None = None
+    """Steps between two averages of the parameters (local SGD)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP(_Sharded):
+    """Shards: each rank holds 1/N of parameters, gradients and optimizer states."""
+
+    kind: ClassVar[str] = "fsdp"
+    shard_size: int | None = None
+    """Ranks that share one copy of the model, with ``HYBRID_SHARD``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel(_Repeated):
+    """Each rank holds a part of the large matrices, and all ranks get the same data."""
+
+    kind: ClassVar[str] = "tp"
+    plan: Mapping[str, str] | None = None
+    """Name pattern of modules → ``colwise`` or ``rowwise``."""
+    tp_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridParallel(_Sharded):
+    """Tensor parallelism within groups of ``tp_size`` ranks, and shards over these groups."""
+
+    kind: ClassVar[str] = "hybrid"
+    plan: Mapping[str, str] | None = None
+    """Name pattern of modules → ``colwise`` or ``rowwise``."""
+    tp_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineParallel(StrategyOptions):
+    """Each rank holds some layers (a stage), through which micro-batches flow."""
+
+    kind: ClassVar[str] = "pipeline"
+    schedule: Literal["gpipe", "1f1b"] | None = None
+    split_points: str | Sequence[str] | None = None
+    """The modules that begin the second and each further stage."""
+    micro_batches: int | None = None
+    stages: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotParallel(_Accumulating):
+    """One rank, or ranks that do not train together."""
+
+    kind: ClassVar[str] = "none"
+
+
+STRATEGIES: Mapping[str, type[StrategyOptions]] = MappingProxyType(
+    {one.kind: one for one in (DDP, FSDP, TensorParallel, HybridParallel, PipelineParallel, NotParallel)}
+)
+"""The options of each kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option."""
+    """How one option is checked."""
 
     kinds: tuple[str, ...]
-    """The kinds that it goes with."""
+    """The kinds whose class in ``STRATEGIES`` has it."""
     check: Callable[[object], object]
-    """Returns the value in its normal form, or raises ``Wrong``."""
-    instead: str = ""
-    """What to say to those who use it with another kind; empty for nothing."""
+    """Return the value in its normal form, or raise ``Wrong``."""
+    instead: str
+    """What to say to users of another kind; empty for nothing."""
 
 
-_SHARDED = ("fsdp", "hybrid")
-_REPEATED = ("ddp", "fsdp", "tp", "hybrid")
+_INSTEAD = {
+    "compression": "with sharding, `reduce_dtype: bf16` halves what is sent",
+    "sync_gradients_every": "only replicas can drift apart between two averages: use `kind: ddp`",
+    "mixed_precision": "with ddp, `compression: bf16` halves what is sent; "
+    "for bf16 arithmetic use torch.autocast in the program",
+    "reduce_dtype": "with ddp, say `compression: bf16` or `fp16`",
+    "cpu_offload": "only sharded parameters can be kept on the CPU: `kind: fsdp`",
+    "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
+    "gradient_accumulation_steps": "in a pipeline these are the `micro_batches`",
+}
+_CHECKS: Mapping[str, Callable[[object], object]] = {
+    "bucket_cap_mb": _number,
+    "static_graph": _flag,
+    "find_unused_parameters": _flag,
+    "gradient_as_bucket_view": _flag,
+    "compression": _choice("none", "fp16", "bf16", "powersgd"),
+    "powersgd_rank": _count,
+    "sync_gradients_every": _count,
+    "sharding_strategy": _choice("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", lower=False),
+    "mixed_precision": _precision,
+    "reduce_dtype": _choice("fp32", "bf16", "fp16"),
+    "cpu_offload": _flag,
+    "activation_checkpointing": _flag,
+    "auto_wrap_policy": _choice("none", "transformer_layer", "size"),
+    "transformer_layer_cls": _names,
+    "min_num_params": _count,
+    "state_dict_type": _choice("FULL_STATE_DICT", "SHARDED_STATE_DICT", lower=False),
+    "plan": _plan,
+    "schedule": _choice("gpipe", "1f1b"),
+    "split_points": _names,
+    "micro_batches": _count,
+    "gradient_accumulation_steps": _count,
+    "micro_batch_size": _count,
+    "global_batch_size": _count,
+    "timeout_s": _number,
+}
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "bucket_cap_mb": Option(kinds=("ddp",), check=_number),
-        "static_graph": Option(kinds=("ddp",), check=_flag),
-        "find_unused_parameters": Option(kinds=("ddp",), check=_flag),
-        "gradient_as_bucket_view": Option(kinds=("ddp",), check=_flag),
-        "compression": Option(
-            kinds=("ddp",),
-            check=_choice("none", "fp16", "bf16", "powersgd"),
-            instead="with sharding, `reduce_dtype: bf16` halves what is sent",
-        ),
-        "powersgd_rank": Option(kinds=("ddp",), check=_count),
-        "sync_gradients_every": Option(
-            kinds=("ddp",), check=_count, instead="only replicas can drift apart between two averages: use `kind: ddp`"
-        ),
-        "sharding_strategy": Option(
-            kinds=_SHARDED, check=_choice("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", lower=False)
-        ),
-        "mixed_precision": Option(
-            kinds=_SHARDED,
-            check=_precision,
-            instead="with ddp, `compression: bf16` halves what is sent; for bf16 arithmetic use torch.autocast in the program",
-        ),
-        "reduce_dtype": Option(
-            kinds=_SHARDED, check=_choice("fp32", "bf16", "fp16"), instead="with ddp, say `compression: bf16` or `fp16`"
-        ),
-        "cpu_offload": Option(
-            kinds=_SHARDED, check=_flag, instead="only sharded parameters can be kept on the CPU: `kind: fsdp`"
-        ),
-        "activation_checkpointing": Option(kinds=_REPEATED, check=_flag),
-        "auto_wrap_policy": Option(kinds=_SHARDED, check=_choice("none", "transformer_layer", "size")),
-        "transformer_layer_cls": Option(kinds=_REPEATED, check=_names),
-        "min_num_params": Option(kinds=_SHARDED, check=_count),
-        "state_dict_type": Option(kinds=_SHARDED, check=_choice("FULL_STATE_DICT", "SHARDED_STATE_DICT", lower=False)),
-        "plan": Option(kinds=("tp", "hybrid"), check=_plan),
-        "schedule": Option(kinds=("pipeline",), check=_choice("gpipe", "1f1b")),
-        "split_points": Option(kinds=("pipeline",), check=_names),
-        "micro_batches": Option(
-            kinds=("pipeline",), check=_count, instead="without stages, micro-batches are `gradient_accumulation_steps`"
-        ),
-        "gradient_accumulation_steps": Option(
-            kinds=("ddp", "fsdp", "tp", "hybrid", "none"), check=_count, instead="in a pipeline these are the `micro_batches`"
-        ),
-        "micro_batch_size": Option(kinds=KINDS, check=_count),
-        "global_batch_size": Option(kinds=KINDS, check=_count),
-        "timeout_s": Option(kinds=KINDS, check=_number),
+        name: Option(
+            kinds=tuple(kind for kind, options in STRATEGIES.items() if name in options.__dataclass_fields__),
+            check=check,
+            instead=_INSTEAD.get(name, ""),
+        )
+        for name, check in _CHECKS.items()
     }
 )
 """Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and are not in it."""

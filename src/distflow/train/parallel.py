@@ -1,0 +1,183 @@
+"""``plan = world.parallelize(model, …)``: one model that all ranks train together, with its share of the data and its state."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from distflow.train.communication.gradients import accumulate, local_sgd
+from distflow.train.loading.batching import Batch, BatchSizes, batch_sizes
+from distflow.train.loading.loader import Loader, Samples, Uneven
+from distflow.train.passes import evaluate, forward_backward
+from distflow.train.strategies.build import prepare
+from distflow.train.strategies.description import Strategy, choose, place, said_strategy
+from distflow.train.strategies.options import StrategyOptions
+from distflow.train.strategies.stages import Loss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from distflow.train.loading.loader import LoaderOptions
+
+__all__ = ["ParallelPlan", "parallelize", "world_size"]
+
+
+def parallelize(
+    model: nn.Module,
+    strategy: Strategy | StrategyOptions | str | None = None,
+    *,
+    loss: Loss | None = None,
+    example: tuple[torch.Tensor, ...] | None = None,
+) -> ParallelPlan:
+    """Do what ``World.parallelize`` does, in a process group that the program has created itself."""
+    if strategy is None and (strategy := said_strategy()) is None:
+        # With one rank too, so that it takes the options that more ranks will take.
+        strategy = "ddp"
+    placed = place(strategy, world_size())
+    plan = ParallelPlan(prepare(model, placed, loss=loss, example=example), placed)
+    choose(placed, plan.rank)
+    return plan
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class ParallelPlan:
+    """One model that all ranks train together under a strategy."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+        self.model = model
+        """The model of this rank: in ``DistributedDataParallel``, with shards as parameters, or a stage of a pipeline.
+
+        Create the optimizer from its parameters. Call it as before, except for a pipeline.
+        """
+        self.strategy = strategy
+        """The strategy on the mesh of all ranks."""
+        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        """This process's number among all ranks."""
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """This rank's share of the data and the number of shares: ``rank`` and ``num_replicas`` of a ``DistributedSampler``.
+
+        Ranks that share a tensor, and stages of one pipeline, have the same share.
+        """
+        return self.strategy.data_shard(self.rank)
+
+    def loader(
+        self, dataset: Dataset[Any] | Samples, batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
+        **options: Unpack[LoaderOptions],
+    ) -> Loader:  # fmt: skip
+        """Return a loader of this rank's share of a dataset, in batches of ``batch_size`` samples. Not collective.
+
+        The arguments are those of ``Loader``. Raises ``ValueError``, and ``TypeError`` for a dataset without a length.
+        """
+        rank, size = self.data_shard
+        return Loader(
+            dataset, batch_size, shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=size, **options
+        )  # fmt: skip
+
+    def batch_sizes(self, *, global_batch_size: int | None = None, per_rank_batch_size: int | None = None) -> BatchSizes:
+        """Return the sizes of one step in samples; without arguments, those of the strategy. Not collective.
+
+        ``per_rank`` of the result is the size of the batches for ``forward_backward``, which divides them itself. Raises
+        ``ValueError`` if the sizes do not fit each other or the number of shares.
+        """
+        if global_batch_size is None and per_rank_batch_size is None:
+            global_batch_size = self.strategy.batch_size
+        return batch_sizes(
+            global_batch_size=global_batch_size, per_rank_batch_size=per_rank_batch_size, shares=self.data_shard[1]
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, inputs: Batch, targets: Batch, loss: Loss, *, micro_batches: int | None = None) -> torch.Tensor:
+        """Run the forward and backward passes of one step on this rank's batch, and return the mean loss of the batch.
+
+        Collective: all ranks call it, each with its own share (``data_shard``). Then step the optimizer.
+
+        ``inputs`` is a tensor of shape (samples, …), a mapping of such tensors (the model is called with the keys as names, as
+        models of Hugging Face are), or a tuple (one argument each). ``targets`` is of the same kinds, or ``None``; a pipeline
+        takes one tensor. All tensors are on this rank's device, and are divided along their first dimension into
+        ``micro_batches``, by default the strategy's ``gradient_accumulation_steps``. Gradients are reduced over the ranks once,
+        in the last pass. ``loss(outputs, targets)`` returns a mean over samples, a scalar with a gradient. A pipeline uses its
+        own number of micro-batches and the loss that it was created with.
+
+        The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; under a
+        pipeline it is that of all stages. Raises ``ValueError`` for fewer samples than micro-batches.
+        """
+        count = self.strategy.passes if micro_batches is None else micro_batches
+        return forward_backward(self.model, inputs, targets, loss, micro_batches=count, apart=self._apart)
+
+    def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
+        """Return the mean loss of a batch over the shares of all ranks, without gradients and in evaluation mode.
+
+        Collective: all ranks call it, each with its own share of at least one sample; shares may differ in size. The arguments
+        are those of ``forward_backward``. ``loss`` may be any mean over samples, such as accuracy. The result is a scalar that
+        is equal on every rank. Raises ``ValueError`` for a share without samples.
+        """
+        return evaluate(self.model, inputs, targets, loss)
+
+    def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
+        """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.
+
+        Collective in the pass that reduces. The value is true in that pass: then step the optimizer and zero the gradients.
+        ``every`` is by default the strategy's ``gradient_accumulation_steps``. Divide the loss by it::
+
+            for inputs, targets in micro_batches:
+                with plan.accumulate(every=4) as is_last:
+                    (loss_of(plan.model(inputs), targets) / 4).backward()
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Raises ``ValueError`` for ``every`` below 1.
+        """
+        return accumulate(self.model, self.strategy.passes if every is None else every, apart=self._apart)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients to a norm of at most ``max_norm`` over the whole model, and return the norm before.
+
+        Collective: all ranks call it, after the gradients are reduced. The result is a float32 scalar, equal on every rank.
+        Raises ``ValueError`` for a negative norm.
+        """
+        from distflow.train.strategies.clipping import clip_gradients  # noqa: PLC0415  it imports DTensor, which takes a second
+
+        return clip_gradients(self.model, max_norm)
+
+    def local_sgd(
+        self, optimizer: torch.optim.Optimizer, *, every: int | None = None, warmup_steps: int = 0
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
+
+        ``every`` is by default the strategy's ``sync_gradients_every``. With 1 the optimizer is returned as it is. No gradient
+        is sent between two averages, after ``warmup_steps`` ordinary steps. Steps of the result are collective. Raises
+        ``TypeError`` for a model that is not in DDP, and ``ValueError`` for ``every`` below 1.
+        """
+        return local_sgd(self.model, optimizer, every=self._apart if every is None else every, warmup_steps=warmup_steps)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the whole model's parameters and buffers on the CPU of rank 0, by their names without a strategy.
+
+        Collective. Other ranks get an empty dictionary. Under a pipeline, each rank gets its own stage. Between two averages of
+        ``local_sgd``, parameters are the mean over the ranks.
+        """
+        from distflow.train.strategies.states import full_state_dict  # noqa: PLC0415  it imports torch's checkpoints
+
+        return full_state_dict(self.model)
+
+    @property
+    def _apart(self) -> int:
+        return int(self.strategy.options.get("sync_gradients_every", 1))
