@@ -62,7 +62,7 @@ _MODULES = {
     "BatchSizes": "loading.batching",
     "CheckpointError": "checkpoints.checkpoints",
     "Checkpoints": "checkpoints.checkpoints",
-    "CommunicationMonitor": "communication.monitor",
+    "DDP": "strategies.options",
     "DynamicBatcher": "loading.batching",
     "EpochSampler": "loading.loader",
     "FSDP": "strategies.options",
@@ -105,7 +105,6 @@ _MODULES = {
     "local_sgd": "deprecated",
     "parallelize": "deprecated",
     "report": "metrics",
-    "scaling_efficiency": "communication.monitor",
     "stop_requested": "safeguards",
 }
 """Public name -> the module of this package that defines it."""

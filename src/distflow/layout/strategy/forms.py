@@ -277,7 +277,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         if key == "profile_communication":
             if value:
                 message = "`profile_communication` has no effect, because programs start profiling themselves"
-                hint = "remove it, and run a step in distflow.train.CommunicationMonitor, which reports times and bandwidths"
+                hint = "remove it, and run a step under torch.profiler, which reports the times of collectives"
                 draft.add(here, message, hint)
             continue
         name = _TRAINING.get(key, key)
