@@ -3,7 +3,7 @@
 Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
 are not read again (``spec.unchanged``). A directory becomes one gzipped tar
 with names in order and without times and owners, so equal content has an equal digest. ``.gitignore`` files in it are honored,
-and ``.git`` is never sent.
+and ``.git`` is never sent. Directories of distflow itself are not sent either: the state, results, and files of tasks on nodes.
 
 ``distflow.train`` is sent as well, as one archive, if a task needs it. The archive has its own ``distflow/__init__.py``, which
 also finds a distflow that is installed on the node. ``distflow.train`` itself is always the version of the submitting machine.
@@ -33,6 +33,7 @@ from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, ProblemsFound
 from distflow.documents.source import read_bytes
 from distflow.errors import StateError
+from distflow.runtime.files.root_directory import is_marked
 from distflow.runtime.files.safe_files import publish
 from distflow.spec.compression import ParallelGzip
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
@@ -207,6 +208,10 @@ _TEXT_LIMIT = 1 << 20
 
 RESULTS_MARKER = ".distflow-results"
 """A file in directories with fetched results. They are not sent as part of another directory."""
+_JOB_LOG = re.compile(r"distflow-job-[0-9]+\.log")
+"""A file with messages of a job of Slurm, in the ``root`` of its pool."""
+_STATE_FILE = "distflow.sqlite3"
+"""A file in the state directory, which also has secrets and everything that was sent before."""
 
 _CHUNK = 1 << 20
 
@@ -453,11 +458,16 @@ def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Ite
         tested = f"{name}/" if is_tree else name
         if entry.name == ".git" or any(rule.match_file(tested[len(base) :]) for base, rule in rules):
             continue
-        if is_tree and os.path.lexists(os.path.join(entry.path, RESULTS_MARKER)):
+        if _is_own(entry.path) if is_tree else _JOB_LOG.fullmatch(entry.name):
             continue
         yield name, entry
         if is_tree:
             yield from _tree(root, tested, rules)
+
+
+def _is_own(directory: str) -> bool:
+    """Whether a directory is distflow's: fetched results, the private directory of a node, or the state directory."""
+    return any(os.path.lexists(os.path.join(directory, name)) for name in (RESULTS_MARKER, _STATE_FILE)) or is_marked(directory)
 
 
 def _patterns(lines: Iterable[str]) -> GitIgnoreSpec:

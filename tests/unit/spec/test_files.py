@@ -18,9 +18,11 @@ import pytest
 
 from distflow import __version__
 from distflow.errors import StateError
+from distflow.runtime.files.root_directory import PRIVATE, mark
 from distflow.spec import unchanged
-from distflow.spec.files import LIBRARY, Bundle, bundle_files, library_archive
+from distflow.spec.files import LIBRARY, RESULTS_MARKER, Bundle, bundle_files, library_archive
 from distflow.spec.parse import load_spec
+from distflow.state.directory import StateDirectory
 
 SPEC = """
 workflow:
@@ -94,6 +96,26 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tree / "sub" / "b.py").write_text("two")
     (tree / ".gitignore").write_text("*.log\n")
     return tree
+
+
+def test_directories_of_distflow_itself_are_not_sent(tree: Path, folder: Path) -> None:
+    before = _names(folder)
+    state, root = StateDirectory(tree / "state"), tree / "root" / PRIVATE
+    for directory in (state.path, root, tree / "results"):
+        directory.mkdir(parents=True)
+        (directory / "secret").write_text("hunter2")
+    state.store.touch()
+    mark(str(root))
+    (tree / "results" / RESULTS_MARKER).touch()
+    (tree / "root" / "own.py").touch()
+    (tree / "root" / "distflow-job-7.log").touch()
+    (tree / "sub" / ".distflow").mkdir()  # a user's directory of this name is no mark
+    assert _names(folder) == sorted([*before, "root", "root/own.py", "sub/.distflow"])
+
+
+def _names(folder: Path) -> list[str]:
+    with tarfile.open(folder / "blobs" / bundle(folder).digest) as archive:
+        return sorted(archive.getnames())
 
 
 def _rewritten(tree: Path) -> None:
