@@ -115,7 +115,7 @@ class StateDirectory(Struct, frozen=True):
                 folder.mkdir(exist_ok=True, mode=0o700)
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied", str(self.path))
-            probe = self.path / f".probe-{os.getpid()}"
+            probe = self.path / f".probe-{os.getpid()}-{threading.get_ident()}"
             probe.write_bytes(b"x")
             probe.unlink()
         return self
