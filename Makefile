@@ -91,6 +91,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/first_upload.py
 	$(BIN)/python benchmarks/failure.py
 	$(BIN)/python benchmarks/functions.py
+	$(BIN)/python benchmarks/samples.py
 	$(BIN)/python benchmarks/train.py
 
 soak: $(STAMP)

@@ -59,6 +59,7 @@ REASONS = {
     "takes minutes",
     "changes your shell",
     "needs a git repository",
+    "needs GPUs",
     "needs a container engine",
     "needs tensorboard",
     "needs a crash",

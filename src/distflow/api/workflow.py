@@ -28,6 +28,7 @@ from distflow.client.client import Client
 from distflow.client.failures import DiagnosedGroup, GroupFailure, diagnose_groups, explain_failures
 from distflow.client.logs import LogLine, Wait, stream_logs
 from distflow.client.measurements.metrics import find_metrics
+from distflow.client.measurements.samples import find_samples
 from distflow.client.outputs import FetchedFiles, OnOutputProgress, TaskOutputs, fetch_output_files, list_output_files
 from distflow.client.specs import Overrides
 from distflow.documents.requirements import Requirements
@@ -39,6 +40,7 @@ from distflow.pools.model import NodeSettings
 from distflow.shell import Secret
 from distflow.state.metrics import Metric
 from distflow.state.record import Event, Priority, TaskRecord, WorkflowRecord
+from distflow.state.samples import Samples
 from distflow.state.search import Search
 
 __all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit", "submit_checked"]
@@ -330,6 +332,24 @@ class Workflow:
             record = self._record(client)
             tasks = workflows.choose_tasks(record, _several(task))
             return [*find_metrics(client, record, tasks, rank=rank, keys=keys, attempt=attempt)]
+
+    def samples(self, *, task: str | Sequence[str] = (), attempt: int | None = None, most: int | None = None) -> list[Samples]:
+        """Return the recorded use of CPU, memory, disk, network and GPUs by tasks (docs/metrics.md).
+
+        An element has ``task``, ``attempt``, ``times`` (seconds since the epoch), ``series`` (name to values) and ``limits``.
+
+        Args:
+            task: Names of tasks. Default: all tasks.
+            attempt: Only samples of this attempt, counted from 0. Default: all attempts.
+            most: Return at most this number of samples of each attempt, as means. Default: all samples.
+
+        Raises:
+            NotFound: if a task does not exist.
+
+        """
+        with _client() as client:
+            record = self._record(client)
+            return find_samples(client, record, workflows.choose_tasks(record, _several(task)), attempt=attempt, most=most)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from distflow.client.failures import diagnose_groups, explain_failures
     from distflow.client.logs import stream_logs
     from distflow.client.measurements.metrics import find_metrics
+    from distflow.client.measurements.samples import find_samples
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_jobs, reap_nodes, uninstall_nodes
     from distflow.client.notifications.targets import find_notify_targets, send_test_notification, set_profile_notify
     from distflow.client.outputs import fetch_output_files, list_output_files
@@ -96,6 +97,7 @@ __all__ = [
     "find_metrics",
     "find_notify_targets",
     "find_running_task",
+    "find_samples",
     "find_workflow",
     "forward_ports",
     "list_credentials",

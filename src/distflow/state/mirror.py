@@ -2,8 +2,9 @@
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
-records ``<dQ``: seconds since the epoch, and the offset of the first byte with the source above its 48 bits. The empty file
-``heartbeat`` has the time of the attempt's last heartbeat, by the supervisor's clock.
+records ``<dQ``: seconds since the epoch, and the offset of the first byte with the source above its 48 bits. ``output.samples``
+has the resource samples (``state.samples``). The empty file ``heartbeat`` has the time of the attempt's last heartbeat, by the
+supervisor's clock.
 
 Output never fills a reserve of the disk, so that the store can still be written.
 """
@@ -29,6 +30,8 @@ HEARTBEAT = "heartbeat"
 LAST_LINES = 2000
 """Lines searched for a first cause: eight ranks may print tracebacks with C++ frames before torchrun's report."""
 
+_MOST_SAMPLES = 32 << 20
+"""Bytes of resource samples that are stored of an attempt. A node needs years to write them."""
 _LINE_BYTES = 128
 """The assumed average length of a requested line; if lines are longer, fewer are returned."""
 _LEAST_TAIL_BYTES = 16384
@@ -63,11 +66,13 @@ class Mirror:
         """Write ``data`` at its offset on the node, and remove segments that the node no longer keeps.
 
         Raises ``OSError`` if this disk cannot store it. Raises ``ValueError`` for a name that is not one of the output's files,
-        and for data after a gap, because reading a sparse file could take days.
+        and for data after a gap, because reading a sparse file could take days. Resource samples above 32 MiB are ignored.
         """
         segment = log_files.parse(file)
         if segment is None:
             raise ValueError(f"{file!r} is not a file of an attempt's output")
+        if segment.kind == "samples" and offset + len(data) > _MOST_SAMPLES:
+            return
         path = self.root / attempt / file
         if not self.has_room():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

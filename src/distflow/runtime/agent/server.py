@@ -131,7 +131,7 @@ class _Agent:
         except OSError:
             self._loop.is_over = True
             return
-        self._streams.pump()
+        self._streams.pump()  # also after each answer to a ping, because the sampler sends no notifications
         if not self._queue:
             self._loop.watch(self._outgoing, 0, self._write)
 
@@ -369,7 +369,8 @@ class _Agent:
         name, offset = str(request["file"]), int(request.get("offset") or 0)
         if not log_files.is_output(name):
             raise OpError(
-                "bad_request", "`file` must be `output.log`, `output.idx` or a later part of them, not {!r}".format(name)
+                "bad_request",
+                "`file` must be `output.log`, `output.idx`, `output.samples` or a later part, not {!r}".format(name),
             )
         has_ended = self._watches.status(watch)["phase"] == "ended"
         answer({})

@@ -1,8 +1,9 @@
-"""Names of the files that hold an attempt's output: the head of the log, and the segments of its tail.
+"""Names of the files that hold an attempt's output: the head of the log, the segments of its tail, and the resource samples.
 
 The log is one stream of bytes. ``output.log`` holds its beginning. Once that is full, segments follow, each named after its
 first byte and the lines before it: ``output-<offset>-<lines>.log``. Only the newest segments are kept, so the names alone say
-what was dropped between two of them. Each has an index of the same name that ends in ``.idx``.
+what was dropped between two of them. Each has an index of the same name that ends in ``.idx``. ``output.samples`` holds the use
+of CPU, memory, network, disk and GPUs (``runtime.guard.sampler``); it is a single file.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ import os
 import re
 from typing import List, NamedTuple, Optional, Union
 
-__all__ = ["INDEX", "KEPT", "LOG", "Segment", "end_of", "is_output", "next_of", "parse", "segment_bytes", "segments", "surplus"]
+__all__ = [
+    "INDEX",
+    "KEPT",
+    "LOG",
+    "SAMPLES",
+    "Segment",
+    "end_of",
+    "is_output",
+    "next_of",
+    "parse",
+    "segment_bytes",
+    "segments",
+    "surplus",
+]
 
 LOG = "output.log"
 INDEX = "output.idx"
+SAMPLES = "output.samples"
 KEPT = 5
 """Segments of the tail that are kept."""
-_NAME = r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx)"
+_NAME = r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx|samples)"
 
 
 class Segment(NamedTuple):
@@ -28,7 +43,7 @@ class Segment(NamedTuple):
     lines: int
     """Line feeds before it."""
     kind: str
-    """``log`` or ``idx``."""
+    """``log``, ``idx`` or ``samples``."""
 
     @property
     def name(self) -> str:
@@ -42,7 +57,7 @@ def parse(name: str) -> Optional[Segment]:
     if match is None:
         return None
     segment = Segment(int(match.group(1) or 0), int(match.group(2) or 0), match.group(3))
-    return segment if segment.name == name else None
+    return segment if name == (segment.name if segment.kind != "samples" else SAMPLES) else None
 
 
 def is_output(name: str) -> bool:

@@ -1,4 +1,7 @@
-"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if that was killed."""
+"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if that was killed.
+
+It also starts the sampler, and kills it at the end.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, masking, records
-from distflow.runtime.guard import keeper, process_tree
+from distflow.runtime.guard import keeper, process_tree, sampler
 from distflow.runtime.guard.control import AttemptHandles
 from distflow.runtime.guard.output import Output, open_rank_pipes
 from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json
 
 __all__ = ["fork_pair"]
+
+_SAMPLED_AFTER_S = 1.0
 
 
 def fork_pair(handles: AttemptHandles) -> int:
@@ -71,11 +76,16 @@ def _guard(handles: AttemptHandles, keeper_pid: int, output_read: int, shared: m
     signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper_pid, signal.SIGTERM))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
+    sampler_pid = None
+    # Later, so that it delays neither the start of a gang nor a short attempt.
+    if signal.sigtimedwait({signal.SIGCHLD}, _SAMPLED_AFTER_S) is None:
+        sampler_pid = sampler.fork(handles, keeper_pid, shared)
     # WNOWAIT keeps the keeper's id reserved until it is reaped, so a TERM at any time reaches no other process and raises
     # nothing.
     os.waitid(os.P_PID, keeper_pid, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     status = os.waitpid(keeper_pid, 0)[1]
+    sampler.end(sampler_pid)
     if records.read_end(handles.directory) is not None:
         return
     _take_over(handles, keeper_pid, status, output_read, shared)

@@ -65,7 +65,7 @@ __all__ = ["Answered", "Connection", "now"]
 
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
-_LOG_KINDS = ("idx", "log")
+_LOG_KINDS = ("idx", "log", "samples")
 """Kinds of mirrored files. The index comes first, because it assigns the text to ranks."""
 _ROOM_S = 5.0
 """Seconds between two tries to mirror output that found no room here."""

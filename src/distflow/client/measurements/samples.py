@@ -1,0 +1,39 @@
+"""Read the resource samples of tasks: their use of CPU, memory, disk, network and GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distflow.client.client import Client
+from distflow.client.logs import Tasks, log_sources
+from distflow.state.samples import Samples, last_samples, read_samples, thinned
+
+if TYPE_CHECKING:
+    from distflow.state.record import WorkflowRecord
+
+__all__ = ["Samples", "find_samples"]
+
+
+def find_samples(
+    client: Client,
+    record: WorkflowRecord,
+    tasks: Tasks,
+    *,
+    attempt: int | None = None,
+    most: int | None = None,
+    is_recent: bool = False,
+) -> list[Samples]:
+    """Return the resource samples of tasks, one element for each attempt that has samples.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        tasks: The tasks to read (see ``choose_tasks``).
+        attempt: Return only samples of this attempt, counted from 0. Default: all attempts.
+        most: Return at most this number of samples for each attempt. Each is then the mean of consecutive samples.
+        is_recent: Whether to return only the last minutes of each attempt, which reads only the ends of the files.
+
+    """
+    read = last_samples if is_recent else read_samples
+    found = [samples for source in log_sources(client, record, tasks, attempt) if (samples := read(source)) is not None]
+    return [thinned(samples, most) for samples in found] if most is not None else found
