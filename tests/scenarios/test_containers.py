@@ -118,6 +118,18 @@ def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Engi
     assert "memory" in one["failure_message"]
 
 
+def test_the_use_of_resources_is_that_of_the_container(cli: Cli, engine: Engine) -> None:
+    hold = "command: [python3, -c, 'import time; kept = bytearray(b\"x\" * (150 << 20)); time.sleep(600)']"
+    ident = cli.submit(spec(cli, ONE.replace("command: [sh, -c]\n      args:\n      - COMMAND", hold)))
+
+    def is_measured() -> bool:
+        usage = cli.tasks(ident)["one"]["usage"]
+        return usage is not None and usage["memory"] > 150 << 20
+
+    wait_until(is_measured, 90, "a sample of the processes in the container")
+    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+
+
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"

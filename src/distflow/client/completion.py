@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _NEWEST = 50
+_MOST_SAMPLED = 8
+"""Tasks whose resource samples are read for names of series."""
 
 
 def newest_ids(client: Client) -> list[str]:
@@ -52,8 +54,14 @@ def metric_names(client: Client, workflow: str) -> list[str]:
     from distflow.client.workflows import read_status
 
     record = _find(client, workflow)
-    metrics = read_status(client, record).metrics.values() if record else ()
-    return list(dict.fromkeys(name for one in metrics for name in one.values))
+    if record is None:
+        return []
+    from distflow.client.measurements.samples import find_samples
+    from distflow.client.workflows import choose_tasks
+
+    printed = [name for one in read_status(client, record).metrics.values() for name in one.values]
+    recorded = find_samples(client, record, choose_tasks(record, [])[:_MOST_SAMPLED], is_recent=True)
+    return list(dict.fromkeys([*printed, *(name for one in recorded for name in one.series)]))
 
 
 def tag_names(client: Client) -> list[str]:

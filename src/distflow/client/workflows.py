@@ -13,7 +13,7 @@ from msgspec import Struct
 from distflow.client.client import Client, user_name
 from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError, InputError, NotFound, RecordUnreadable, WaitTimeout
-from distflow.lifecycle.states import OSMO_STATUSES, Reason, WorkflowState, workflow_status_of
+from distflow.lifecycle.states import OSMO_STATUSES, Reason, State, WorkflowState, workflow_status_of
 from distflow.state.directory import has_room
 from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from distflow.pools.model import Pool
     from distflow.spec.model import ResourceSpec
     from distflow.state.metrics import Latest, Metric
+    from distflow.state.samples import Usage
     from distflow.state.search import Search
 
 __all__ = [
@@ -56,6 +57,7 @@ _EVENT_POLL_S = 0.3
 _WAKE_EVERY = 20
 """Polls for events between two checks that a supervisor is running."""
 _TAIL_LINES = 200
+_RECENT_SAMPLES = 20
 
 
 def pause(seconds: float) -> None:
@@ -158,18 +160,20 @@ def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False)
 
 
 class WorkflowStatus(Struct, frozen=True, kw_only=True):
-    """The latest output and metrics of a workflow, from the last lines of its logs."""
+    """The latest output, metrics and use of resources of a workflow, from the ends of its mirrored files."""
 
     last_lines: Mapping[tuple[str, str, int], str]
     """The last line of each attempt's output, by group, task and attempt number."""
     metrics: Mapping[str, Latest]
     """The latest metrics of each group's lowest rank, by the name of the group."""
+    usage: Mapping[tuple[str, str, int], Usage]
+    """The latest use of resources by each running task, by group, task and attempt number."""
     outputs_until: float | None
     """When `distflow node clean` may first remove the output files, in seconds since the epoch. ``None`` before the end."""
 
 
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
-    """Return the last line of each attempt, the latest metrics of each group, and how long output files are kept.
+    """Return the last line of each attempt, the latest metrics and use of resources, and how long output files are kept.
 
     It reads only the last lines of each log, so older metrics are not found.
 
@@ -183,9 +187,19 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
     """
     last_lines: dict[tuple[str, str, int], str] = {}
     metrics: dict[str, Latest] = {}
+    usage: dict[tuple[str, str, int], Usage] = {}
     for group in record.groups:
         found: list[Metric] = []
         present = {(task.name, task.attempt) for task in group.tasks}
+        for task in group.tasks:
+            if task.state is State.RUNNING:
+                from distflow.state.logs import LogSource
+                from distflow.state.samples import last_samples, usage_of
+
+                folder = client.mirror.folder(record.uuid, group.name, task.name, task.attempt)
+                source = LogSource(task.name, task.attempt, folder)
+                if (samples := last_samples(source, most=_RECENT_SAMPLES)) is not None:
+                    usage[group.name, task.name, task.attempt] = usage_of(samples)
         for task in group.attempts:
             lines = client.mirror.last_lines(record.uuid, group.name, task.name, task.attempt, _TAIL_LINES)
             if not lines:
@@ -202,7 +216,7 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
             from distflow.state.metrics import latest
 
             metrics[group.name] = min(latest(found), key=lambda one: (one.rank is None, one.rank or 0))
-    return WorkflowStatus(last_lines=last_lines, metrics=metrics, outputs_until=outputs_until(client, record))
+    return WorkflowStatus(last_lines=last_lines, metrics=metrics, usage=usage, outputs_until=outputs_until(client, record))
 
 
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:

@@ -1,29 +1,41 @@
-"""Format metrics as a line, a table and a plot, and the training speed with the names of stragglers. Pure functions."""
+"""Format metrics and the use of resources as lines and tables, and the training speed with the names of stragglers. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import table
 from distflow.client.workflows import held_ranks
+from distflow.documents.quantities import bytes_text, duration
 from distflow.documents.text import few, plain
 
 if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar
     from distflow.state.record import GroupRecord
+    from distflow.state.samples import Samples, Usage
 
 
 __all__ = [
+    "NO_BAR",
     "NO_METRICS",
+    "NO_USAGE",
     "PACE",
     "PACE_OF_ALL",
     "GroupMetrics",
+    "TaskUsage",
     "metric_lines",
     "metrics_table",
+    "natural_key",
     "pace_words",
-    "plot",
+    "progress_of",
+    "sample_text",
+    "samples_table",
+    "spark",
+    "usage_cells",
+    "usage_header",
     "value_text",
 ]
 
@@ -32,6 +44,11 @@ GroupMetrics = Mapping[str, "Latest"]
 
 NO_METRICS: GroupMetrics = MappingProxyType({})
 
+TaskUsage = Mapping[tuple[str, str, int], "Usage"]
+"""The latest use of resources by each running task, by group, task and attempt number."""
+
+NO_USAGE: TaskUsage = MappingProxyType({})
+
 PACE_OF_ALL = ("slowest_step_s", "total_samples_per_s", "imbalance", "stragglers")
 """The metrics of all ranks together that the ``distflow.train.StepTimer`` of rank 0 prints. See ``pace_words``."""
 PACE = ("step_s", "samples_per_s", "memory_bytes", *PACE_OF_ALL)
@@ -39,6 +56,7 @@ PACE = ("step_s", "samples_per_s", "memory_bytes", *PACE_OF_ALL)
 
 _IN_ONE_LINE = 6
 _STRAGGLERS = 8
+_BAR_WIDTH = 20
 
 
 def value_text(value: Scalar) -> str:
@@ -54,9 +72,22 @@ def value_text(value: Scalar) -> str:
     return "" if value is None else plain(str(value))
 
 
-def metric_lines(group: GroupRecord, latest: Latest) -> Iterator[str]:
-    """Yield the lines of ``query`` for a group: ``step 120: loss 0.25, accuracy 0.97 (rank 0)``, and its speed if known."""
-    shown = [f"{plain(name)} {value_text(value)}" for name, value in latest.values.items() if name not in PACE]
+def progress_of(latest: Latest) -> float | None:
+    """Return the part of the steps that a rank has done, from 0 to 1; ``None`` if the program does not print their number."""
+    for name in _TOTALS:
+        total = latest.values.get(name)
+        if isinstance(total, int | float) and not isinstance(total, bool) and total >= 1:
+            return min(1.0, latest.step / total)
+    return None
+
+
+def metric_lines(group: GroupRecord, latest: Latest, now: float | None = None) -> Iterator[str]:
+    """Yield the lines of ``query`` for a group: ``step 120: loss 0.25, accuracy 0.97 (rank 0)``, and its speed if known.
+
+    If the program prints the total number of steps, a line shows the progress. With ``now`` (seconds since the epoch), it has
+    an estimate of the remaining time.
+    """
+    shown = [f"{plain(name)} {value_text(value)}" for name, value in latest.values.items() if name not in (*PACE, *_TOTALS)]
     if len(shown) > _IN_ONE_LINE:
         shown = [*shown[:_IN_ONE_LINE], "…"]
     who = f"rank {latest.rank}" if latest.rank is not None else latest.task
@@ -65,6 +96,13 @@ def metric_lines(group: GroupRecord, latest: Latest) -> Iterator[str]:
     pace = pace_words(group, latest.values)
     if pace:
         yield pace
+    share = progress_of(latest)
+    if share is not None:
+        full = round(share * _BAR_WIDTH)
+        left = ""
+        if now is not None and group.running_at is not None and not group.state.is_final and 0 < share < 1:
+            left = f", about {duration((now - group.running_at) * (1 - share) / share)} left"
+        yield f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] {share:.0%}{left}"
 
 
 def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
@@ -106,58 +144,78 @@ def _named(group: GroupRecord, rank: int) -> str:
     return f"rank {rank}"
 
 
-_MARKS = "*+ox#@"
-_REST = "."
-_GAP = "  "
+_BARS = "▁▂▃▄▅▆▇█"
+NO_BAR = "?"
+"""The mark of a value that is not known."""
+_TOTALS = ("total_steps", "max_steps")
+"""Metrics that programs may print for the number of steps until the end."""
 
 
-def plot(title: str, series: Mapping[str, Sequence[tuple[int, float]]], *, width: int = 80, height: int = 12) -> str:
-    """Return a plot of series of points (step, value), at most ``width`` columns wide. Each series has its own mark.
+def usage_header(usage: TaskUsage) -> tuple[str, ...]:
+    """Return the headings of the columns for the use of resources; those for GPUs only if a task has GPUs."""
+    if not usage:
+        return ()
+    has_gpus = any(one.gpu_utilization is not None or one.gpu_memory is not None for one in usage.values())
+    return ("CPU", "Memory", *(("GPU use", "GPU memory") if has_gpus else ()))
 
-    If several points have the same position, the mark of the first series is shown. After the sixth series, all series share
-    one mark.
 
-    >>> print(plot("loss", {"rank 0": [(0, 4.0), (10, 2.0), (20, 1.0)]}, width=26, height=4), end="")
-    loss
-    4  |*
-       |
-       |          *
-    1  |                    *
-       +---------------------
-        0                  20
+def usage_cells(usage: Usage | None, header: Sequence[str]) -> Iterator[str]:
+    """Yield the cells of one task for the columns of ``header``. CPU is in cores; unknown values are empty."""
+    if usage is None:
+        yield from ("" for _ in header)
+        return
+    yield "" if usage.cpu is None else f"{usage.cpu:.1f}"
+    yield "" if usage.memory is None else bytes_text(round(usage.memory))
+    if "GPU use" in header:
+        yield "" if usage.gpu_utilization is None else f"{usage.gpu_utilization:.0f}%"
+        yield "" if usage.gpu_memory is None else bytes_text(round(usage.gpu_memory))
+
+
+def spark(values: Sequence[float], low: float = 0.0, high: float = 100.0) -> str:
+    """Return a line of bars, one for each value between ``low`` and ``high``.
+
+    >>> spark([0, 50, 100])
+    '▁▅█'
     """
-    points = [point for found in series.values() for point in found]
-    if not points:
-        return f"{title}\n"
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    edge = max(len(f"{low:.4g}"), len(f"{high:.4g}"))
-    columns = max(10, width - edge - len(_GAP) - 2)
-    rows = [[" "] * columns for _ in range(height)]
-    for number, found in enumerate(series.values()):
-        mark = _MARKS[number] if number < len(_MARKS) else _REST
-        for step, value in found:
-            column = _place(step, first, last, columns)
-            row = height - 1 - _place(value, low, high, height)
-            if rows[row][column] == " ":
-                rows[row][column] = mark
-    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"} if high > low else {height - 1: f"{low:.4g}"}
-    lines = [title]
-    lines += [f"{labels.get(number, ''):>{edge}}{_GAP}|{''.join(row)}".rstrip() for number, row in enumerate(rows)]
-    lines.append(f"{' ' * edge}{_GAP}+{'-' * columns}")
-    begin, end = str(first), str(last) if last > first else ""
-    lines.append(f"{' ' * edge}{_GAP} {begin}{end:>{max(0, columns - len(begin))}}".rstrip())
-    if len(series) > 1:
-        names = [f"{mark} {name}" for mark, name in zip(_MARKS, series, strict=False)]
-        more = len(series) - len(_MARKS)
-        lines.append(f"{' ' * edge}{_GAP} {', '.join([*names, *([f'{_REST} {more} more'] if more > 0 else [])])}")
-    return "".join(f"{line}\n" for line in lines)
+    shares = [(min(max(value, low), high) - low) / (high - low) for value in values]
+    return "".join(_BARS[min(len(_BARS) - 1, int(share * len(_BARS)))] for share in shares)
 
 
-def _place(value: float, low: float, high: float, places: int) -> int:
-    """Map a value between ``low`` and ``high`` to an index from 0 to ``places - 1``."""
-    if high <= low:
-        return 0
-    # Halve the values first, because the difference of the largest floats is infinite.
-    share = (value / 2 - low / 2) / (high / 2 - low / 2)
-    return min(places - 1, max(0, round(share * (places - 1))))
+def samples_table(samples: Sequence[tuple[Samples, Sequence[str]]]) -> str:
+    """Return a table of named series of resource samples: the latest value, the mean and the largest value of each."""
+    retried = any(one.attempt for one, _ in samples)
+    rows = []
+    for one, names in samples:
+        for name in names:
+            known = [value for value in one.series[name] if value is not None]
+            if known:
+                shown = [known[-1], sum(known) / len(known), max(known)]
+                retry = (str(one.attempt),) if retried else ()
+                rows.append((one.task, *retry, name, *(sample_text(name, value) for value in shown)))
+    return table(("Task", *(("Retry ID",) if retried else ()), "Series", "Latest", "Mean", "Maximum"), rows)
+
+
+def sample_text(name: str, value: float) -> str:
+    """Return a value of a series with its unit.
+
+    >>> sample_text("system/gpu0/memory", 61203283968), sample_text("system/disk/read", 2048)
+    ('57 GiB', '2.0 KiB/s')
+    """
+    kind = name.rpartition("/")[2]
+    if name == "system/cpu/usage":
+        return f"{value:.2f} cores"
+    if name == "system/memory/usage" or kind == "memory":
+        return bytes_text(round(value))
+    if kind in ("read", "write", "receive", "transmit"):
+        return f"{bytes_text(round(value))}/s"
+    unit = {"utilization": "%", "memory_activity": "%", "power": " W", "temperature": " °C", "clock": " MHz"}.get(kind, "")
+    return f"{value:.4g}{unit}"
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the numbers in them.
+
+    >>> sorted(["gpu10/power", "gpu2/power"], key=natural_key)
+    ['gpu2/power', 'gpu10/power']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
+from distflow.cli.render.metrics import NO_METRICS, NO_USAGE, GroupMetrics, TaskUsage
 from distflow.cli.render.workflow_text import NO_LINES, NO_REMEDIES, LastLines, elapsed_s, queued_s, task_words
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import times
@@ -16,8 +16,9 @@ from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfe
 if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan, Plan
     from distflow.state.metrics import Latest
+    from distflow.state.samples import Usage
 
-__all__ = ["cause_json", "event_json", "list_json", "workflow_json", "workflow_key"]
+__all__ = ["cause_json", "event_json", "list_json", "usage_json", "workflow_json", "workflow_key"]
 
 
 def workflow_json(
@@ -27,6 +28,7 @@ def workflow_json(
     now: float | None = None,
     last_lines: LastLines = NO_LINES,
     metrics: GroupMetrics = NO_METRICS,
+    usage: TaskUsage = NO_USAGE,
     verbose: bool = False,
     outputs_until: float | None = None,
     remedies: Mapping[str, str] = NO_REMEDIES,
@@ -64,7 +66,9 @@ def workflow_json(
     * task: ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or its output: ``sent_bytes``,
       ``total_bytes``, ``bytes_per_second``, the source or target ``url``, and the pulled ``image``), ``pid``, ``signal``,
       ``duration``, ``last_line``, ``outputs``, ``output_dir``, and ``out_of_reach`` (``since`` and ``error`` of its unreachable
-      node; null if the node responds).
+      node; null if the node responds);
+    * task: ``usage``, the latest use of resources by a running task: ``cpu`` (cores), ``memory`` (bytes), ``gpu_utilization``
+      (percent, the mean of its GPUs), ``gpu_memory`` (bytes); null if unknown.
 
     Groups and tasks are in the order of the spec. The ``exit_code`` of a task is in OSMO's ranges: 137 for a task that was
     killed by SIGKILL, 3001 for a lost node. For a stopped task, it is the exit code of its command.
@@ -75,6 +79,7 @@ def workflow_json(
         now: The current time in seconds since the epoch. Without it, durations that have not ended are null.
         last_lines: The last line of each attempt's output.
         metrics: The latest metrics of each group.
+        usage: The latest use of resources by each running task.
         verbose: Whether to include earlier attempts. They follow the task's latest attempt, the newest first.
         outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
         remedies: The remedy for the failure of each group, if it is known.
@@ -94,7 +99,7 @@ def workflow_json(
         "warnings": list(record.warnings),
         **times(outputs_until=outputs_until),
         "groups": [
-            _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
+            _group_json(record, plan.group(group.name), group, now, last_lines, usage, verbose)
             | {"metrics": _metrics_json(metrics.get(group.name)), "remedy": remedies.get(group.name)}
             for group in record.groups
         ],
@@ -167,7 +172,13 @@ def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, obj
 
 
 def _group_json(
-    record: WorkflowRecord, plan: GroupPlan, group: GroupRecord, now: float | None, last_lines: LastLines, verbose: bool
+    record: WorkflowRecord,
+    plan: GroupPlan,
+    group: GroupRecord,
+    now: float | None,
+    last_lines: LastLines,
+    usage: TaskUsage,
+    verbose: bool,
 ) -> dict[str, object]:
     states = {one.name: one.state for one in record.groups}
     return {
@@ -192,8 +203,9 @@ def _group_json(
         "first_cause": cause_json(group.cause) if group.cause else None,
         "earlier_causes": [cause_json(cause) for cause in group.earlier_causes],
         "tasks": [
-            _task_json(plan, group, task, now, last_lines.get((group.name, task.name, task.attempt)))
+            _task_json(plan, group, task, now, last_lines.get(key), usage.get(key))
             for task in (group.attempts if verbose else group.tasks)
+            for key in [(group.name, task.name, task.attempt)]
         ],
     }
 
@@ -221,7 +233,7 @@ def _transfer_json(files: TransferProgress) -> dict[str, object]:
 
 
 def _task_json(
-    plan: GroupPlan, group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None
+    plan: GroupPlan, group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None, usage: Usage | None
 ) -> dict[str, object]:
     moving = group.moving(task)
     failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
@@ -246,9 +258,23 @@ def _task_json(
         **times(end_time=task.ended_at),
         "duration": elapsed_s(task.started_at, task.ended_at, now),
         "last_line": last_line,
+        "usage": usage_json(usage),
         "outputs": list(task.outputs),
         "output_dir": task.output_dir,
         "out_of_reach": _away_json(task),
+    }
+
+
+def usage_json(usage: Usage | None) -> dict[str, object] | None:
+    """Return the use of resources by a task, or ``None`` if it is unknown."""
+    if usage is None:
+        return None
+    return {
+        **times(time=usage.time),
+        "cpu": usage.cpu,
+        "memory": usage.memory,
+        "gpu_utilization": usage.gpu_utilization,
+        "gpu_memory": usage.gpu_memory,
     }
 
 

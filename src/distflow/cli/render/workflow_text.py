@@ -8,7 +8,16 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
+from distflow.cli.render.metrics import (
+    NO_METRICS,
+    NO_USAGE,
+    GroupMetrics,
+    TaskUsage,
+    metric_lines,
+    spark,
+    usage_cells,
+    usage_header,
+)
 from distflow.cli.render.tables import Paint, cut, table
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, duration, local_minute, local_second, times
@@ -63,9 +72,11 @@ def workflow_text(
     now: float,
     last_lines: LastLines = NO_LINES,
     metrics: GroupMetrics = NO_METRICS,
+    usage: TaskUsage = NO_USAGE,
     paint: Paint | None = None,
     width: int | None = None,
     verbose: bool = False,
+    is_live: bool = False,
     outputs_until: float | None = None,
     remedies: Mapping[str, str] = NO_REMEDIES,
 ) -> str:
@@ -76,9 +87,11 @@ def workflow_text(
         now: The current time in seconds since the epoch.
         last_lines: The last line of each attempt's output.
         metrics: The latest metrics of each group.
+        usage: The latest use of resources by each running task.
         paint: The colors. Default: none.
         width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
         verbose: Whether to show earlier attempts and more fields.
+        is_live: Whether the text is refreshed: then it has ages instead of dates, and lines of bars for the use of resources.
         outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
         remedies: The remedy for the failure of each group, if it is known.
 
@@ -89,7 +102,7 @@ def workflow_text(
         f"Status       {paint.status(record.status)}",
         f"Pool         {record.pool}",
         f"User         {record.user}",
-        f"Submitted    {local_minute(record.submitted_at)}",
+        f"Submitted    {_ago(now - record.submitted_at) if is_live else local_minute(record.submitted_at)}",
     ]
     if record.parent is not None:
         lines.append(f"Restarts     {record.parent}")
@@ -112,17 +125,27 @@ def workflow_text(
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
         lines += [f"  {line}" for line in _group_words(record, group, paint, remedies.get(group.name, ""))]
         if group.name in metrics:
-            lines += [f"  {line}" for line in metric_lines(group, metrics[group.name])]
+            lines += [f"  {line}" for line in metric_lines(group, metrics[group.name], now)]
         lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
         tasks = group.attempts if verbose else group.tasks
-        rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in tasks]
+        used = {key: one for key, one in usage.items() if key[0] == group.name}
+        trend = "Trend" if is_live and used else ""
+        rows = [_task_row(group, task, now, last_lines, used, paint, verbose, trend) for task in tasks]
         if width is None:
             rows = [(*row[:-1], cut(row[-1], _LINE_WIDTH)) for row in rows]
-        lines.append(table(_task_header(verbose), rows, width=width).rstrip("\n"))
+        lines.append(table(_task_header(verbose, used, trend), rows, width=width).rstrip("\n"))
         if verbose:
             lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
     lines += _output_places(record)
     return "".join(f"{line}\n" for line in lines)
+
+
+def _ago(seconds: float) -> str:
+    """Return an age for people: ``3 min ago``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return f"{max(0, int(seconds))} s ago"
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
@@ -312,18 +335,38 @@ def _lines(message: str) -> Iterator[str]:
     yield from (f"  {plain(line)}" for line in rest)
 
 
-def _task_header(verbose: bool) -> tuple[str, ...]:
+def _task_header(verbose: bool, usage: TaskUsage, trend: str) -> tuple[str, ...]:
     more = ("Retry ID", "PID", "Start Time") if verbose else ()
-    return ("Task", *more, "Node", "Ranks", "GPUs", "Status", "Exit", "Elapsed", "Last log line")
+    return (
+        "Task",
+        *more,
+        "Node",
+        "Ranks",
+        "GPUs",
+        "Status",
+        "Exit",
+        "Elapsed",
+        *usage_header(usage),
+        *filter(None, [trend]),
+        "Last log line",
+    )
 
 
 def _task_row(
-    group: GroupRecord, task: TaskRecord, now: float, last_lines: LastLines, paint: Paint, verbose: bool
+    group: GroupRecord,
+    task: TaskRecord,
+    now: float,
+    last_lines: LastLines,
+    usage: TaskUsage,
+    paint: Paint,
+    verbose: bool,
+    trend: str,
 ) -> tuple[str, ...]:
     end = task.end
     exit_shown = exit_text(end.exit_code, end.signal).removeprefix("exit code ") if end else ""
     pid = str(task.pid) if task.pid is not None else ""
     more = (str(task.attempt), pid, local_minute(task.started_at)) if verbose else ()
+    used = usage.get((group.name, task.name, task.attempt))
     return (
         task.name,
         *more,
@@ -333,6 +376,8 @@ def _task_row(
         paint.status(task.status),
         exit_shown,
         duration(elapsed_s(task.started_at, task.ended_at, now)),
+        *usage_cells(used, usage_header(usage)),
+        *((spark(used.recent) if used is not None else "",) if trend else ()),
         _transfer_words(group, task) or plain(last_lines.get((group.name, task.name, task.attempt), "")).strip(),
     )
 

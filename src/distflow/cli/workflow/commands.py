@@ -25,7 +25,7 @@ class _Workflow(LazyGroup):
                 "query": ("distflow.cli.workflow.query:app", "Show the status of a workflow and its tasks."),
                 "list": ("distflow.cli.workflow.list:app", "List workflows, the newest last."),
                 "logs": ("distflow.cli.workflow.records:logs_app", "Print or follow the output of tasks."),
-                "metrics": ("distflow.cli.workflow.records:metrics_app", "Show the metrics that tasks print."),
+                "metrics": ("distflow.cli.workflow.metrics:app", "Show the metrics and the GPU use of tasks."),
                 "events": ("distflow.cli.workflow.records:events_app", "List the events of a workflow."),
             },
             "Debug": {

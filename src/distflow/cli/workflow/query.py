@@ -17,7 +17,7 @@ from distflow.client.workflows import plan_of, read_status
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["app"]
+__all__ = ["app", "query_document"]
 
 app = command_app()
 
@@ -43,16 +43,18 @@ def query(
     with open_workflow(workflow) as (client, found):
         record, paint = found, Paint.of(sys.stdout)
 
-        def shown(one: WorkflowRecord) -> str:
+        def shown(one: WorkflowRecord, is_live: bool = False) -> str:
             status = read_status(client, one)
             return workflow_text(
                 one,
                 now=now(),
                 last_lines=status.last_lines,
                 metrics=status.metrics,
+                usage=status.usage,
                 paint=paint,
                 width=terminal_width(sys.stdout),
                 verbose=verbose,
+                is_live=is_live,
                 outputs_until=status.outputs_until,
                 remedies=_remedies(client, one),
             )
@@ -61,28 +63,33 @@ def query(
             from distflow.cli.render.live import watch_workflow
 
             quiet = format_type is Format.JSON
-            record = watch_workflow(client, record, shown, out=None if quiet else sys.stdout)
+            record = watch_workflow(client, record, lambda one: shown(one, is_live=True), out=None if quiet else sys.stdout)
         if format_type is Format.JSON:
             import json
 
-            from distflow.cli.render.workflow_json import workflow_json
-
-            status = read_status(client, record)
-            document = workflow_json(
-                record,
-                plan_of(client, record),
-                now=now(),
-                last_lines=status.last_lines,
-                metrics=status.metrics,
-                verbose=verbose,
-                outputs_until=status.outputs_until,
-                remedies=_remedies(client, record),
-            )
-            print(json.dumps(document, indent=2))
+            print(json.dumps(query_document(client, record, verbose=verbose), indent=2))
         else:
             print(shown(record), end="")
     if exit_status and record.state is not WorkflowState.COMPLETED:
         raise typer.Exit(_FAILED if record.state.is_final else _NOT_ENDED)
+
+
+def query_document(client: Client, record: WorkflowRecord, *, verbose: bool = False) -> dict[str, object]:
+    """Return the JSON document of ``query``. With ``verbose``, it includes earlier attempts."""
+    from distflow.cli.render.workflow_json import workflow_json
+
+    status = read_status(client, record)
+    return workflow_json(
+        record,
+        plan_of(client, record),
+        now=now(),
+        last_lines=status.last_lines,
+        metrics=status.metrics,
+        usage=status.usage,
+        verbose=verbose,
+        outputs_until=status.outputs_until,
+        remedies=_remedies(client, record),
+    )
 
 
 def _remedies(client: Client, record: WorkflowRecord) -> Mapping[str, str]:

@@ -1,38 +1,32 @@
-"""Print what is stored of a workflow: ``distflow workflow logs``, ``events``, ``metrics`` and ``spec``."""
+"""Print what is stored of a workflow: ``distflow workflow logs``, ``events`` and ``spec``."""
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from enum import Enum
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
-from distflow.cli.completion import complete_metric
 from distflow.cli.context import WorkflowArgument, open_workflow
-from distflow.cli.options import Format, OsmoTasksOption, TasksOption, command_app
+from distflow.cli.options import Format, OsmoTasksOption, command_app
 from distflow.cli.render.live import Prefixes
-from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, pace_words, plot
-from distflow.cli.render.tables import Paint, terminal_width
+from distflow.cli.render.tables import Paint
 from distflow.cli.render.workflow_json import event_json, workflow_key
 from distflow.cli.render.workflow_text import event_line
 from distflow.client.logs import LogLine, stream_logs
-from distflow.client.measurements.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks, pause, read_events, read_spec
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import count_text, iso, local_second, times
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.quantities import local_second, times
+from distflow.documents.text import plain_lines
 from distflow.errors import InputError
-from distflow.state.record import WorkflowRecord
+from distflow.state.record import Event, WorkflowRecord
 
-__all__ = ["events_app", "logs_app", "metrics_app", "spec_app"]
+__all__ = ["AttemptOption", "events_app", "events_document", "log_line_json", "logs_app", "spec_app"]
 
 
-_AttemptOption = Annotated[
+AttemptOption = Annotated[
     int | None,
     typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0. Default: all.", show_default=False),
 ]
@@ -53,7 +47,7 @@ def logs(
     last: Annotated[
         int | None, typer.Option("-n", min=0, metavar="LINES", help="Start with only this number of last lines.")
     ] = None,
-    attempt: _AttemptOption = None,
+    attempt: AttemptOption = None,
     error: Annotated[
         bool, typer.Option("--error", help="Print the error file of the task in --task (torch's format) instead of its output.")
     ] = False,
@@ -110,13 +104,7 @@ def _write_log_json(lines: Iterable[LogLine], follow: bool) -> None:
     write = sys.stdout.write
     between = "[\n  "
     for line in lines:
-        value = {
-            **times(time=line.time),
-            **name_keys(task=line.task),
-            "rank": line.rank,
-            "retry_id": line.attempt,
-            "text": line.text,
-        }
+        value = log_line_json(line)
         if follow:
             write(f"{json.dumps(value)}\n")
         else:
@@ -124,6 +112,13 @@ def _write_log_json(lines: Iterable[LogLine], follow: bool) -> None:
             between = ",\n  "
     if not follow:
         write("[]\n" if between.startswith("[") else "\n]\n")
+
+
+def log_line_json(line: LogLine) -> dict[str, object]:
+    """Return a line of output for ``logs --format-type json``."""
+    return {
+        **times(time=line.time), **name_keys(task=line.task), "rank": line.rank, "retry_id": line.attempt, "text": line.text
+    }  # fmt: skip
 
 
 events_app = command_app()
@@ -135,7 +130,7 @@ events_app = command_app()
 def events(
     workflow: WorkflowArgument,
     task: OsmoTasksOption = None,
-    attempt: _AttemptOption = None,
+    attempt: AttemptOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for further events until the workflow has ended.")
     ] = False,
@@ -148,141 +143,15 @@ def events(
         names = {one.name for _, one in choose_tasks(record, task or [])} if task else None
         wanted = read_events(client, record, tasks=names, attempt=attempt, follow=follow)
         if format_type is Format.JSON and not follow:
-            print(json.dumps({**workflow_key(record), "events": [event_json(event) for event in wanted]}, indent=2))
+            print(json.dumps(events_document(record, wanted), indent=2))
             return
         for event in wanted:
             print(json.dumps(event_json(event)) if format_type is Format.JSON else event_line(event), flush=follow)
 
 
-metrics_app = command_app()
-
-_PLOT_WIDTH = 80
-_MOST_POINTS = 4096
-
-
-class _Format(str, Enum):
-    """The format of metrics on standard output."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-
-
-@metrics_app.command(
-    epilog="Examples: distflow workflow metrics pytorch-dist-3 --plot  ·  distflow workflow metrics pytorch-dist-3 -t csv"
-)
-def metrics(
-    workflow: WorkflowArgument,
-    task: TasksOption = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this rank.")] = None,
-    key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--key",
-            "-k",
-            metavar="NAME",
-            help="Only this metric, such as loss; may be repeated.",
-            autocompletion=complete_metric,
-        ),
-    ] = None,
-    attempt: _AttemptOption = None,
-    plotted: Annotated[
-        bool, typer.Option("--plot", help="Plot a metric by step: that of --key, or else loss, or else the first one.")
-    ] = False,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(
-            "--tensorboard", metavar="DIR", help="Write the metrics to this new directory for TensorBoard.", dir_okay=True
-        ),
-    ] = None,
-    format_type: Annotated[
-        _Format,
-        typer.Option("--format-type", "-t", help="Print the latest values by task and rank (text), or all values (json, csv)."),
-    ] = _Format.TEXT,
-) -> None:
-    """Show the metrics that tasks print.
-
-    A task prints metrics as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}.
-    """
-    if sum((plotted, tensorboard is not None, format_type is not _Format.TEXT)) > 1:
-        raise InputError("--plot, --tensorboard and --format-type cannot be combined")
-    with open_workflow(workflow) as (client, record):
-        tasks = choose_tasks(record, task or [])
-        found = find_metrics(client, record, tasks, rank=rank, keys=key or (), attempt=attempt)
-        newest = found.latest
-        if not newest:
-            print(
-                f'{record.id} has no metrics. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}',
-                file=sys.stderr,
-            )
-        if tensorboard is not None:
-            count = found.write_tensorboard(tensorboard)
-            print(f"{count_text(count, 'value')} written to {tensorboard}. View: tensorboard --logdir {tensorboard}")
-        elif format_type is _Format.JSON:
-            _write_metrics_json(record.id, found)
-        elif format_type is _Format.CSV:
-            _write_metrics_csv(found.names, found)
-        elif newest and plotted:
-            _draw(key or _to_draw(newest), found)
-        elif newest:
-            columns = [name for name in found.names if name in (key or ()) or name not in PACE_OF_ALL]
-            print(metrics_table(newest, columns, width=terminal_width(sys.stdout)), end="")
-            for words in _paces(record, newest):
-                print(words)
-
-
-def _write_metrics_json(workflow: str, metrics: Iterable[Metric]) -> None:
-    write = sys.stdout.write
-    write(f'{{\n  "name": {json.dumps(workflow)},\n  "workflow_id": {json.dumps(workflow)},\n  "metrics": [')
-    between, end = "\n    ", "]\n}\n"
-    for one in metrics:
-        value = {
-            **name_keys(task=one.task), "retry_id": one.attempt, "rank": one.rank, "step": one.step, **times(time=one.time),
-            "values": dict(one.values),
-        }  # fmt: skip
-        write(f"{between}{json.dumps(value)}")
-        between, end = ",\n    ", "\n  ]\n}\n"
-    write(end)
-
-
-def _write_metrics_csv(names: Collection[str], metrics: Iterable[Metric]) -> None:
-    rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(["task", "retry_id", "rank", "step", "time", *names])
-    for one in metrics:
-        position = ["" if one.rank is None else one.rank, one.step, iso(one.time) or ""]
-        rows.writerow([one.task, one.attempt, *position, *(one.values.get(name, "") for name in names)])
-
-
-def _to_draw(newest: Sequence[Latest]) -> list[str]:
-    """Return the name of the metric to plot if no ``--key`` is given."""
-    drawable = [name for one in newest for name, value in one.values.items() if number(value) is not None]
-    other = [name for name in drawable if name not in PACE] or drawable
-    return ["loss"] if "loss" in drawable else other[:1]
-
-
-def _draw(keys: Sequence[str], metrics: Iterable[Metric]) -> None:
-    series: dict[str, dict[str, dict[int, float]]] = {key: {} for key in keys}
-    for metric in metrics:
-        who = metric.task if metric.rank is None else f"{metric.task} rank {metric.rank}"
-        for key in keys:
-            if (value := number(metric.values.get(key))) is not None:
-                points = series[key].setdefault(who, {})
-                points[metric.step] = value  # after a restart, the same step can appear again and replaces the earlier value
-                if len(points) > 2 * _MOST_POINTS:
-                    series[key][who] = dict(list(points.items())[::2])
-    width = terminal_width(sys.stdout) or _PLOT_WIDTH
-    for key, found in series.items():
-        if found:
-            print(plot(plain(key), {who: sorted(points.items()) for who, points in found.items()}, width=width), end="")
-        else:
-            print(f"{plain(key)} has no numbers to plot", file=sys.stderr)
-
-
-def _paces(record: WorkflowRecord, newest: Sequence[Latest]) -> Iterator[str]:
-    groups = {task.name: group for group in record.groups for task in group.tasks}
-    for one in newest:
-        if words := pace_words(groups[one.task], one.values):
-            yield f"{one.task}: {words}"
+def events_document(record: WorkflowRecord, events: Iterable[Event]) -> dict[str, object]:
+    """Return the JSON document of ``events``."""
+    return {**workflow_key(record), "events": [event_json(event) for event in events]}
 
 
 spec_app = command_app()

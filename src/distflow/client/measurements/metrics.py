@@ -1,15 +1,13 @@
-"""Read the metrics that tasks print as JSON lines, and write them as TensorBoard event files."""
+"""Read the metrics that tasks print as JSON lines."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.logs import Tasks, log_sources
-from distflow.errors import InputError, NotFound
+from distflow.errors import NotFound
 from distflow.state.logs import read_lines
 from distflow.state.metrics import Latest, Metric, latest, number, read_metrics
 from distflow.structs import replace
@@ -17,7 +15,7 @@ from distflow.structs import replace
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord
 
-__all__ = ["Latest", "Metric", "MetricSeries", "find_metrics", "number", "write_tensorboard"]
+__all__ = ["Latest", "Metric", "MetricSeries", "find_metrics", "number"]
 
 
 class MetricSeries:
@@ -57,21 +55,6 @@ class MetricSeries:
         """Return the names of all metrics of these tasks, including names that were not requested."""
         return {name for source in self._sources for one in read_metrics(read_lines([source])) for name in one.values}
 
-    def write_tensorboard(self, folder: Path) -> int:
-        """Write the numeric metrics for TensorBoard.
-
-        Args:
-            folder: The directory to create.
-
-        Returns:
-            The number of values written.
-
-        Raises:
-            InputError: if tensorboard is not installed, if ``folder`` exists, or if it cannot be written.
-
-        """
-        return write_tensorboard(folder, self)
-
 
 def find_metrics(
     client: Client,
@@ -106,55 +89,3 @@ def find_metrics(
 
             raise NotFound(f"{record.id} has no metric {unknown[0]!r}", hint=did_you_mean(unknown[0], known, what="metrics"))
     return found
-
-
-def write_tensorboard(folder: Path, metrics: Iterable[Metric]) -> int:
-    """Write the numeric metrics below ``folder``, as one run for each task and rank.
-
-    Args:
-        folder: The directory to create.
-        metrics: The metrics. Those of one task must be consecutive.
-
-    Returns:
-        The number of values written.
-
-    Raises:
-        InputError: if tensorboard is not installed, if ``folder`` exists (its curves would be drawn twice), or if it cannot be
-            written.
-
-    """
-    try:
-        summary = importlib.import_module("tensorboard.summary")
-    except ImportError as error:
-        raise InputError(
-            f"TensorBoard files need a package that cannot be imported: {error}", hint="install it: pip install tensorboard"
-        ) from None
-    if folder.exists():
-        raise InputError(f"{folder} exists already", hint="remove it, or use another directory")
-    runs: dict[str, Any] = {}
-    task, count = None, 0
-    try:
-        folder.mkdir(parents=True)
-        for metric in metrics:
-            if metric.task != task:
-                # Close the runs of the previous task, because each run uses a thread and an open file.
-                _close(runs)
-                task = metric.task
-            run = metric.task if metric.rank is None else f"{metric.task}-rank-{metric.rank}"
-            for name, value in metric.values.items():
-                if (scalar := number(value)) is None:
-                    continue
-                if run not in runs:
-                    runs[run] = summary.Writer(summary.DirectoryOutput(str(folder / run)))
-                runs[run].add_scalar(name, scalar, metric.step, wall_time=metric.time)
-                count += 1
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror or error}") from error
-    finally:
-        _close(runs)
-    return count
-
-
-def _close(runs: dict[str, Any]) -> None:
-    while runs:
-        runs.popitem()[1].close()

@@ -1,0 +1,117 @@
+"""Write metrics and resource samples for TensorBoard.
+
+Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for its resource samples
+(``master-system``), whose steps are seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from distflow.errors import InputError
+from distflow.state.metrics import Metric, number
+from distflow.state.samples import Samples
+
+__all__ = ["ChosenSamples", "write_tensorboard"]
+
+ChosenSamples = Iterable[tuple[Samples, Collection[str]]]
+"""Resource samples with the names of their series to write."""
+
+
+class _Run(Protocol):
+    """A run that is being written."""
+
+    def add(self, values: Mapping[str, float], step: int, time: float | None) -> None:
+        """Write the values of one step; ``time`` is in seconds since the epoch."""
+
+    def close(self) -> None:
+        """Complete the run."""
+
+
+def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
+    """Write one TensorBoard run for each task and rank below ``folder``.
+
+    Args:
+        folder: The directory to create.
+        metrics: The metrics. Those of one task must be consecutive.
+        samples: The resource samples to write.
+
+    Returns:
+        The number of values written.
+
+    Raises:
+        InputError: if tensorboard is not installed, if ``folder`` exists (its curves would be drawn twice), or if it cannot be
+            written.
+
+    """
+    summary = _package("tensorboard.summary", "tensorboard", "TensorBoard files")
+    if folder.exists():
+        raise InputError(f"{folder} exists already", hint="remove it, or use another directory")
+    try:
+        folder.mkdir(parents=True)
+        return _write(lambda name: _TensorBoardRun(summary, folder / name), metrics, samples)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _package(module: str, package: str, what: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        hint = f"install it: pip install {package}"
+        raise InputError(f"{what} need a package that cannot be imported: {error}", hint=hint) from None
+
+
+def _write(begin: Callable[[str], _Run], metrics: Iterable[Metric], samples: ChosenSamples) -> int:
+    """Write all rows. The runs of a task are closed before those of the next one, because each uses a thread or a file."""
+    runs: dict[str, _Run] = {}
+    task, count = None, 0
+    try:
+        for owner, name, values, step, time in _rows(metrics, samples):
+            if owner != task:
+                _close(runs)
+                task = owner
+            if name not in runs:
+                runs[name] = begin(name)
+            runs[name].add(values, step, time)
+            count += len(values)
+    finally:
+        _close(runs)
+    return count
+
+
+def _rows(
+    metrics: Iterable[Metric], samples: ChosenSamples
+) -> Iterator[tuple[str, str, Mapping[str, float], int, float | None]]:
+    """Yield an owner, the name of a run, values, step and time. All rows of an owner are consecutive."""
+    for metric in metrics:
+        run = metric.task if metric.rank is None else f"{metric.task}-rank-{metric.rank}"
+        if values := {name: found for name, value in metric.values.items() if (found := number(value)) is not None}:
+            yield metric.task, run, values, metric.step, metric.time
+    begins: dict[str, float] = {}
+    for one, names in samples:
+        begin = begins.setdefault(one.task, one.times[0])
+        for position, at in enumerate(one.times):
+            known = {name: value for name in names if (value := one.series[name][position]) is not None}
+            if known:
+                yield f"{one.task}/system", f"{one.task}-system", known, round(at - begin), at
+
+
+def _close(runs: dict[str, _Run]) -> None:
+    while runs:
+        runs.popitem()[1].close()
+
+
+class _TensorBoardRun:
+    def __init__(self, summary: Any, folder: Path) -> None:
+        self._writer = summary.Writer(summary.DirectoryOutput(str(folder)))
+
+    def add(self, values: Mapping[str, float], step: int, time: float | None) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, wall_time=time)
+
+    def close(self) -> None:
+        self._writer.close()
