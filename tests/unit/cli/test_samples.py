@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.client.completion import metric_names
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord
+from distflow.testing.waiting import wait_until
 from unit.cli.screen import Screen, hold_against
 from unit.cli.test_metrics import metric
 from unit.state.stored import T0, running_group, submit, supervised, task_log, workflow
@@ -105,6 +108,7 @@ def test_plots_have_seconds_on_their_axis(screen: Screen, sampled: WorkflowRecor
         "loss", "system/cpu/usage"
     ]  # fmt: skip
     assert screen.run("metrics", sampled.id, "--log") == 2
+    assert screen.run("metrics", sampled.id, "--plot", "--wandb", "p") == 2
 
 
 def test_tensorboard_gets_samples_too(screen: Screen, sampled: WorkflowRecord, tmp_path: Path) -> None:
@@ -116,3 +120,74 @@ def test_tensorboard_gets_samples_too(screen: Screen, sampled: WorkflowRecord, t
     events = EventAccumulator(str(tmp_path / "runs" / "master-system"))
     events.Reload()
     assert [event.step for event in events.Tensors("system/gpu2/memory")] == [0, 5, 10, 15, 20]
+
+
+def test_mlflow_gets_metrics_and_samples(
+    screen: Screen, sampled: WorkflowRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow: Any = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for count in (1, 2):
+        assert screen.run("metrics", sampled.id, "--mlflow", "mine") == 0, screen.err
+        assert screen.out == "42 values written to the MLflow experiment mine\n"
+        client = mlflow.MlflowClient()
+        runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+        assert len(runs) == 2 * count
+    named = {run.data.tags["mlflow.runName"]: run for run in runs}
+    own, system = named[f"{sampled.id} master-rank-0"], named[f"{sampled.id} master-system"]
+    assert [(one.step, one.value) for one in client.get_metric_history(own.info.run_id, "loss")] == [(1, 4), (2, 2), (4, 1)]
+    history = client.get_metric_history(system.info.run_id, "system/gpu2/utilization")
+    assert [(one.step, one.value) for one in history] == [(5 * n, 10 * n) for n in range(5)]
+    assert history[0].timestamp == round((T0 + 20) * 1000)
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_wandb_gets_metrics_and_samples(
+    screen: Screen, sampled: WorkflowRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    assert screen.run("metrics", sampled.id, "--wandb", "team/mine") == 0, screen.err
+    assert screen.out.splitlines()[-1] == "42 values written to the project team/mine"
+
+    def read() -> list[dict[str, Any]] | None:
+        rows = [row for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")) for row in history_of(path)]
+        return rows if len(rows) == 8 else None
+
+    rows = wait_until(read, 30, "all rows: wandb writes the file in a process of its own")
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 4), (2, 2), (4, 1)]
+    assert [(row["step"], row["system/gpu2/utilization"]) for row in rows if "system/gpu2/utilization" in row] == [
+        (5 * n, 10 * n) for n in range(5)
+    ]
+
+
+def history_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run, from the file that wandb would upload."""
+    from wandb.proto import wandb_internal_pb2
+
+    record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  wandb makes it when it is imported
+
+    data, at, parts, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):  # blocks of a log of LevelDB, after a header of 7 bytes
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        at += 32768 - at % 32768 if 32768 - at % 32768 < 7 else 0
+        if kind in (1, 4):  # the last part of a record
+            entry, parts = record.FromString(parts), b""
+            if entry.HasField("history"):
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item})
+    return rows
+
+
+@pytest.mark.parametrize(("option", "package"), [("--wandb", "wandb"), ("--mlflow", "mlflow-skinny")])
+def test_a_missing_package_is_named(
+    screen: Screen, sampled: WorkflowRecord, monkeypatch: pytest.MonkeyPatch, option: str, package: str
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, option.strip("-"), None)
+    assert screen.run("metrics", sampled.id, option, "mine") == 2
+    assert f"pip install {package}" in screen.err

@@ -79,6 +79,13 @@ def metrics(
             "--tensorboard", metavar="DIR", help="Write the metrics to this new directory for TensorBoard.", dir_okay=True
         ),
     ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="[ENTITY/]PROJECT", help="Write the metrics to this project of Weights & Biases."),
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option("--mlflow", metavar="EXPERIMENT", help="Write the metrics to this experiment of MLflow.")
+    ] = None,
     format_type: Annotated[
         _Format,
         typer.Option("--format-type", "-t", help="Print the latest values by task and rank (text), or all values (json, csv)."),
@@ -88,14 +95,16 @@ def metrics(
 
     A task prints metrics as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}.
     """
-    if sum((plotted, tensorboard is not None, format_type is not _Format.TEXT)) > 1:
-        raise InputError("--plot, --tensorboard and --format-type cannot be combined")
+    targets = {"--tensorboard": tensorboard, "--wandb": wandb, "--mlflow": mlflow}
+    if sum((plotted, *(one is not None for one in targets.values()), format_type is not _Format.TEXT)) > 1:
+        raise InputError("--plot, --tensorboard, --wandb, --mlflow and --format-type cannot be combined")
     if is_log and not plotted:
         raise InputError("--log needs --plot")
+    target = next(((option, place) for option, place in targets.items() if place is not None), None)
     printed = [one for one in key or () if not one.startswith(_SYSTEM)]
     recorded = [one for one in key or () if one.startswith(_SYSTEM)] or ([f"{_SYSTEM}*"] if system else [])
     # Documents and exports contain everything, unless some metrics were chosen.
-    is_whole = not key and not system and (format_type is _Format.JSON or tensorboard is not None)
+    is_whole = not key and not system and (format_type is _Format.JSON or target is not None)
     with open_workflow(workflow) as (client, record):
         found: MetricSeries | None = None
         if printed or not recorded:
@@ -112,8 +121,8 @@ def metrics(
             )
         if recorded and not samples:
             print(f"{record.id} has no samples of {' or '.join(map(plain, recorded))}", file=sys.stderr)
-        if tensorboard is not None:
-            _export(tensorboard, found or (), samples)
+        if target is not None:
+            _export(*target, record.id, found or (), samples)
         elif format_type is _Format.JSON:
             _write_json(record.id, found or (), samples)
         elif format_type is _Format.CSV:
@@ -151,11 +160,16 @@ def _print_tables(
         print(samples_table(samples), end="")
 
 
-def _export(place: Path, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]) -> None:
+def _export(option: str, place: str | Path, workflow: str, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]) -> None:
     from distflow.client.measurements import exports
 
-    count = exports.write_tensorboard(place, metrics, samples)
-    print(f"{count_text(count, 'value')} written to {place}. View: tensorboard --logdir {place}")
+    if option == "--tensorboard":
+        count = exports.write_tensorboard(Path(place), metrics, samples)
+        print(f"{count_text(count, 'value')} written to {place}. View: tensorboard --logdir {place}")
+        return
+    write, what = (exports.write_wandb, "project") if option == "--wandb" else (exports.write_mlflow, "MLflow experiment")
+    count = write(str(place), workflow, metrics, samples)
+    print(f"{count_text(count, 'value')} written to the {what} {place}")
 
 
 def _write_json(workflow: str, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]) -> None:

@@ -1,4 +1,4 @@
-"""Write metrics and resource samples for TensorBoard.
+"""Write metrics and resource samples for TensorBoard, Weights & Biases and MLflow, each by its own package.
 
 Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for its resource samples
 (``master-system``), whose steps are seconds.
@@ -7,6 +7,7 @@ Each task has a run for each rank that printed metrics (``master-rank-0``), and 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +16,14 @@ from distflow.errors import InputError
 from distflow.state.metrics import Metric, number
 from distflow.state.samples import Samples
 
-__all__ = ["ChosenSamples", "write_tensorboard"]
+__all__ = ["ChosenSamples", "write_mlflow", "write_tensorboard", "write_wandb"]
 
 ChosenSamples = Iterable[tuple[Samples, Collection[str]]]
 """Resource samples with the names of their series to write."""
+
+_MLFLOW_BATCH = 1000
+"""The largest number of metrics in one request. Source: https://mlflow.org/docs/latest/rest-api.html#request-limits."""
+_MLFLOW_NAMES = re.compile(r"[^\w\-. :/]")
 
 
 class _Run(Protocol):
@@ -55,6 +60,63 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
         return _write(lambda name: _TensorBoardRun(summary, folder / name), metrics, samples)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
+    """Create one run of Weights & Biases for each task and rank, in the group ``workflow`` of the project.
+
+    The variables of wandb apply, such as ``WANDB_API_KEY`` and ``WANDB_MODE=offline``.
+
+    Args:
+        project: ``PROJECT`` or ``ENTITY/PROJECT``.
+        workflow: The id of the workflow.
+        metrics: The metrics. Those of one task must be consecutive.
+        samples: The resource samples to write.
+
+    Returns:
+        The number of values written.
+
+    Raises:
+        InputError: if wandb is not installed, or if it cannot create a run.
+
+    """
+    wandb = _package("wandb", "wandb", "runs of Weights & Biases")
+    entity, _, short = project.rpartition("/")
+    settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True)
+
+    def begin(name: str) -> _Run:
+        place = {"entity": entity or None, "project": short, "group": workflow, "name": f"{workflow} {name}"}
+        return _WandbRun(wandb.init(**place, settings=settings, reinit="create_new"))
+
+    try:
+        return _write(begin, metrics, samples)
+    except (wandb.Error, OSError) as error:
+        raise InputError(
+            f"wandb cannot write the runs: {error}", hint="check `wandb login`, or set WANDB_MODE=offline"
+        ) from error
+
+
+def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
+    """Create one MLflow run for each task and rank in an experiment, which is created if it does not exist.
+
+    ``MLFLOW_TRACKING_URI`` names the server or the directory. The arguments and errors are those of ``write_wandb``.
+    """
+    mlflow = _package("mlflow", "mlflow-skinny", "MLflow runs")
+    try:
+        client = mlflow.MlflowClient()
+        known = client.get_experiment_by_name(experiment)
+        place = known.experiment_id if known is not None else client.create_experiment(experiment)
+        return _write(
+            lambda run: _MlflowRun(
+                mlflow,
+                client,
+                client.create_run(place, run_name=f"{workflow} {run}", tags={"distflow.workflow": workflow}).info.run_id,
+            ),
+            metrics,
+            samples,
+        )
+    except (mlflow.exceptions.MlflowException, OSError) as error:
+        raise InputError(f"MLflow cannot write the runs: {error}", hint="check MLFLOW_TRACKING_URI") from error
 
 
 def _package(module: str, package: str, what: str) -> Any:
@@ -115,3 +177,41 @@ class _TensorBoardRun:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class _WandbRun:
+    """A run whose horizontal axis is ``step``: W&B's own step cannot go back, which steps do after a restart."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+
+    def add(self, values: Mapping[str, float], step: int, time: float | None) -> None:
+        self._run.log({**values, "step": step, **({} if time is None else {"_timestamp": time})})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MlflowRun:
+    def __init__(self, mlflow: Any, client: Any, run: str) -> None:
+        self._metric = mlflow.entities.Metric
+        self._client = client
+        self._run = run
+        self._waiting: list[Any] = []
+
+    def add(self, values: Mapping[str, float], step: int, time: float | None) -> None:
+        for name, value in values.items():
+            self._waiting.append(self._metric(_MLFLOW_NAMES.sub("_", name), value, round((time or 0) * 1000), step))
+        while len(self._waiting) >= _MLFLOW_BATCH:
+            self._send()
+
+    def close(self) -> None:
+        while self._waiting:
+            self._send()
+        self._client.set_terminated(self._run)
+
+    def _send(self) -> None:
+        batch, self._waiting = self._waiting[:_MLFLOW_BATCH], self._waiting[_MLFLOW_BATCH:]
+        self._client.log_batch(self._run, metrics=batch)
