@@ -92,6 +92,7 @@ class _Root(LazyGroup):
                 "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
                 "init": ("distflow.cli.init:init_app", "Write a first spec, also from sbatch and torchrun."),
                 "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
+                "top": ("distflow.cli.top:app", "Show running workflows and the GPUs of the pools, live."),
                 "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
             },
             "Nodes": {

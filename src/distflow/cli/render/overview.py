@@ -1,0 +1,151 @@
+"""Format the output of ``distflow top``. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distflow.cli.render.metrics import NO_BAR, progress_of, spark, usage_cells, usage_header
+from distflow.cli.render.tables import Paint, table
+from distflow.cli.render.workflow_json import usage_json, workflow_key
+from distflow.cli.render.workflow_text import elapsed_s
+from distflow.documents.json_keys import name_keys
+from distflow.documents.quantities import bytes_text, count_text, duration, local_second, times
+from distflow.documents.text import few, plain
+from distflow.lifecycle.states import State
+
+if TYPE_CHECKING:
+    from distflow.client.overview import GpuState, NodeState, Overview
+    from distflow.client.workflows import WorkflowStatus
+    from distflow.state.record import WorkflowRecord
+
+__all__ = ["overview_json", "overview_text"]
+
+_TASKS = 3
+
+
+def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | None) -> str:
+    """Return the tables of workflows and nodes.
+
+    Args:
+        overview: The workflows and nodes.
+        now: The current time in seconds since the epoch.
+        paint: The colors.
+        width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
+
+    """
+    gpus = [gpu for node in overview.nodes for gpu in node.gpus]
+    used = sum(gpu.task is not None for gpu in gpus)
+    head = f"{count_text(len(overview.workflows), 'workflow')}, {used} of {count_text(len(gpus), 'GPU')} in use"
+    lines = [f"{paint.strong(head)}  {local_second(now)}", ""]
+    if overview.workflows:
+        usages = {key: one for _, status in overview.workflows for key, one in status.usage.items()}
+        header = usage_header(usages)
+        rows = [
+            _workflow_row(record, task_row, status, header, now, paint)
+            for record, status in overview.workflows
+            for task_row in range(max(1, _running(record)))
+        ]
+        lines += table(
+            ("Workflow", "Status", "Elapsed", "Progress", "Task", "Node", *header, "Trend"), rows, width=width
+        ).splitlines()
+        lines.append("")
+    if overview.nodes:
+        lines += table(
+            ("Pool", "Node", "GPUs", "In use", "Use", "GPU memory", "Power", "Hottest", "Tasks"),
+            [_node_row(node) for node in overview.nodes],
+            width=width,
+        ).splitlines()
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _running(record: WorkflowRecord) -> int:
+    return sum(task.state is State.RUNNING for group in record.groups for task in group.tasks)
+
+
+def _workflow_row(
+    record: WorkflowRecord, number: int, status: WorkflowStatus, header: Sequence[str], now: float, paint: Paint
+) -> tuple[str, ...]:
+    """Return the row of a running task. The first one has the columns of the workflow, too."""
+    begun = record.started_at if record.started_at is not None else record.submitted_at
+    own = (record.id, paint.status(record.status), duration(elapsed_s(begun, None, now))) if number == 0 else (" ", " ", " ")
+    running = [(group, task) for group in record.groups for task in group.tasks if task.state is State.RUNNING]
+    if number >= len(running):
+        return (*own, "", "", "", *("" for _ in header), "")
+    group, task = running[number]
+    latest = status.metrics.get(group.name)
+    progress = ""
+    if latest is not None and (latest.task == task.name or number == 0):
+        share = progress_of(latest)
+        progress = f"step {latest.step}" if share is None else f"{share:.0%}"
+    usage = status.usage.get((group.name, task.name, task.attempt))
+    trend = spark(usage.recent) if usage is not None else ""
+    return (*own, progress, task.name, task.node or "", *usage_cells(usage, header), trend)
+
+
+def _node_row(node: NodeState) -> tuple[str, ...]:
+    values = [gpu.values for gpu in node.gpus if gpu.values]
+    known = {name: [one[name] for one in values if name in one] for name in ("utilization", "memory", "power", "temperature")}
+    bars = "".join(
+        "·" if gpu.task is None else spark([gpu.values["utilization"]]) if "utilization" in gpu.values else NO_BAR
+        for gpu in node.gpus
+    )
+    use = known["utilization"]
+    return (
+        node.pool,
+        node.node,
+        bars,
+        f"{sum(gpu.task is not None for gpu in node.gpus)}/{len(node.gpus)}",
+        f"{sum(use) / len(use):.0f}%" if use else "",
+        bytes_text(sum(known["memory"])) if known["memory"] else "",
+        f"{sum(known['power']):.0f} W" if known["power"] else "",
+        f"{max(known['temperature']):.0f} °C" if known["temperature"] else "",
+        plain(few(node.tasks, ", ", most=_TASKS)),
+    )
+
+
+def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
+    """Return the JSON document of ``distflow top``.
+
+    A workflow has ``status``, ``pool``, ``user``, ``duration`` in seconds and its unfinished ``tasks`` with ``usage`` as in
+    ``query``.
+    A node has ``gpus``: ``index``, the workflow and the task that use it, and the latest ``values`` (docs/metrics.md).
+    """
+    return {
+        **times(time=now),
+        "workflows": [
+            {
+                **workflow_key(record),
+                "status": record.status,
+                "pool": record.pool,
+                "user": record.user,
+                "duration": elapsed_s(record.started_at, None, now),
+                "tasks": [
+                    {
+                        **name_keys(group=group.name, task=task.name, node=task.node),
+                        "status": task.status,
+                        "gpu_ids": list(task.gpu_ids),
+                        "usage": usage_json(status.usage.get((group.name, task.name, task.attempt))),
+                    }
+                    for group in record.groups
+                    for task in group.tasks
+                    if not task.state.is_final
+                ],
+            }
+            for record, status in overview.workflows
+        ],
+        "nodes": [
+            {
+                "pool": node.pool,
+                **name_keys(node=node.node),
+                "gpus": [_gpu_json(gpu) for gpu in node.gpus],
+                "tasks": list(node.tasks),
+            }
+            for node in overview.nodes
+        ],
+    }
+
+
+def _gpu_json(gpu: GpuState) -> dict[str, object]:
+    workflow, _, task = (gpu.task or "").partition("/")
+    return {"index": gpu.index, "workflow_id": workflow or None, **name_keys(task=task or None), "values": dict(gpu.values)}

@@ -1,0 +1,92 @@
+"""``top``, and what ``query --watch`` shows of running tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.app import run
+from distflow.cli.render.overview import overview_text
+from distflow.cli.render.tables import Paint
+from distflow.cli.render.workflow_text import workflow_text
+from distflow.client.client import Client
+from distflow.client.overview import read_overview
+from distflow.client.workflows import read_status
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.record import WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.cli.test_metrics import metric
+from unit.cli.test_samples import record_samples
+from unit.state.stored import T0, completed_group, running_group, submit, supervised, task_log, workflow
+
+CONFIGURATION = """default_pool: lab
+pools:
+  lab:
+    backend: ssh
+    nodes:
+    - {name: master-node, host: a, gpus: 12}
+    - {name: worker-node, host: b, gpus: 8}
+    - {name: idle-node, host: c, gpus: 4}
+  other:
+    backend: ssh
+    nodes: [{name: far, host: d}]
+"""
+
+
+@pytest.fixture
+def busy(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkflowRecord:
+    """A running workflow whose master has samples and says how many steps there are."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "distflow.yaml").write_text(CONFIGURATION)
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+    task_log(screen.directory, record, "master", [(T0 + 30, metric(step=400, loss=0.25, total_steps=1000, rank=0))])
+    record_samples(screen, record, "master")
+    return record
+
+
+def test_top_shows_workflows_and_gpus(screen: Screen, busy: WorkflowRecord) -> None:
+    with supervised(screen.directory), Client() as client:
+        found = overview_text(read_overview(client), now=T0 + 100, paint=Paint(), width=None)
+    hold_against("top.txt", found)
+
+
+def test_programs_get_the_same(screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    with supervised(screen.directory):
+        assert run(["top", "-t", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        (one,) = found["workflows"]
+        assert (one["workflow_id"], one["status"], len(one["tasks"])) == (busy.id, "RUNNING", 2)
+        assert one["tasks"][0]["usage"]["gpu_utilization"] == 65
+        nodes = {node["node_name"]: node for node in found["nodes"]}
+        assert [*nodes] == ["master-node", "worker-node", "idle-node", "far"]
+        gpus = nodes["master-node"]["gpus"]
+        assert gpus[2] == {
+            "index": 2, "workflow_id": busy.id, "task": "master", "task_name": "master",
+            "values": {"utilization": 40, "memory": 4 << 30, "power": 300},
+        }  # fmt: skip
+        assert (gpus[7]["task"], gpus[8]["task"], gpus[8]["workflow_id"], len(gpus)) == ("master", None, None, 12)
+        assert run(["top", "--pool", "other"]) == 0
+        assert capsys.readouterr().out.startswith("0 workflows, 0 of 0 GPUs in use")
+        assert run(["top", "--pool", "none"]) == 2
+
+
+def test_a_watched_query_has_ages_trends_and_progress(screen: Screen, busy: WorkflowRecord) -> None:
+    status = read_status(screen.client, busy)
+    texts = [
+        workflow_text(busy, now=T0 + 92, metrics=status.metrics, usage=status.usage, is_live=is_live)
+        for is_live in (True, False)
+    ]
+    hold_against("query_live.txt", texts[0])
+    assert "1 min ago" in texts[0]
+    assert "Trend" not in texts[1]
+
+
+def test_progress_needs_a_sensible_number_of_steps(screen: Screen) -> None:
+    record = submit(screen.store, workflow([completed_group()]))
+    for total, shown in (("x", None), (0, None), (-5, None), (True, None), (400, "[####################] 100%"), (9, "100%")):
+        task_log(screen.directory, record, "master", [(T0 + 30, metric(step=400, total_steps=total, rank=0))])
+        text = workflow_text(record, now=T0 + 100, metrics=read_status(screen.client, record).metrics)
+        assert (shown or "%]") in text or shown is None
+        assert shown is not None or "[#" not in text
