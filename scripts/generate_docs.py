@@ -23,7 +23,8 @@ import yaml
 
 from distflow import errors
 from distflow.diagnosis.ends import END_RULES
-from distflow.diagnosis.rules import EXCEPTION
+from distflow.diagnosis.resources import RESOURCE_RULES
+from distflow.diagnosis.rules import EXCEPTION, Rule
 from distflow.diagnosis.rules import RULES as RULES_OF_DIAGNOSIS
 from distflow.documents.problems import ProblemsFound
 from distflow.documents.schema import load_schema
@@ -523,9 +524,18 @@ def _message(name: str) -> str:
 
 
 def diagnosis_table() -> str:
-    """Return every rule of ``distflow workflow diagnose``: symptom, cause and remedy."""
+    """Return every rule of ``distflow workflow diagnose`` for failures: symptom, cause and remedy."""
+    return _rule_table((*RULES_OF_DIAGNOSIS, EXCEPTION, *END_RULES))
+
+
+def finding_table() -> str:
+    """Return every rule of ``distflow workflow diagnose`` for the use of resources."""
+    return _rule_table(RESOURCE_RULES)
+
+
+def _rule_table(rules: Sequence[Rule]) -> str:
     lines = ["| `key` | symptom | cause | remedy |", "|---|---|---|---|"]
-    for rule in (*RULES_OF_DIAGNOSIS, EXCEPTION, *END_RULES):
+    for rule in rules:
         cells = (f"`{rule.key}`", rule.shows, rule.cause, rule.remedy)
         lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
     return "\n".join(lines)
@@ -546,6 +556,7 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "task-exit-codes": task_exit_codes,
         "layout-rules": layout_rules,
         "diagnoses": diagnosis_table,
+        "findings": finding_table,
     }
 )
 

@@ -17,7 +17,7 @@ from distflow.lifecycle.states import MOVES, Reason, State
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GENERATED = {
-    "diagnosis.md": ["diagnoses"],
+    "diagnosis.md": ["diagnoses", "findings"],
     "configuration.md": ["configuration"],
     "exit-codes.md": ["exit-codes", "error-tree"],
     "rank-layout.md": ["layout-rules"],

@@ -60,12 +60,16 @@ class GroupFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedGroup:
-    """The diagnoses of one attempt of a group that failed or may hang."""
+    """The diagnoses of one attempt of a group that failed or may hang, or whose use of resources can be improved."""
 
     group: GroupRecord
     attempt: int
     diagnoses: tuple[Diagnosis, ...]
     """The diagnoses, the most specific first. Empty if no rule applies."""
+    is_failure: bool = True
+    """Whether the attempt failed or may hang."""
+    findings: tuple[Diagnosis, ...] = ()
+    """Findings in the use of resources, such as idle GPUs."""
 
     @property
     def status(self) -> str:
@@ -131,7 +135,12 @@ def check_attempt(record: WorkflowRecord, attempt: int | None) -> None:
 
 
 def diagnose_groups(
-    client: Client, record: WorkflowRecord, *, tasks: Collection[str] = (), attempt: int | None = None
+    client: Client,
+    record: WorkflowRecord,
+    *,
+    tasks: Collection[str] = (),
+    attempt: int | None = None,
+    with_findings: bool = False,
 ) -> list[DiagnosedGroup]:
     """Diagnose groups that failed, that may hang, or that wait for ranks whose failure was not detected.
 
@@ -143,6 +152,7 @@ def diagnose_groups(
         record: The workflow.
         tasks: Names of tasks whose output is used. Default: all tasks.
         attempt: The attempt to diagnose, counted from 0. Default: the latest attempt of each group.
+        with_findings: Whether to examine the use of resources, too, also of other groups.
 
     Returns:
         One entry for each such group, or none.
@@ -167,6 +177,41 @@ def diagnose_groups(
             if not tasks or task.name in tasks
         }
         case = case_of(group, number, lines, events)
-        if number < group.attempt or group.state is State.FAILED or case.silence or case.missing:
-            found.append(DiagnosedGroup(group=group, attempt=number, diagnoses=diagnose(case)))
+        is_failure = bool(number < group.attempt or group.state is State.FAILED or case.silence or case.missing)
+        findings = _findings(client, record, group, number, lines) if with_findings else ()
+        if is_failure or findings:
+            found.append(
+                DiagnosedGroup(
+                    group=group,
+                    attempt=number,
+                    diagnoses=diagnose(case) if is_failure else (),
+                    is_failure=is_failure,
+                    findings=findings,
+                )
+            )
     return found
+
+
+def _findings(
+    client: Client, record: WorkflowRecord, group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]]
+) -> tuple[Diagnosis, ...]:
+    """Return the findings for an attempt of a group. ``lines`` are the last lines of the tasks to examine."""
+    from distflow.client.measurements.samples import find_samples
+    from distflow.diagnosis.resources import RankPace, ResourceUse, find_inefficiencies
+    from distflow.state.logs import LogLine
+    from distflow.state.metrics import latest, number, read_metrics
+
+    tasks = [task for task in attempt_of(group, attempt) if task.name in lines]
+    nodes = {task.name: task.node or "" for task in tasks}
+    printed = [LogLine(name, attempt, None, text) for name in nodes for text in lines[name]]
+    paces = [
+        RankPace(task=one.task, node=nodes[one.task], rank=one.rank, step_s=step_s)
+        for one in latest(read_metrics(printed))
+        if one.rank is not None and (step_s := number(one.values.get("step_s"))) is not None
+    ]
+    uses = [
+        ResourceUse(node=nodes[task.name], samples=samples)
+        for task in tasks
+        for samples in find_samples(client, record, [(group.name, task)], attempt=attempt)
+    ]
+    return find_inefficiencies(uses, paces)

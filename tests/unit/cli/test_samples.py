@@ -111,6 +111,27 @@ def test_plots_have_seconds_on_their_axis(screen: Screen, sampled: WorkflowRecor
     assert screen.run("metrics", sampled.id, "--plot", "--wandb", "p") == 2
 
 
+def test_diagnose_and_why_report_idle_gpus(screen: Screen, sampled: WorkflowRecord) -> None:
+    folder = screen.directory.logs / sampled.uuid / "training" / "worker" / "0"
+    folder.mkdir(parents=True)
+    rows = [
+        {"columns": ["time", "system/gpu0/utilization", "system/gpu1/utilization"]},
+        *([T0 + 5 * n, 90, 0] for n in range(200)),
+    ]
+    (folder / "output.samples").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert screen.run("diagnose", sampled.id) == 0
+    hold_against("diagnose_idle.txt", screen.out)
+    assert screen.run("diagnose", sampled.id, "-t", "json") == 0
+    (group,) = json.loads(screen.out)["groups"]
+    assert (group["message"], group["diagnoses"]) == (None, [])
+    assert [(one["key"], one["task"]) for one in group["findings"]] == [("gpu-idle", "worker")]
+    assert screen.run("why", sampled.id) == 0
+    words = "GPU 1 of worker on worker-node did nothing for the last 16 min, GPU 0 was 90% busy"
+    assert f"\nFinding    GPUs are reserved but not used: {words}\n" in screen.out
+    assert screen.run("diagnose", sampled.id, "--task", "master") == 0
+    assert "Finding" not in screen.out
+
+
 def test_tensorboard_gets_samples_too(screen: Screen, sampled: WorkflowRecord, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

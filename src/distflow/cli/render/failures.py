@@ -26,6 +26,7 @@ __all__ = [
     "diagnoses_json",
     "diagnoses_text",
     "end_text",
+    "finding_lines",
     "no_verdict",
     "remedies_of",
     "verdict_json",
@@ -190,8 +191,10 @@ def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], p
         lines += ["", f"{paint.strong(f'Group {one.group.name}')}{number}: {paint.status(one.status)}"]
         for position, diagnosis in enumerate(one.diagnoses):
             lines += [""] * bool(position) + list(_rows(record, diagnosis, paint))
-        if not one.diagnoses:
+        if one.is_failure and not one.diagnoses:
             lines += [f"  {line}" for line in _unknown(record, one)]
+        for position, finding in enumerate(one.findings):
+            lines += [""] * bool(position or one.is_failure) + list(_finding_rows(record, finding, paint))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -200,7 +203,8 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
 
     If there are no ``groups``, ``message`` has the reason. A group has ``retry_id`` and its ``diagnoses``, the most specific
     first. A diagnosis has ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` with the
-    ``line`` or ``traceback`` that shows the cause. If there are no diagnoses, the group's ``message`` names the next steps.
+    ``line`` or ``traceback`` that shows the cause. If a failure has no diagnoses, the group's ``message`` names the next steps.
+    ``findings`` are about the use of resources: ``key``, ``cause``, ``found``, ``remedy`` and ``task``.
     """
     return {
         "name": record.id,
@@ -214,7 +218,9 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
                 "group_name": one.group.name,
                 "status": one.status,
                 "retry_id": one.attempt,
-                "message": None if one.diagnoses else " ".join(line.strip() for line in _unknown(record, one)),
+                "message": None
+                if one.diagnoses or not one.is_failure
+                else " ".join(line.strip() for line in _unknown(record, one)),
                 "diagnoses": [
                     {
                         "key": diagnosis.key,
@@ -226,6 +232,16 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], w
                         "traceback": diagnosis.traceback or None,
                     }
                     for diagnosis in one.diagnoses
+                ],
+                "findings": [
+                    {
+                        "key": finding.key,
+                        "cause": finding.cause,
+                        "found": finding.found,
+                        "remedy": remedy_of(record, finding),
+                        **name_keys(task=finding.task),
+                    }
+                    for finding in one.findings
                 ],
             }
             for one in examined
@@ -242,6 +258,18 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
     for number, line in enumerate(diagnosis.traceback.splitlines()):
         yield f"  {'' if number else 'Shown':<7} | {plain(line)}"
     yield f"  Remedy  {remedy_of(record, diagnosis)}"
+
+
+def _finding_rows(record: WorkflowRecord, finding: Diagnosis, paint: Paint) -> Iterator[str]:
+    yield f"  Finding {paint.grade(finding.cause, 'warning')}"
+    yield f"  Found   {plain(finding.found)}"
+    yield f"  Remedy  {remedy_of(record, finding)}"
+
+
+def finding_lines(examined: Sequence[DiagnosedGroup]) -> Iterator[str]:
+    """Yield a line for each finding in the use of resources."""
+    for one in examined:
+        yield from (f"{finding.cause}: {plain(finding.found)}" for finding in one.findings)
 
 
 def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup]) -> dict[str, str]:

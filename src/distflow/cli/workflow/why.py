@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import typer
@@ -11,16 +12,16 @@ import typer
 from distflow.cli.completion import complete_group
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import AttemptOption, Format, FormatOption, TasksOption, command_app
-from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, verdict_json, verdict_text
+from distflow.cli.render.failures import diagnoses_json, diagnoses_text, finding_lines, no_verdict, verdict_json, verdict_text
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.client.client import Client
-from distflow.client.failures import check_attempt, diagnose_groups, explain_failures, remedy_of
+from distflow.client.failures import DiagnosedGroup, check_attempt, diagnose_groups, explain_failures, remedy_of
 from distflow.client.workflows import choose_tasks
 from distflow.errors import NodeError
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["diagnose_app", "stacks_app", "why_app"]
+__all__ = ["diagnose_app", "diagnose_document", "stacks_app", "why_app", "why_document"]
 
 
 why_app = command_app()
@@ -41,27 +42,41 @@ def why(
     The output has the first cause of each failed group, and a timeline of its nodes around the failure.
     """
     with open_workflow(workflow) as (client, record):
-        verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
-        words = "" if verdicts else no_verdict(record)
         if format_type is Format.JSON:
-            import json
-
-            print(json.dumps(verdict_json(record, verdicts, words), indent=2))
-        elif words:
-            print(words)
+            print(json.dumps(why_document(client, record, groups=group or (), attempt=attempt), indent=2))
+            return
+        verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
+        if not verdicts:
+            print(no_verdict(record))
+            _print_findings(diagnose_groups(client, record, attempt=attempt, with_findings=True))
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
             _print_diagnosis(client, record, attempt)
 
 
+def why_document(
+    client: Client, record: WorkflowRecord, *, groups: Sequence[str] = (), attempt: int | None = None
+) -> dict[str, object]:
+    """Return the JSON document of ``why``."""
+    verdicts = explain_failures(client, record, groups=groups, attempt=attempt)
+    return verdict_json(record, verdicts, "" if verdicts else no_verdict(record))
+
+
 def _print_diagnosis(client: Client, record: WorkflowRecord, attempt: int | None) -> None:
     """Print the most specific diagnosis and its remedy, if a rule applies."""
     retry = "" if attempt is None else f" -r {attempt}"
-    known = [diagnosis for one in diagnose_groups(client, record, attempt=attempt) for diagnosis in one.diagnoses]
+    examined = diagnose_groups(client, record, attempt=attempt, with_findings=True)
+    known = [diagnosis for one in examined for diagnosis in one.diagnoses]
     for diagnosis in known[:1]:
         print(f"\nDiagnosis  {diagnosis.cause}\nRemedy     {remedy_of(record, diagnosis)}")
-    if known:
+    _print_findings(examined)
+    if known or any(one.findings for one in examined):
         print(f"Details: distflow workflow diagnose {record.id}{retry}")
+
+
+def _print_findings(examined: Sequence[DiagnosedGroup]) -> None:
+    for line in finding_lines(examined):
+        print(f"Finding    {line}")
 
 
 diagnose_app = command_app()
@@ -78,21 +93,28 @@ def diagnose(
 ) -> None:
     """Show the known cause of a failed or hanging gang, and its remedy.
 
-    The diagnosis uses stored logs and exit codes. No node is contacted.
+    The diagnosis uses stored logs, exit codes and the recorded use of resources: it also reports idle GPUs, slow input,
+    throttling and growing memory. No node is contacted.
     """
     with open_workflow(workflow) as (client, record):
         names = {one.name for _, one in choose_tasks(record, task)} if task else set()
         check_attempt(record, attempt)
-        examined = diagnose_groups(client, record, tasks=names, attempt=attempt)
-        words = "" if examined else no_verdict(record)
         if format_type is Format.JSON:
-            import json
-
-            print(json.dumps(diagnoses_json(record, examined, words), indent=2))
-        elif words:
-            print(words)
-        else:
+            print(json.dumps(diagnose_document(client, record, tasks=names, attempt=attempt), indent=2))
+            return
+        examined = diagnose_groups(client, record, tasks=names, attempt=attempt, with_findings=True)
+        if not any(one.is_failure for one in examined):
+            print(no_verdict(record))
+        if examined:
             print(diagnoses_text(record, examined, Paint.of(sys.stdout)), end="")
+
+
+def diagnose_document(
+    client: Client, record: WorkflowRecord, *, tasks: Collection[str] = (), attempt: int | None = None
+) -> dict[str, object]:
+    """Return the JSON document of ``diagnose``."""
+    examined = diagnose_groups(client, record, tasks=tasks, attempt=attempt, with_findings=True)
+    return diagnoses_json(record, examined, "" if examined else no_verdict(record))
 
 
 stacks_app = command_app()
