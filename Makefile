@@ -10,7 +10,7 @@ DEMO_STAMP := $(VENV)/.installed-for-demo
 LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
 LINT_FLAGS := --no-print-directory --jobs --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 
-.PHONY: demo check test coverage lint $(LINTS) format bench soak docs screens clean help
+.PHONY: demo check test coverage lint $(LINTS) format bench soak docs screens page-screens clean help
 
 help:
 	@echo "make demo    install distflow and train a small model on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make format  fix style and format the code"
 	@echo "make docs    regenerate the generated parts of docs/, and build the website in site/"
 	@echo "make screens type the commands of README and the tutorials in tmux, and draw the pictures in docs/screens/"
+	@echo "make page-screens  draw the pages of \`distflow ui\` in docs/screens/ui-*.png"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
@@ -52,6 +53,7 @@ test: $(STAMP)
 	@sh scripts/install_lookup.sh
 	@sh scripts/install_yaml_server.sh $(VENV)
 	@sh scripts/install_shells.sh
+	@sh scripts/install_browser.sh $(VENV)
 	@. scripts/apt.sh; command -v rsync >/dev/null 2>&1 || apt_install rsync || echo "rsync is missing: run sudo apt-get install rsync" >&2
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
@@ -107,6 +109,11 @@ screens: $(STAMP)
 	@sh scripts/install_sshd.sh
 	@. scripts/apt.sh; command -v tmux >/dev/null 2>&1 || apt_install tmux || echo "tmux is missing: run sudo apt-get install tmux" >&2
 	PYTHONPATH=tests $(BIN)/python scripts/screens.py $(ARGS)
+
+page-screens: $(STAMP)
+	@sh scripts/install_sshd.sh
+	@sh scripts/install_browser.sh $(VENV)
+	PYTHONPATH=tests:. $(BIN)/python scripts/page_screens.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -94,6 +94,7 @@ class _Root(LazyGroup):
                 "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
                 "top": ("distflow.cli.top:app", "Show running workflows and the GPUs of the pools, live."),
                 "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
+                "ui": ("distflow.cli.ui.command:app", "Show workflows and nodes on a local web page."),
             },
             "Nodes": {
                 "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),

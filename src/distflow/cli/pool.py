@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,10 @@ from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NodeError
 from distflow.pools.model import Configuration, Node, Pool
 
-__all__ = ["pool_app", "profile_app", "resource_app"]
+if TYPE_CHECKING:
+    from distflow.client.nodes import Holders
+
+__all__ = ["pool_app", "pools_document", "profile_app", "resource_app", "resources_document"]
 
 
 pool_app = command_app(no_args_is_help=True)
@@ -63,7 +66,7 @@ def list_command(
         configuration = list_pools(client, pool or (), hosts=client.hosts(hostfile))
         held = usage_by_node(client)
     if format_type is Format.JSON:
-        print(json.dumps(_pools_json(configuration, held), indent=2))
+        print(json.dumps(pools_document(configuration, held), indent=2))
         return
     rows = []
     for one in configuration.pools.values():
@@ -132,7 +135,8 @@ def _usage(pool: Pool, node: Node, held: UsageByNode) -> NodeUsage:
     return NodeUsage(pool=pool, node=node, held=held.get((pool.name, node.name), ()))
 
 
-def _pools_json(configuration: Configuration, held: UsageByNode) -> dict[str, object]:
+def pools_document(configuration: Configuration, held: UsageByNode) -> dict[str, object]:
+    """Return the JSON document of ``pool list``."""
     return {
         "file": configuration.file,
         "default_pool": configuration.default_pool,
@@ -211,12 +215,7 @@ def list_resources(
 
         held = ask_resource_holders([(row.pool, row.node) for row in rows])
     if format_type is Format.JSON:
-        shown = [_resource_json(row) for row in rows]
-        if live:
-            from distflow.cli.render.nodes import holders_json
-
-            shown = [one | holders_json(some, ids) for one, some in zip(shown, held, strict=True)]
-        print(json.dumps({"resources": shown}, indent=2))
+        print(json.dumps(resources_document(rows, held, ids), indent=2))
     else:
         print(_resources_text(rows, mode), end="")
         if live:
@@ -297,6 +296,23 @@ def _resource_json(row: NodeUsage) -> dict[str, object]:
         "label_fields": dict(row.node.labels),
         "tasks": [name for name, _ in row.held],
     }
+
+
+def resources_document(rows: Sequence[NodeUsage], held: Sequence[Holders], ids: Mapping[str, str]) -> dict[str, object]:
+    """Return the JSON document of ``resource list``.
+
+    Args:
+        rows: The nodes.
+        held: The holders of each node's resources, or nothing if the nodes were not asked.
+        ids: The id of each workflow in the store, by its uuid.
+
+    """
+    shown = [_resource_json(row) for row in rows]
+    if held:
+        from distflow.cli.render.nodes import holders_json
+
+        shown = [one | holders_json(some, ids) for one, some in zip(shown, held, strict=True)]
+    return {"resources": shown}
 
 
 profile_app = command_app(no_args_is_help=True)

@@ -22,7 +22,7 @@ from distflow.documents.text import plain
 from distflow.errors import DistflowError, NodeError
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["end_fetch", "fetch_app", "fetched_text", "outputs_app"]
+__all__ = ["end_fetch", "fetch_app", "fetched_text", "outputs_app", "outputs_json"]
 
 outputs_app = command_app()
 fetch_app = command_app()
@@ -52,7 +52,7 @@ def outputs(
     with open_workflow(workflow) as (client, record):
         found = list_output_files(client, record, tasks=task or (), place="work" if workdir else "output", attempt=attempt)
         if format_type is Format.JSON:
-            print(json.dumps(_outputs_json(record, found), indent=2))
+            print(json.dumps(outputs_json(record, found), indent=2))
         else:
             _print_outputs(record, found, workdir)
     _exit_with(one.error for one in found)
@@ -163,7 +163,7 @@ def _no_files(record: WorkflowRecord, workdir: bool) -> str:
     return f"{record.id} has no files in {{{{output}}}}. Files in the working directories: {other}"
 
 
-def _outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[str, object]:
+def outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[str, object]:
     """Return the JSON document of ``outputs --format-type json``: for each task its node, directory and files."""
     return {
         "name": record.id,

@@ -1,0 +1,175 @@
+"""Draw the pages of `distflow ui` in light and dark, for docs/ui.md (`make page-screens`).
+
+The script starts three OpenSSH servers on this machine, runs some workflows there, opens the pages in Chromium, and writes
+docs/screens/ui-*.png. With --serve, it prints the URL and waits for Ctrl-C instead, so that you can change the page and
+reload it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.screens import machine_like
+
+from distflow.testing.browser import open_chromium
+from distflow.testing.waiting import wait_until
+from pages import ROOT, ssh_hosts
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+SCREENS = ROOT / "docs" / "screens"
+NODES = ("gpu-1", "gpu-2", "gpu-3")
+SIZE = {"width": 1180, "height": 820}
+
+SCRIPT = """
+import json, math, os, random, sys, time
+task, first, count, steps, delay, fails_at = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5]), int(sys.argv[6])
+random.seed(first + steps)
+print(f"\\x1b[1m{task}\\x1b[0m: ranks {first}-{first + count - 1} \\x1b[32mready\\x1b[0m", flush=True)
+for step in range(1, steps + 1):
+    for rank in range(first, first + count):
+        step_s = 0.21 + 0.01 * random.random() + 0.12 * (rank == 5)
+        one = {"step": step, "rank": rank, "loss": round(2.3 * math.exp(-step / 40) + 0.2 + 0.04 * random.random(), 4),
+               "step_s": round(step_s, 4), "samples_per_s": round(64 / step_s, 1), "memory_bytes": 31 * 2**30 + rank * 2**27}
+        if rank == 0:
+            one |= {"accuracy": round(0.94 - 0.8 * math.exp(-step / 30), 4), "slowest_step_s": 0.34, "stragglers": "5"}
+        print(json.dumps(one), flush=True)
+    if step % 20 == 0:
+        print(f"\\x1b[36mINFO\\x1b[0m saved checkpoint step-{step}", flush=True)
+    if step == fails_at:
+        print("\\x1b[33mWARN\\x1b[0m allocator: 38.2 GiB of 39.4 GiB in use", flush=True)
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has 1.12 GiB free.")
+    time.sleep(delay)
+if first == 0:
+    for name, size in (("model.pt", 412_000), ("optimizer.pt", 824_000), ("config.json", 812)):
+        with open(os.path.join(sys.argv[7], name), "wb") as file:
+            file.write(os.urandom(size))
+"""
+
+SPEC = """
+workflow:
+  name: {{name}}
+  labels: {team: vision, model: resnet-50}
+  resources: {default: {gpu: 4, cpu: 16}}
+  groups:
+  - name: prepare
+    tasks:
+    - {name: shards, command: [bash, -c, 'echo 128 shards; sleep 1; seq 9 > {{output}}/shards.txt']}
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 4}
+      inputs: [{task: shards}]
+      files: [&script {path: /train.py, localpath: train.py}]
+      command: [python3, -u, /train.py, master, '0', '4', '{{steps}}', '{{delay}}', '0', '{{output}}']
+    - name: worker
+      ranks: {size: 4}
+      inputs: [{task: shards}]
+      files: [*script]
+      command: [python3, -u, /train.py, worker, '4', '4', '{{steps}}', '{{delay}}', '{{fails_at}}']
+  - name: evaluate
+    tasks:
+    - {name: score, inputs: [{task: master}], command: [bash, -c, 'echo accuracy 0.93; sleep 0.5']}
+  - name: export
+    tasks:
+    - {name: onnx, inputs: [{task: master}], command: [bash, -c, 'echo exported; sleep 0.7']}
+default-values: {name: resnet, steps: 120, delay: 0.02, fails_at: 0}
+"""
+
+PAGES = {
+    "workflows": "#/",
+    "workflow": "#/workflows/resnet-1",
+    "failure": "#/workflows/resnet-2",
+    "log": "#/workflows/resnet-2/logs?task=worker&find=CUDA out of memory",
+    "metrics": "#/workflows/resnet-1/metrics",
+    "diagnosis": "#/workflows/resnet-2/diagnosis",
+    "events": "#/workflows/resnet-1/events",
+    "outputs": "#/workflows/resnet-1/outputs",
+    "pools": "#/pools",
+}
+
+
+@contextmanager
+def example(folder: Path) -> Iterator[str]:
+    """Run the workflows of the pictures below a directory, and yield the URL of the page."""
+    nodes = [
+        {"name": name, "root": str(folder / name / "root"), "gpus": 8, "cpus": 64, "memory": "512Gi", "platform": "a100",
+         "check_capacity": False}
+        for name in NODES
+    ]  # fmt: skip
+    pools = {"lab": {"backend": "ssh", "nodes": nodes}, "laptop": {"backend": "local"}}
+    (folder / "distflow.yaml").write_text(json.dumps({"default_pool": "lab", "pools": pools}))
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "spec.yaml").write_text(SPEC)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(folder / "state"), "LOGNAME": "ada"}
+    environment.pop("DISTFLOW_CONFIG", None)
+
+    def run(*arguments: str) -> None:
+        subprocess.run(["distflow", *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
+
+    def submit(*values: str, wait: bool = True) -> None:
+        run("workflow", "submit", "spec.yaml", *(["--wait"] if wait else []), *(["--set", *values] if values else []))
+
+    with ssh_hosts(folder, list(NODES), machine_like(folder)):
+        submit()
+        submit("fails_at=87")
+        submit("name=resnet-wide")
+        run("workflow", "tag", "-w", "resnet-wide-1", "-a", "baseline")
+        submit("name=vit", "steps=100000", "delay=0.5", wait=False)
+        submit("name=bert", "steps=100000", "delay=0.5", wait=False)
+        run("workflow", "cancel", "bert-1", "--wait", "60")
+        server = subprocess.Popen(["distflow", "ui"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().strip()
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait()
+            run("workflow", "cancel", "vit-1", "--force", "--wait", "60")
+
+
+def draw(page: Page, url: str, names: Sequence[str]) -> None:
+    """Write the pictures of some pages."""
+    page.goto(url)
+    page.wait_for_selector("main h1")
+    for name in names:
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.goto("about:blank")
+            page.goto(url.partition("?")[0] + PAGES[name])
+            page.wait_for_selector("html[data-ready]", state="attached")
+            page.wait_for_timeout(1500)  # charts are drawn, and nodes have answered
+            page.screenshot(path=SCREENS / f"ui-{name}-{scheme}.png")
+            print(f"docs/screens/ui-{name}-{scheme}.png")
+
+
+def main() -> None:
+    """Run the example, and draw or serve its pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*PAGES, []], help="pictures; default: all")
+    parser.add_argument("--serve", action="store_true")
+    given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started it in the background
+    with tempfile.TemporaryDirectory(prefix="distflow-screens-") as folder, example(Path(folder)) as url:
+        if given.serve:
+            print(url, flush=True)
+            wait_until(lambda: False, 86400)
+        with open_chromium(SIZE) as page:
+            draw(page, url, given.names or list(PAGES))
+
+
+if __name__ == "__main__":
+    main()

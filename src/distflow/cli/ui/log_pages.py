@@ -1,0 +1,283 @@
+"""The output of a workflow as pages of lines, and its metrics as series.
+
+A page of a browser shows some lines of a log that may have millions. The lines are in a temporary file, and only their
+positions are in memory: 20 bytes for each line.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import islice
+
+from distflow.cli.workflow.records import log_line_json
+from distflow.client.client import Client
+from distflow.client.logs import LogLine, stream_logs
+from distflow.client.measurements.metrics import number
+from distflow.client.workflows import choose_tasks, find_workflow
+from distflow.documents.json_keys import name_keys
+from distflow.errors import DistflowError
+from distflow.state.metrics import read_metrics
+
+__all__ = ["Followers", "LogPages"]
+
+_MOST_LINES = 1_000_000
+"""If there are more lines, the first half is removed."""
+_LONGEST_LINE = 16 << 10
+_MOST_ON_A_PAGE = 1000
+_MOST_HITS = 10_000
+_MOST_SERIES = 2000
+_MOST_POINTS = 2000
+_BLOCK = 4 << 20
+
+_Source = tuple[str, int, int | None]
+"""Task, attempt and rank of a line."""
+
+
+class LogPages:
+    """The lines of a workflow in the order in which they arrived. One thread may add lines while others read."""
+
+    def __init__(self) -> None:
+        """Create an empty log."""
+        self._lock = threading.Lock()
+        self._file = tempfile.TemporaryFile()
+        self._starts, self._origins, self._times = array("Q", [0]), array("I"), array("d")
+        self._sources: dict[_Source, int] = {}
+        self._names: list[_Source] = []
+        self._views: dict[tuple[str | None, int | None], tuple[array[int], int]] = {}
+        self._series: dict[tuple[str, int | None, str], dict[int, tuple[float, float | None]]] = {}
+        self.removed = 0
+        """The number of lines that were removed from the beginning."""
+
+    def __len__(self) -> int:
+        """Return the number of lines, without those that were removed."""
+        return len(self._times)
+
+    def add(self, line: LogLine) -> None:
+        """Add a line at the end, and its metrics."""
+        data = line.text.encode("utf-8", "replace").replace(b"\n", b" ")
+        if len(data) > _LONGEST_LINE:
+            data = data[:_LONGEST_LINE] + b" \xe2\x80\xa6"
+        with self._lock:
+            source = line.task, line.attempt, line.rank
+            if source not in self._sources:
+                self._sources[source] = len(self._names)
+                self._names.append(source)
+            self._file.seek(self._starts[-1])
+            self._file.write(data + b"\n")
+            self._starts.append(self._starts[-1] + len(data) + 1)
+            self._origins.append(self._sources[source])
+            self._times.append(float("nan") if line.time is None else line.time)
+            for metric in read_metrics([line]):
+                for name, value in metric.values.items():
+                    if (finite := number(value)) is not None:
+                        self._add_point((metric.task, metric.rank, name), metric.step, finite, metric.time)
+            if len(self._times) > _MOST_LINES:
+                self._remove_half()
+
+    def _add_point(self, key: tuple[str, int | None, str], step: int, value: float, at: float | None) -> None:
+        if key not in self._series and len(self._series) >= _MOST_SERIES:
+            return
+        points = self._series.setdefault(key, {})
+        points.pop(step, None)  # a later attempt may reach the same step again
+        points[step] = value, at
+        if len(points) >= 2 * _MOST_POINTS:
+            self._series[key] = dict(islice(points.items(), 0, None, 2))
+
+    def _remove_half(self) -> None:
+        half = len(self._times) // 2
+        kept, begin = tempfile.TemporaryFile(), self._starts[half]
+        self._file.seek(begin)
+        while block := self._file.read(_BLOCK):
+            kept.write(block)
+        self._file.close()
+        self._file = kept
+        self._starts = array("Q", (start - begin for start in self._starts[half:]))
+        self._origins, self._times = self._origins[half:], self._times[half:]
+        self._views.clear()
+        self.removed += half
+
+    def page(self, first: int, count: int, task: str | None = None, rank: int | None = None) -> dict[str, object]:
+        """Return some lines of the log, or of one task or rank.
+
+        Args:
+            first: The position of the first line, counted from 0. A negative position is counted from the end.
+            count: The number of lines, at most 1000.
+            task: Return only lines of this task. Default: all.
+            rank: Return only lines of this rank. Default: all.
+
+        Returns:
+            The number of lines in total, the position of the first returned line, and the lines as those of ``logs``.
+
+        """
+        with self._lock:
+            view = self._view(task, rank)
+            total = len(self._times) if view is None else len(view)
+            first = max(0, first + total if first < 0 else first)
+            chosen = range(first, min(first + min(count, _MOST_ON_A_PAGE), total))
+            lines = [log_line_json(self._line(position if view is None else view[position])) for position in chosen]
+        ranks = dict.fromkeys((name, one) for name, _, one in self._sources)
+        sources = [{**name_keys(task=name), "rank": one} for name, one in ranks]
+        return {"total": total, "first": first, "removed": self.removed, "sources": sources, "lines": lines}
+
+    def lines(self, first: int, count: int) -> list[LogLine]:
+        """Return some lines as they are."""
+        with self._lock:
+            return [self._line(position) for position in range(first, min(first + count, len(self._times)))]
+
+    def _line(self, position: int) -> LogLine:
+        start, end = self._starts[position], self._starts[position + 1]
+        self._file.seek(start)
+        task, attempt, rank = self._names[self._origins[position]]
+        at = self._times[position]
+        text = self._file.read(end - start - 1).decode("utf-8", "replace")
+        return LogLine(task, attempt, None if at != at else at, text, rank)  # noqa: PLR0124  NaN
+
+    def _view(self, task: str | None, rank: int | None) -> array[int] | None:
+        """Return the positions of the lines of a task or rank, or ``None`` for all lines. They are found once."""
+        if task is None and rank is None:
+            return None
+        if len(self._views) >= 64:
+            self._views.clear()
+        view, done = self._views.get((task, rank), (array("I"), 0))
+        wanted = {
+            origin
+            for (name, _, one), origin in self._sources.items()
+            if task in (None, name) and rank in (None, one)
+        }  # fmt: skip
+        view.extend(at for at in range(done, len(self._origins)) if self._origins[at] in wanted)
+        self._views[task, rank] = view, len(self._origins)
+        return view
+
+    def search(self, text: str, task: str | None = None, rank: int | None = None) -> dict[str, object]:
+        """Return the positions of the lines that contain a text, regardless of case; at most 10 000 of them."""
+        needle = text.encode().lower()
+        with self._lock:
+            found = list(islice(self._hits(needle), _MOST_HITS)) if needle.strip() else []
+            view = self._view(task, rank)
+            if view is not None:
+                places = {line: position for position, line in enumerate(view)}
+                found = [places[line] for line in found if line in places]
+        return {"text": text, "positions": found, "is_complete": len(found) < _MOST_HITS}
+
+    def _hits(self, needle: bytes) -> Iterator[int]:
+        position = 0
+        while position < len(self._times):
+            begin = self._starts[position]
+            until = max(position + 1, bisect_right(self._starts, begin + _BLOCK) - 1)
+            self._file.seek(begin)
+            block, at = self._file.read(self._starts[until] - begin).lower(), 0
+            while (at := block.find(needle, at)) >= 0:
+                line = bisect_right(self._starts, begin + at) - 1
+                yield line
+                at = self._starts[line + 1] - begin
+            position = until
+
+    def series(self) -> dict[str, object]:
+        """Return the metrics as series of numbers: for each task, rank and name the steps, values and times."""
+        with self._lock:
+            found = [
+                {
+                    **name_keys(task=task),
+                    "rank": rank,
+                    "key": key,
+                    "points": [(step, value, at) for step, (value, at) in points.items()],
+                }
+                for (task, rank, key), points in self._series.items()
+            ]
+        return {"series": found}
+
+
+class _Follower:
+    """Reads the output of one workflow in a thread, until it has ended or no page asks for it."""
+
+    _IDLE_S = 60.0
+
+    def __init__(self, key: str) -> None:
+        self.pages = LogPages()
+        self.asked_at = time.monotonic()
+        self.has_ended = False
+        """Whether all output is here."""
+        self.has_stopped = False
+        """Whether the thread has ended before."""
+        self.remarks: list[str] = []
+        self.error: DistflowError | None = None
+        self._key = key
+        self._stop = threading.Event()
+        self._caught_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def await_lines(self, seconds: float) -> None:
+        """Wait until all existing lines have been read, at most some seconds. Raise the error of the thread."""
+        self.asked_at = time.monotonic()
+        self._caught_up.wait(seconds)
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        try:
+            with Client() as client:
+                record = find_workflow(client, self._key, report_age=False)
+                tasks = choose_tasks(record, ())
+                stream = stream_logs(client, record, tasks, follow=True, wait=self._wait)
+                for line in stream:
+                    if self._stop.is_set():
+                        return
+                    self.pages.add(line)
+                self.remarks = list(stream.remarks())
+                self.has_ended = True
+        except _Stopped:
+            self.has_stopped = True
+        except DistflowError as error:
+            self.error, self.has_stopped = error, True
+        finally:
+            self._caught_up.set()
+
+    def _wait(self, seconds: float) -> None:
+        self._caught_up.set()
+        if self._stop.wait(3 * seconds) or time.monotonic() - self.asked_at > self._IDLE_S:
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """Raised in the thread of a follower to end it."""
+
+
+class Followers:
+    """The logs of the workflows that pages show. At most a few are kept."""
+
+    _MOST = 6
+
+    def __init__(self) -> None:
+        """Follow nothing yet."""
+        self._lock = threading.Lock()
+        self._followers: dict[str, _Follower] = {}
+
+    def follow(self, uuid: str, *, wait_s: float = 0.5) -> _Follower:
+        """Return the lines of a workflow. A thread reads them and adds new ones while the page asks for them."""
+        with self._lock:
+            found = self._followers.get(uuid)
+            if found is None or found.has_stopped:
+                found = self._followers[uuid] = _Follower(uuid)
+                if len(self._followers) > self._MOST:
+                    self._close(min(self._followers, key=lambda one: self._followers[one].asked_at))
+        found.await_lines(wait_s)
+        return found
+
+    def close(self) -> None:
+        """End all threads."""
+        with self._lock:
+            for uuid in list(self._followers):
+                self._close(uuid)
+
+    def _close(self, uuid: str) -> None:
+        self._followers.pop(uuid).close()

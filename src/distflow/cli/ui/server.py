@@ -1,0 +1,333 @@
+"""The server of ``distflow ui``: a page and its JSON documents, for one user on this machine.
+
+Every request must have the token, which the URL of the first request exchanges for a cookie, and must name a loopback host, so
+pages of other sites cannot use this server. The documents are those of ``--format-type json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import hmac
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from distflow.cli.render.tables import print_notice
+from distflow.cli.ui import documents
+from distflow.cli.ui.log_pages import Followers
+from distflow.client.client import Client
+from distflow.client.outputs import fetch_output_files
+from distflow.client.workflows import cancel, find_workflow, list_workflows
+from distflow.errors import DistflowError, InputError, NodeError, NotFound
+from distflow.state.record import WorkflowRecord
+from distflow.state.search import Search
+
+__all__ = ["STATIC", "make_app", "make_token"]
+
+STATIC = Path(__file__).with_name("static")
+
+_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".html": "text/html"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_WELCOME = '<!doctype html><title>distflow</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url=/">'
+_POLL_S = 0.5
+_BEAT_POLLS = 30
+"""Polls without a change until a comment is sent, by which a broken connection is noticed."""
+_MOST_LISTED = 500
+_INTERNAL_ERROR = 500
+"""The HTTP status of errors that have nothing to do with the request."""
+
+
+def make_token() -> str:
+    """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if the token is too weak."""
+    given = os.environ.get("DISTFLOW_UI_TOKEN")
+    if given is None:
+        return secrets.token_urlsafe(32)
+    if not re.fullmatch(r"[\w-]{32,}", given, re.ASCII):
+        raise InputError("DISTFLOW_UI_TOKEN is not at least 32 letters, digits, `-` and `_`", hint="use: openssl rand -hex 32")
+    return given
+
+
+class _Guard:
+    """Refuses requests without the token, with another host name, or from another origin, and adds security headers."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+        self._cookie = f"distflow-{secrets.token_hex(4)}"  # several pages on one host share its cookies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        response = self._refusal(scope)
+        await (response or self._app)(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Return the answer to a request that is refused or that brings the token, or ``None`` for a good request."""
+        request, headers = Request(scope), Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not _HOST.fullmatch(host):
+            return _refused("this server answers only to the name of this machine, such as 127.0.0.1")
+        is_foreign = origin is not None and origin.lower() != f"http://{host}".lower()
+        is_link = request.method == "GET" and scope["path"] == "/"  # a person may follow a link to the page
+        site = headers.get("sec-fetch-site", "none")
+        if is_foreign or (site not in ("same-origin", "none") and not is_link):
+            return _refused("the request comes from another site")
+        if request.method not in ("GET", "HEAD") and origin is None:
+            return _refused("the request does not name its origin")
+        if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
+            # A page, not a redirect: browsers do not send the cookie with a redirect of a request from another site.
+            response = HTMLResponse(_WELCOME)
+            response.set_cookie(self._cookie, self._token.decode(), httponly=True, samesite="strict", path="/")
+            return response
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self._is_token(request.cookies.get(self._cookie, "")) or (scheme.lower() == "bearer" and self._is_token(given)):
+            return None
+        return _refused("the token is missing or wrong: open the URL that `distflow ui` printed")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token)
+
+
+def _refused(why: str) -> Response:
+    return PlainTextResponse(f"403: {why}\n", status_code=403)
+
+
+def make_app(
+    token: str, *, has_actions: bool, has_metrics: bool = False, is_stopping: Callable[[], bool] = lambda: False
+) -> ASGIApp:
+    """Return the ASGI application.
+
+    Args:
+        token: The token that requests must have.
+        has_actions: Whether requests may cancel and restart workflows.
+        has_metrics: Whether ``/metrics`` answers Prometheus.
+        is_stopping: Returns whether the server is stopping, which ends streams of changes.
+
+    """
+    logs = _Logs()
+    parts = {name: _answer_of(part) for name, part in {**documents.STORED_PARTS, **documents.LIVE_PARTS}.items()}
+    parts |= {"logs": logs.page, "search": logs.search, "metrics": logs.metrics}
+    one = "/api/workflows/{workflow}"
+    routes = [
+        Route("/", lambda _: _file("index.html")),
+        Route("/static/{name}", lambda request: _file(request.path_params["name"])),
+        Route("/api/about", lambda _: JSONResponse(documents.about(has_actions=has_actions))),
+        Route("/api/workflows", lambda request: _respond(lambda client: _workflows(client, request))),
+        Route("/api/pools", lambda _: _respond(documents.pools)),
+        Route("/api/pools/{pool}", _nodes),
+        Route("/api/changes", lambda request: _stream(request.query_params.get("workflow"), logs.marker, is_stopping)),
+        *(Route(f"{one}/{name}", _about_workflow(part)) for name, part in parts.items()),
+        Route(f"{one}/file", _output_file),
+    ]
+    if has_actions:
+        for name, action in (("cancel", _cancel), ("restart", _restart)):
+            routes.append(Route(f"{one}/{name}", _about_workflow(action), methods=["POST"]))
+    if has_metrics:
+        routes.append(Route("/metrics", _metrics))
+    return _Guard(Starlette(routes=routes), token)
+
+
+_Answer = Callable[[Client, WorkflowRecord, Request], dict[str, object]]
+
+
+def _answer_of(part: documents.Part) -> _Answer:
+    return lambda client, record, _: part(client, record)
+
+
+def _about_workflow(answer: _Answer) -> Callable[[Request], Response]:
+    """Return an endpoint that finds the workflow of a URL and returns a document about it."""
+
+    def respond(request: Request) -> Response:
+        def found(client: Client) -> dict[str, object]:
+            return answer(client, find_workflow(client, request.path_params["workflow"], report_age=False), request)
+
+        return _respond(found)
+
+    return respond
+
+
+class _Logs:
+    """Answers about the output of workflows."""
+
+    def __init__(self) -> None:
+        self._followers = Followers()
+
+    def page(self, _: Client, record: WorkflowRecord, request: Request) -> dict[str, object]:
+        """Return some lines."""
+        log = self._followers.follow(record.uuid)
+        page = log.pages.page(_number(request, "first"), _number(request, "count", 200), *_chosen(request))
+        return {**page, "is_complete": log.has_ended, "remarks": log.remarks}
+
+    def search(self, _: Client, record: WorkflowRecord, request: Request) -> dict[str, object]:
+        """Return the positions of lines with a text."""
+        log = self._followers.follow(record.uuid, wait_s=5)
+        return log.pages.search(request.query_params.get("text", ""), *_chosen(request))
+
+    def metrics(self, _: Client, record: WorkflowRecord, __: Request) -> dict[str, object]:
+        """Return the series of numbers."""
+        return {"workflow_id": record.id, **self._followers.follow(record.uuid, wait_s=5).pages.series()}
+
+    def marker(self, workflow: str | None) -> object:
+        """Return a value that changes when the page of a workflow, or the list of workflows, has something new to show."""
+        with Client() as client:
+            if workflow is None:
+                found = list_workflows(client, Search(), count=_MOST_LISTED)
+                return [(one.uuid, one.status, one.tags) for one in found]
+            record = find_workflow(client, workflow, report_age=False)
+            log = self._followers.follow(record.uuid, wait_s=0)
+            return record, len(log.pages) + log.pages.removed, log.has_ended
+
+
+def _cancel(client: Client, record: WorkflowRecord, _: Request) -> dict[str, object]:
+    (result,) = cancel(client, [record.uuid], message="canceled on the web page")
+    if result.error is not None:
+        raise result.error
+    return {"workflow_id": record.id}
+
+
+def _restart(client: Client, record: WorkflowRecord, _: Request) -> dict[str, object]:
+    from distflow.client.specs import Overrides
+    from distflow.client.submission import plan_restart, restart
+
+    planned = plan_restart(client, record.uuid, Overrides(secrets={}))
+    return {"workflow_id": restart(client, planned).id}
+
+
+def _respond(answer: Callable[[Client], dict[str, object]]) -> Response:
+    """Return a document, or the error as a document."""
+    try:
+        with Client() as client:
+            return _Document(answer(client))
+    except DistflowError as error:
+        status = _status_of(error)
+        if status >= _INTERNAL_ERROR:
+            print_notice(f"error: {error}")
+        return _Document(documents.error_document(error), status_code=status)
+
+
+def _metrics(_: Request) -> Response:
+    from distflow.cli.ui.prometheus import prometheus_text
+
+    try:
+        with Client() as client:
+            return PlainTextResponse(prometheus_text(client), media_type="text/plain; version=0.0.4")
+    except DistflowError as error:
+        return PlainTextResponse(f"{error}\n", status_code=_INTERNAL_ERROR)
+
+
+class _Document(JSONResponse):
+    def render(self, content: object) -> bytes:
+        """Return JSON without spaces. Names from hostile nodes may contain lone surrogates."""
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _status_of(error: DistflowError) -> int:
+    if isinstance(error, NotFound):
+        return 404
+    return 400 if isinstance(error, InputError) else 424 if isinstance(error, NodeError) else _INTERNAL_ERROR
+
+
+def _file(name: str) -> Response:
+    path = STATIC / name
+    if path.parent != STATIC or not path.is_file():
+        return PlainTextResponse("404: not found\n", status_code=404)
+    return FileResponse(path, media_type=_TYPES.get(path.suffix, "text/plain"))
+
+
+def _number(request: Request, name: str, default: int = 0) -> int:
+    text = request.query_params.get(name, "")
+    return int(text) if re.fullmatch(r"-?\d{1,12}", text) else default
+
+
+def _chosen(request: Request) -> tuple[str | None, int | None]:
+    """Return the task and the rank to which the request restricts a log."""
+    rank = request.query_params.get("rank", "")
+    return request.query_params.get("task") or None, int(rank) if re.fullmatch(r"\d{1,9}", rank) else None
+
+
+def _workflows(client: Client, request: Request) -> dict[str, object]:
+    asked = request.query_params
+    count, offset = min(_number(request, "count", 100), _MOST_LISTED), max(0, _number(request, "offset"))
+    return documents.workflows(client, asked.get("text", ""), asked.get("state", ""), count=max(0, count), offset=offset)
+
+
+def _nodes(request: Request) -> Response:
+    is_live = request.query_params.get("live") == "1"
+    return _respond(lambda client: documents.resources(client, request.path_params["pool"], is_live=is_live))
+
+
+def _output_file(request: Request) -> Response:
+    """Copy an output file from its node to a temporary directory, and send it."""
+    task, path = request.query_params.get("task", ""), request.query_params.get("path", "")
+    folder = Path(tempfile.mkdtemp(prefix="distflow-ui-"))
+    clean = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with Client() as client:
+            if not path.strip("./"):
+                raise InputError("no file is named")
+            record = find_workflow(client, request.path_params["workflow"], report_age=False)
+            fetched = fetch_output_files(client, record, folder, tasks=[task], paths=[glob.escape(path)])
+            for error in fetched.errors:
+                raise error
+            copy = (fetched.folders[task] / path).resolve()
+            if not copy.is_relative_to(folder.resolve()) or not copy.is_file():
+                raise NotFound(f"`{path}` is not a file")
+    except DistflowError as error:
+        return _Document(documents.error_document(error), status_code=_status_of(error), background=clean)
+    attachment = f"attachment; filename*=UTF-8''{quote(copy.name, safe='')}"
+    headers = {"Content-Disposition": attachment, "Content-Security-Policy": "default-src 'none'; sandbox"}
+    return FileResponse(copy, media_type="application/octet-stream", headers=headers, background=clean)
+
+
+def _stream(workflow: str | None, marker: Callable[[str | None], object], is_stopping: Callable[[], bool]) -> Response:
+    """Send an event for each change until the page is closed (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+    async def events() -> AsyncIterator[str]:
+        last, number, quiet = object(), 0, 0
+        while not is_stopping():
+            try:
+                found = await run_in_threadpool(marker, workflow)
+            except DistflowError:
+                found = None  # the page shows the error of its next request
+            quiet += 1
+            if found != last:
+                last, number, quiet = found, number + 1, 0
+                yield f"data: {number}\n\n"
+            elif quiet % _BEAT_POLLS == 0:
+                yield ": no change\n\n"
+            await asyncio.sleep(_POLL_S)
+
+    return StreamingResponse(events(), media_type="text/event-stream")

@@ -1,0 +1,426 @@
+"""The page of ``distflow ui`` and the file of ``workflow report``, in a real Chromium."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distflow.testing.browser import missing_chromium, open_chromium
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.skipif(missing_chromium() is not None, reason=str(missing_chromium()))
+
+AXE = Path(sys.prefix) / "axe-core" / "node_modules" / "axe-core" / "axe.min.js"
+
+TRAINING = """
+workflow:
+  name: NAME
+  labels: {team: vision}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [bash, -c]
+      args:
+      - |
+        for step in 1 2 3 4 5 6 7 8; do for rank in 0; do
+          echo "{\\"step\\": $step, \\"rank\\": 0, \\"loss\\": 0.$step, \\"step_s\\": 0.2}"; done; done
+        printf '\\033[32mgreen\\033[0m text\\n'
+        while [ ! -e GO ] || [ -s GO ]; do sleep 0.1; done  # if the worker fails, this task is stopped
+        echo "a later line"; echo model > {{output}}/model.txt
+    - name: worker
+      ranks: {size: 1}
+      command: [bash, -c]
+      args:
+      - |
+        for step in 1 2 3 4 5 6 7 8; do echo "{\\"step\\": $step, \\"rank\\": 1, \\"loss\\": 0.$step, \\"step_s\\": 0.9}"; done
+        while [ ! -e GO ]; do sleep 0.1; done
+        if [ -s GO ]; then echo "RuntimeError: shapes differ"; exit 3; fi
+"""
+SECTIONS = ("", "/logs", "/metrics", "/events", "/diagnosis", "/outputs", "/stacks", "/spec")
+
+
+class Ui:
+    """A server of ``distflow ui``, and a browser."""
+
+    def __init__(self, url: str, page: Page) -> None:
+        self.url = url
+        self.origin, _, self.token = url.partition("/?token=")
+        self.page = page
+        self.errors: list[str] = []
+        page.on(
+            "response", lambda answer: self.errors.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None
+        )
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+
+    def open(self, fragment: str = "") -> Page:
+        """Show a page, as if it were opened in a new tab."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.origin}/{fragment}")
+        self.page.wait_for_selector("html[data-ready]", state="attached")
+        return self.page
+
+    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+        """Send a request with other means than the browser. Without headers, it has the token."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()} or {"Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(self.origin + path, method=method, headers=sent)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    """One page of a browser for all tests, because a start takes a second."""
+    with open_chromium() as page:
+        yield page
+
+
+@contextmanager
+def serving(cli: Cli, browser: Page, *options: str) -> Iterator[Ui]:
+    """Run ``distflow ui``, open its URL, and end it with Ctrl-C. No script may have failed."""
+    process = cli.start("ui", *options)
+    try:
+        assert process.stdout is not None
+        ui = Ui(process.stdout.readline().strip(), browser)
+        browser.context.clear_cookies()
+        browser.goto(ui.url)
+        browser.wait_for_selector("main h1")
+        yield ui
+    finally:
+        browser.goto("about:blank")
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=30)
+    assert (process.returncode, printed, ui.errors) == (0, "", [])
+
+
+@pytest.fixture
+def ui(cli: Cli, browser: Page) -> Iterator[Ui]:
+    """A page that can only read."""
+    with serving(cli, browser) as made:
+        yield made
+
+
+def start(cli: Cli, name: str = "gang") -> tuple[str, Path]:
+    """Start a training of two tasks, and return its id and the file that ends it."""
+    go = cli.folder / f"{name}.go"
+    workflow = cli.submit(cli.spec(TRAINING.replace("GO", str(go)).replace("NAME", name), f"{name}.yaml"))
+    cli.await_log(workflow, "green")
+    return workflow, go
+
+
+def failed(cli: Cli) -> str:
+    """Return a training whose worker failed."""
+    workflow, go = start(cli, "failing")
+    go.write_text("fail")
+    cli.await_status(workflow, "FAILED")
+    return workflow
+
+
+def test_a_running_training_is_shown_live(cli: Cli, ui: Ui) -> None:
+    workflow, go = start(cli)
+    page = ui.open(f"#/workflows/{workflow}")
+    page.wait_for_selector(".badge.live >> text=running")
+    assert page.locator(".ranks li").all_inner_texts() == ["0", "1"]
+    page.click("text=Logs")
+    page.wait_for_selector(".row .fg2 >> text=green")
+    page.click("text=Metrics")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".chart h2").all_inner_texts() == ["loss", "step_s"]
+    assert "rank 1" in page.locator(".bars .slow").inner_text()  # 0.9 s a step, and the other one 0.2 s
+    page.wait_for_selector("h2 >> text=CPU cores in use")
+    page.click("text=Logs")
+    page.wait_for_selector(".row >> text=green")
+    go.touch()
+    page.wait_for_selector(".row >> text=a later line")
+    page.wait_for_selector(".title .badge >> text=completed")
+    page.click("text=Outputs")
+    with page.expect_download() as download:
+        page.click("text=model.txt")
+    assert download.value.path().read_text() == "model\n"
+
+
+def test_a_failure_is_shown_with_its_line(cli: Cli, ui: Ui) -> None:
+    workflow = failed(cli)
+    page = ui.open(f"#/workflows/{workflow}")
+    cause = page.locator(".cause").inner_text()
+    assert "worker" in cause
+    assert "exit code 3" in cause
+    assert "first cause" in str(page.locator(".track").nth(1).get_attribute("aria-label"))
+    assert "stopping" in str(page.locator(".track").nth(0).get_attribute("aria-label"))
+    assert page.locator(".ranks li.first").inner_text().startswith("1")
+    page.click("text=Show in the log")
+    page.wait_for_selector(".row.marked >> text=shapes differ")
+    for section in SECTIONS:
+        page = ui.open(f"#/workflows/{workflow}{section}")
+        assert page.locator(".body").inner_text().strip(), section
+
+
+def test_workflows_are_filtered(cli: Cli, ui: Ui) -> None:
+    failing, (running, go) = failed(cli), start(cli, "other")
+    page = ui.open()
+
+    def listed() -> list[str]:
+        return page.locator("tbody th").all_inner_texts()
+
+    assert listed() == [running, failing]
+    page.click("button >> text=Failed")
+    wait_until(lambda: listed() == [failing], 10)
+    page.click("button >> text=All")
+    page.keyboard.press("/")
+    page.keyboard.type("oth")
+    wait_until(lambda: listed() == [running], 10)
+    page.fill("input[type=search]", "team=audio")
+    page.wait_for_selector("text=No workflow matches.")
+    page.fill("input[type=search]", "team=vision")
+    wait_until(lambda: len(listed()) == 2, 10)
+    go.touch()
+    page.wait_for_selector(".badge >> text=completed")  # the list is live, too
+
+
+def test_a_log_of_100_000_lines_can_be_searched(cli: Cli, ui: Ui) -> None:
+    spec = "workflow: {name: long, tasks: [{name: one, command: [bash, -c, 'seq -f \"line %.0f of many\" 100000']}]}"
+    workflow = cli.submit(cli.spec(spec))
+    cli.await_status(workflow, "COMPLETED")
+    page = ui.open(f"#/workflows/{workflow}/logs")
+    page.wait_for_selector(".lines[data-total='100000']")
+    page.wait_for_selector(".row >> text=line 100000 of many")
+    page.fill("[aria-label='Search the log']", "line 50000 of")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".row.marked >> text=line 50000 of many")
+    assert page.locator(".hits").inner_text() == "1 of 1"
+    page.fill("[aria-label='Search the log']", "00 OF MANY")
+    page.keyboard.press("Enter")
+    wait_until(lambda: page.locator(".hits").inner_text() == "1 of 1,000", 20)
+    page.click("[aria-label='Next match']")
+    page.wait_for_selector(".row.marked >> text=line 200 of many")
+    page.evaluate("document.querySelector('.lines').scrollTop = 19 * 70000")
+    page.wait_for_selector(".row >> text=line 70010 of many")
+    # Only the visible lines are elements, and only some pages are kept.
+    assert page.locator(".row").count() < 100
+    assert page.evaluate("performance.memory.usedJSHeapSize") < 100e6
+
+
+def test_a_list_of_500_workflows_is_drawn_at_once(cli: Cli, ui: Ui) -> None:
+    workflow, go = start(cli)
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+    copy_workflow(cli.state / "distflow.sqlite3", 500)
+    page = ui.open()
+    assert page.locator("tbody tr").count() == 100
+    page.click("text=Show more")
+    wait_until(lambda: page.locator("tbody tr").count() == 200, 10)
+    page.fill("input[type=search]", "gang-417")
+    wait_until(lambda: page.locator("tbody th").all_inner_texts() == ["gang-417"], 10)
+    paints = []
+    for _ in range(3):  # other tests may use the machine meanwhile
+        page.goto("about:blank")
+        page.goto(ui.origin)
+        page.wait_for_selector("tbody tr")
+        paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+    assert min(paints) < 1000  # milliseconds, by the browser's own clock
+
+
+def copy_workflow(store: Path, count: int) -> None:
+    """Store copies of the only workflow under other names."""
+    import sqlite3
+    from contextlib import closing
+
+    with closing(sqlite3.connect(store)) as database, database:
+        names = [row[1] for row in database.execute("PRAGMA table_info(workflows)")]
+        row = dict(zip(names, database.execute("SELECT * FROM workflows").fetchone(), strict=True))
+        for number in range(2, count + 1):
+            new = row | {"uuid": f"{number:032x}", "id": f"gang-{number}", "number": number}
+            marks = ",".join("?" * len(names))
+            database.execute(f"INSERT INTO workflows ({','.join(names)}) VALUES ({marks})", list(new.values()))
+
+
+def test_charts_are_zoomed_and_compared(cli: Cli, ui: Ui) -> None:
+    (first, go), other = start(cli), failed(cli)
+    page = ui.open(f"#/workflows/{first}/metrics")
+    card = page.locator(".chart").first
+    card.locator("canvas").wait_for()
+
+    def shown() -> tuple[float, float]:
+        return float(str(card.get_attribute("data-min"))), float(str(card.get_attribute("data-max")))
+
+    assert shown() == (1, 8)
+    box = card.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 60, steps=5)
+    page.mouse.up()
+    wait_until(lambda: 2 < shown()[0] < shown()[1] < 7, 10)
+    card.locator("[title='Show all']").press("Enter")
+    assert shown() == (1, 8)
+    card.locator("[title='Zoom in']").click()
+    assert shown() == (2.75, 6.25)
+    page.fill("[aria-label='Compare with a run']", other)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f".legend >> text={other} · rank 1")
+    page.fill("[aria-label='Compare with a run']", "missing-1")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=there is no workflow 'missing-1'")
+    ui.errors = [one for one in ui.errors if "404" not in one]  # the browser reports it
+    go.touch()
+    cli.await_status(first, "COMPLETED")
+
+
+def test_a_page_with_actions_cancels_and_restarts(cli: Cli, browser: Page) -> None:
+    workflow, _ = start(cli)
+    with serving(cli, browser, "--actions") as ui:
+        page = ui.open(f"#/workflows/{workflow}")
+        page.click("main button >> text=Cancel")
+        page.click("dialog >> text=Back")
+        page.click("main button >> text=Cancel")
+        page.click("dialog >> text=Cancel the workflow")
+        page.wait_for_selector(".title .badge >> text=canceled")
+        assert cli.query(workflow)["status"] == "FAILED_CANCELED"
+        (cli.folder / "gang.go").touch()
+        page.click("main button >> text=Restart")
+        page.wait_for_selector("h1 >> text=gang-2")
+        cli.await_status("gang-2", "COMPLETED")
+
+
+def test_a_page_without_actions_changes_nothing(cli: Cli, ui: Ui) -> None:
+    workflow, go = start(cli)
+    page = ui.open(f"#/workflows/{workflow}")
+    assert page.locator("main button").count() == 0
+    bearer = {"Authorization": f"Bearer {ui.token}", "Origin": ui.origin}
+    assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", **bearer)[0] == 404
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+
+
+def test_requests_without_the_token_or_from_other_sites_are_refused(cli: Cli, browser: Page) -> None:
+    workflow, go = start(cli)
+    with serving(cli, browser, "--actions") as ui:
+        good = {"Authorization": f"Bearer {ui.token}"}
+        port = ui.origin.rpartition(":")[2]
+        for path in ("/", "/static/main.js", "/api/about", "/api/workflows", "/?token=wrong", "/?token="):
+            assert ui.ask(path, Accept="*/*")[0] == 403, path
+        assert ui.ask("/api/about", **good)[0] == 200
+        for host in ("evil.example", f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", ""):
+            assert ui.ask("/api/about", Host=host, **good)[0] == 403, host
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"https://127.0.0.1:{port}"):
+            assert ui.ask("/api/about", Origin=origin, **good)[0] == 403, origin
+            assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", Origin=origin, **good)[0] == 403, origin
+        assert ui.ask(f"/api/workflows/{workflow}/cancel", method="POST", **good)[0] == 403  # without an origin
+        for site in ("cross-site", "same-site"):
+            assert ui.ask("/api/about", Sec_Fetch_Site=site, **good)[0] == 403
+        assert ui.ask("/static/../server.py", **good)[0] == 404
+        assert ui.ask("/static/..%2fserver.py", **good)[0] == 404
+        # A page of another site, in the browser that has the cookie.
+        page = browser.context.new_page()
+        page.route("http://evil.example/", lambda route: route.fulfill(body="<h1>evil</h1>", content_type="text/html"))
+        page.goto("http://evil.example/")
+        send = "path => fetch(path, {method: 'POST', credentials: 'include'}).then(() => 'sent', () => 'refused')"
+        assert page.evaluate(send, f"{ui.origin}/api/workflows/{workflow}/cancel") == "refused"
+        page.close()
+    assert cli.query(workflow)["cancelled_by"] is None
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+
+
+EVIL = (
+    "<img src=x onerror=hacked()>",
+    "<script>hacked()</script>",
+    "\"><svg onload='hacked()'>",
+    "javascript:hacked()",
+    "{{7*7}}",
+)
+
+
+def test_pools_show_who_holds_each_gpu(cli: Cli, ui: Ui) -> None:
+    cli.configure(gpus=4)
+    go = cli.folder / "go"
+    spec = f"while [ ! -e {go} ]; do sleep 0.1; done"
+    text = (
+        f"workflow: {{name: holds, resources: {{default: {{gpu: 2}}}}, tasks: [{{name: one, command: [bash, -c, '{spec}']}}]}}"
+    )
+    workflow = cli.submit(cli.spec(text))
+    cli.await_running(workflow)
+    page = ui.open("#/pools")
+    page.wait_for_selector(".gpu.mine")
+    wait_until(lambda: page.locator("main").inner_text().count("asking") == 0, 20)
+    assert page.locator("li.gpu.mine").count() == 2
+    assert page.locator("li.gpu.free").count() == 2
+    page.click(f"text={workflow}/one")
+    page.wait_for_selector(f"h1 >> text={workflow}")
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+
+
+def test_prometheus_reads_unfinished_workflows(cli: Cli, browser: Page) -> None:
+    workflow, go = start(cli)
+    cli.environment["DISTFLOW_UI_TOKEN"] = "t" * 32
+    with serving(cli, browser, "--metrics") as ui:
+        assert ui.token == "t" * 32
+        assert ui.ask("/metrics", Accept="*/*")[0] == 403
+        status, text = ui.ask("/metrics")
+    assert status == 200
+    assert 'distflow_workflows{pool="local",status="RUNNING"} 1\n' in text
+    assert f'distflow_task_running{{workflow="{workflow}",task_name="worker",node_name="local"}} 1\n' in text
+    assert f'distflow_metric{{workflow="{workflow}",task_name="master",rank="0",name="step"}} 8\n' in text
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+    cli.environment["DISTFLOW_UI_TOKEN"] = "short"
+    assert cli.run("ui").code == 2
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: sh scripts/install_browser.sh .venv")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_meet_the_rules_of_accessibility(cli: Cli, ui: Ui, scheme: Any) -> None:
+    workflow = failed(cli)
+    pages = ("", "#/pools", *(f"#/workflows/{workflow}{section}" for section in SECTIONS))
+    found: list[str] = []
+    try:
+        ui.page.emulate_media(color_scheme=scheme)
+        for fragment in pages:
+            page = ui.open(fragment)
+            page.wait_for_timeout(300)
+            page.evaluate(AXE.read_text(encoding="utf-8"))  # not add_script_tag, which the page's policy forbids
+            tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+            result = page.evaluate("tags => axe.run({runOnly: {type: 'tag', values: tags}})", tags)
+            found += [
+                f"{fragment}: {one['id']}: {node['target']} {node.get('failureSummary')}"
+                for one in result["violations"]
+                for node in one["nodes"]
+            ]
+            assert result["passes"]
+    finally:
+        ui.page.emulate_media(color_scheme="light")
+    assert found == []
+
+
+def test_the_extra_is_named_if_it_is_missing(cli: Cli) -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from distflow.cli.app import run; sys.exit(run(['ui']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=cli.environment, check=False)
+    assert done.returncode == 2
+    assert "pip install 'distflow-cli[ui]'" in done.stderr
+
+
+def test_a_port_in_use_is_refused(cli: Cli, ui: Ui) -> None:
+    done = cli.run("ui", "--port", ui.origin.rpartition(":")[2])
+    assert done.code == 2
+    assert "cannot be used" in done.err
