@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -349,6 +351,93 @@ EVIL = (
     "javascript:hacked()",
     "{{7*7}}",
 )
+
+
+def test_names_and_output_are_shown_as_text(cli: Cli, ui: Ui, browser: Page) -> None:
+    lines = [json.dumps({"step": step, one: step, "rank": 0}) for one in EVIL for step in (1, 2)] + list(EVIL)
+    (cli.folder / "lines.txt").write_text(
+        "\n".join([*lines, "</script><script>hacked()</script>", "RuntimeError: <b>bold</b>"])
+    )
+    spec = """
+workflow:
+  name: evil
+  tasks:
+  - name: one
+    command: [bash, -c]
+    args: ['cat /lines.txt; touch "{{output}}/<img src=x onerror=hacked()>"; exit 3']
+    files: [{path: /lines.txt, localpath: lines.txt}]
+"""
+    spec = spec.replace("cat /lines.txt", "cat $(dirname {{output}})/files/lines.txt")
+    workflow = cli.submit(cli.spec(spec))
+    cli.await_status(workflow, "FAILED")
+    report = cli.folder / "evil.html"
+    assert cli.run("workflow", "report", workflow, "-o", str(report)).code == 0
+    opened: list[Callable[[str], Page]] = [ui.open, lambda fragment: show_report(browser, report, fragment)]
+    for show in opened:
+        for section in SECTIONS:
+            page = show(f"#/workflows/{workflow}{section}")
+            page.wait_for_timeout(200)
+            assert page.evaluate("typeof hacked") == "undefined"
+            assert page.locator("main img, main script, main b[onclick], main svg[onload]").count() == 0, section
+        page = show(f"#/workflows/{workflow}/logs")
+        page.wait_for_selector(".row")
+        assert all(one in page.locator(".lines").inner_text() for one in EVIL)
+        page = show(f"#/workflows/{workflow}/metrics")
+        page.wait_for_selector(".chart")
+        assert page.locator(".chart h2").all_inner_texts() == list(EVIL)
+
+
+def show_report(page: Page, path: Path, fragment: str = "") -> Page:
+    """Open a report from the disk. It may not ask for anything else."""
+    asked: list[str] = []
+
+    def note(request: Any) -> None:
+        asked.append(request.url)
+
+    page.on("request", note)
+    page.goto("about:blank")
+    page.goto(path.as_uri() + fragment)
+    page.wait_for_selector("html[data-ready]", state="attached")
+    page.remove_listener("request", note)
+    assert [url for url in asked if not url.startswith((path.as_uri(), "data:", "about:"))] == []
+    return page
+
+
+def test_a_report_is_one_file(cli: Cli, browser: Page) -> None:
+    workflow = failed(cli)
+    done = cli.run("workflow", "report", workflow)
+    assert re.fullmatch(rf"wrote {workflow}\.html \(\d+ KiB\)\n", done.out), done.out
+    path = cli.folder / f"{workflow}.html"
+    page = show_report(browser, path)
+    assert "exit code 3" in page.locator(".cause").inner_text()
+    page.click("text=Show in the log")
+    page.wait_for_selector(".row.marked >> text=shapes differ")
+    page = show_report(browser, path, f"#/workflows/{workflow}/metrics")
+    assert page.locator(".chart h2").all_inner_texts() == ["loss", "step_s"]
+    assert cli.run("workflow", "report", workflow, "-o", "/missing/x.html").code == 2
+
+
+def test_the_report_of_a_long_run_is_small(cli: Cli, browser: Page) -> None:
+    count = 60_000
+    spec = f"workflow: {{name: long, tasks: [{{name: one, command: [bash, -c, 'seq -f \"line %.0f: {'x' * 80}\" {count}']}}]}}"
+    workflow = cli.submit(cli.spec(spec))
+    cli.await_status(workflow, "COMPLETED")
+    assert cli.run("workflow", "report", workflow, "-o", "long.html").code == 0
+    assert (cli.folder / "long.html").stat().st_size < 3e6
+    page = show_report(browser, cli.folder / "long.html", f"#/workflows/{workflow}/logs")
+    page.wait_for_selector(f".row >> text=line {count}:")
+    assert "lines in the middle are left out" in page.locator(".note").inner_text()
+
+
+def test_submit_writes_a_report_also_if_it_is_refused(cli: Cli, browser: Page) -> None:
+    wrong = cli.spec("workflow:\n  name: wrong\n  tasks:\n  - {name: one, comand: [true]}\n")
+    assert cli.run("workflow", "submit", wrong, "--wait", "--report", "refused.html").code == 2
+    page = show_report(browser, cli.folder / "refused.html")
+    assert "comand" in page.locator("main").inner_text()
+    fails = cli.spec("workflow: {name: fails, tasks: [{name: one, command: [bash, -c, 'echo oh no; exit 7']}]}")
+    assert cli.run("workflow", "submit", fails, "--wait", "--report", "fails.html").code == 1
+    assert "exit code 7" in show_report(browser, cli.folder / "fails.html").locator(".cause").inner_text()
+    assert cli.run("workflow", "submit", fails, "--report", "fails.html").code == 2
 
 
 def test_pools_show_who_holds_each_gpu(cli: Cli, ui: Ui) -> None:

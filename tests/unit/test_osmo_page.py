@@ -19,7 +19,7 @@ TEXT = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("osmo.md
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
 OWN = (
     "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "workflow outputs",
-    "workflow fetch", "workflow export", "ui", "top", "pool check", "node clean",
+    "workflow fetch", "workflow report", "workflow export", "ui", "top", "pool check", "node clean",
     "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench", "submit", "status",
     "logs", "list", "validate", "stop", "fetch", "run", "init", "notify list", "notify test",
 )  # fmt: skip

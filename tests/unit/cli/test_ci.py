@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from distflow.cli.render.github import problem_lines, problem_summary, workflow_summary
-from distflow.cli.render.junit import check_junit_path, junit_text, write_junit
+from distflow.cli.render.junit import check_path, junit_text, write_junit
 from distflow.documents.problems import Mark, Problem, Severity
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -83,4 +83,4 @@ def test_a_report_replaces_an_earlier_one(tmp_path: Path) -> None:
 def test_wrong_paths_of_reports_are_refused_before_the_start(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "junit.xml"):
         with pytest.raises(InputError, match="cannot be written"):
-            check_junit_path(path)
+            check_path("--junit", path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 
-__all__ = ["check_junit_path", "junit_text", "write_junit"]
+__all__ = ["check_path", "junit_text", "write_junit"]
 
 _NOT_XML = "[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 _NO_OWN_FAILURE = (Reason.PEER_FAILED, Reason.UPSTREAM, Reason.CANCELED)
@@ -50,13 +50,13 @@ def junit_text(record: WorkflowRecord) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + tostring(root, encoding="unicode") + "\n"
 
 
-def check_junit_path(path: Path) -> None:
+def check_path(option: str, path: Path) -> None:
     """Raise ``InputError`` if a report cannot be written to this path, before the workflow starts."""
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         reason = "it is a directory" if path.is_dir() else "the directory does not exist or is not writable"
         raise InputError(
-            f"--junit: `{path}` cannot be written: {reason}", hint="name a file in a directory that you can write to"
+            f"{option}: `{path}` cannot be written: {reason}", hint="name a file in a directory that you can write to"
         )
 
 

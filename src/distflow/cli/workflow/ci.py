@@ -1,4 +1,4 @@
-"""Reports of ``submit`` and ``validate`` for CI systems: annotations and summaries of GitHub Actions, and JUnit files."""
+"""Reports of ``submit`` and ``validate``: annotations and summaries of GitHub Actions, JUnit files, and pages in one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.cli.options import CheckFormat
-from distflow.errors import InputError
+from distflow.errors import DistflowError, InputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,26 +22,41 @@ __all__ = ["CiReport"]
 
 
 class CiReport:
-    """The reports of one command. Without ``--format-type github`` and ``--junit``, its methods do nothing."""
+    """The reports of one command. Without ``--format-type github``, ``--junit`` and ``--report``, its methods do nothing."""
 
-    def __init__(self, format_type: CheckFormat, junit: Path | None = None, *, is_waiting: bool = False) -> None:
+    def __init__(
+        self, format_type: CheckFormat, junit: Path | None = None, page: Path | None = None, *, is_waiting: bool = False
+    ) -> None:
         """Check the options before anything starts.
 
         Raises:
-            InputError: if ``junit`` is given without ``--wait``, or cannot be written.
+            InputError: if ``junit`` or ``page`` is given without ``--wait``, or cannot be written.
 
         """
         self._is_github = format_type is CheckFormat.GITHUB
-        self._junit = junit
-        if junit is not None:
-            from distflow.cli.render.junit import check_junit_path
+        self._junit, self._page, self._has_page = junit, page, False
+        for option, path in (("--junit", junit), ("--report", page)):
+            if path is not None:
+                from distflow.cli.render.junit import check_path
 
-            if not is_waiting:
-                raise InputError("--junit needs --wait, because the report is written when the workflow has ended")
-            check_junit_path(junit)
+                if not is_waiting:
+                    raise InputError(f"{option} needs --wait, because the report is written when the workflow has ended")
+                check_path(option, path)
 
-    def errors(self) -> AbstractContextManager[None]:
-        """Return a block whose errors are annotated."""
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Annotate the errors of a block, and write a page about an error before the workflow starts."""
+        try:
+            with self._annotating_errors():
+                yield
+        except DistflowError as error:
+            if self._page is not None and not self._has_page:
+                from distflow.cli.ui.report import write_refusal
+
+                write_refusal(error, self._page)
+            raise
+
+    def _annotating_errors(self) -> AbstractContextManager[None]:
         if not self._is_github:
             return nullcontext()
         from distflow.cli.render.github import reporting_errors
@@ -88,3 +103,8 @@ class CiReport:
             from distflow.cli.render.junit import write_junit
 
             write_junit(record, self._junit)
+        if self._page is not None:
+            from distflow.cli.ui.report import write_report
+
+            self._has_page = True
+            write_report(client, record, self._page)

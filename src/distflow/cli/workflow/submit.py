@@ -151,6 +151,10 @@ def submit_workflow(
         Path | None,
         typer.Option("--junit", metavar="FILE", help="With --wait, write a JUnit report with a test case per task."),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="With --wait, write a page about the run like `workflow report`."),
+    ] = None,
     format_type: CheckFormatOption = CheckFormat.TEXT,
 ) -> None:
     """Check a spec and run it, and print the workflow's id.
@@ -158,7 +162,7 @@ def submit_workflow(
     Ranks, files and resources are checked before anything starts. The workflow continues when this terminal closes. If you give
     the id of a workflow, its spec is submitted again with its labels and its priority.
     """
-    plain, report = format_type.plain, CiReport(format_type, junit, is_waiting=wait)
+    plain, report = format_type.plain, CiReport(format_type, junit, page, is_waiting=wait)
     urgency = priorities([priority])[0] if priority is not None else None
     labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
