@@ -264,7 +264,7 @@ def _options(group: _Group, shape: ResourceSpec, nodes: int, job: str, *, is_fir
         found += [("job-name", job), ("output", "%x-%j.log")]
     found += [("nodes", nodes), ("ntasks-per-node", 1), ("cpus-per-task", shape.cpu)]
     found += [("mem", None if shape.memory is None else _memory(shape.memory))]
-    found += [("gres", None if shape.gpu is None else f"{platform.gres or settings.gres}:{shape.gpu}")]
+    found += [settings.gpu_request(shape.gpu, platform)] if shape.gpu is not None else []
     limit = group.plan.timeouts.exec_s or settings.time_s
     found += [("time", None if not limit or not is_first else _time(limit))]
     found += [

@@ -140,6 +140,8 @@ class SlurmSettings:
     """The time limit of groups that have no ``exec_timeout``."""
     gres: str = "gpu"
     """The generic resource of GPUs, such as ``gpu`` or ``gpu:h100``."""
+    gpu_option: Literal["gres", "gpus-per-node", "gpus-per-task"] = "gres"
+    """The option of ``sbatch`` that requests GPUs."""
     het_jobs: bool = True
     """Whether tasks of different shapes become a heterogeneous job; ``False``: one job with nodes of the largest shape."""
     extra: tuple[str, ...] = ()
@@ -149,6 +151,17 @@ class SlurmSettings:
     idle_release_s: float = 600.0
     """The time without tasks and supervisor after which the job ends by itself."""
     platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))
+
+    def gpu_request(self, count: int, platform: SlurmPlatform) -> tuple[str, str]:
+        """Return the option of ``sbatch`` that requests this number of GPUs on each node, and its value.
+
+        ``--gres`` takes ``gpu:h100:8``, and the options ``--gpus-per-…`` take ``h100:8``.
+        """
+        gres = platform.gres or self.gres
+        if self.gpu_option == "gres":
+            return "gres", f"{gres}:{count}"
+        kind = gres.partition(":")[2]
+        return self.gpu_option, f"{kind}:{count}" if kind else str(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ _KEYS = ("slurm", "login", "platforms")
 _NODES = ("nodes", "hostfile")
 _OF_MACHINES = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
 """Keys of ``defaults`` that describe particular machines."""
+_GPU_OPTIONS: Mapping[str, Literal["gres", "gpus-per-node", "gpus-per-task"]] = MappingProxyType(
+    {"gres": "gres", "gpus-per-node": "gpus-per-node", "gpus-per-task": "gpus-per-task"}
+)
 _CONTAINERS: Mapping[str, Literal["pyxis"]] = MappingProxyType({"pyxis": "pyxis"})
 _SHORTEST_S = 60.0
 """Slurm counts time limits in minutes."""
@@ -45,9 +48,9 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "--error": "",
         "--exclusive": "exclusive",
         "--export": "",
-        "--gpus": "",
-        "--gpus-per-node": "",
-        "--gpus-per-task": "",
+        "--gpus": "gpu_option",
+        "--gpus-per-node": "gpu_option",
+        "--gpus-per-task": "gpu_option",
         "--gres": "gres",
         "--help": "",
         "--input": "",
@@ -85,6 +88,12 @@ def parse_slurm(pool: View) -> SlurmSettings:
     if idle_release_s == 0:
         at = path_text((*slurm.path, "idle_release"))
         slurm.add(f"`{at}` must be more than 0", "write a duration such as `10m`", key="idle_release")
+    gpu_option = _GPU_OPTIONS.get(slurm.string("gpu_option") or "gres") or "gres"
+    kinds = [slurm.string("gres"), *(pool.view("platforms", name).string("gres") for name in pool.view("platforms").keys)]
+    other = next((kind for kind in kinds if kind is not None and kind.partition(":")[0] != "gpu"), None)
+    if gpu_option != "gres" and other is not None:
+        message = f"`--{gpu_option}` requests only the generic resource `gpu`, not `{other}`"
+        slurm.add(message, "remove `gpu_option`", key="gpu_option")
     return SlurmSettings(
         partition=slurm.string("partition"),
         account=slurm.string("account"),
@@ -94,6 +103,7 @@ def parse_slurm(pool: View) -> SlurmSettings:
         exclusive=slurm.flag("exclusive") or False,
         time_s=time_s,
         gres=slurm.string("gres") or SlurmSettings().gres,
+        gpu_option=gpu_option,
         het_jobs=slurm.flag("het_jobs") is not False,
         extra=_extra(slurm),
         container=_CONTAINERS.get(slurm.string("container") or ""),

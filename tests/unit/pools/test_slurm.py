@@ -42,6 +42,7 @@ pools:
       exclusive: true
       time: 8h
       gres: gpu:h100
+      gpu_option: gpus-per-task
       het_jobs: false
       extra: [--licenses=matlab, "--mail-user=a b", -x n7]
       container: pyxis
@@ -59,6 +60,7 @@ pools:
         exclusive=True,
         time_s=8 * 3600,
         gres="gpu:h100",
+        gpu_option="gpus-per-task",
         het_jobs=False,
         extra=("--licenses=matlab", "--mail-user=a b", "-x n7"),
         container="pyxis",
@@ -132,6 +134,7 @@ pools:
     slurm: {}
   c: {backend: local, platforms: {h100: {}}}
   d: {backend: slurm, slurm: {time: 30s}}
+  e: {backend: slurm, slurm: {gpu_option: gpus-per-task, gres: tpu}}
 """)
     for expected in (
         "distflow.yaml:5: error: `pools.a.login` has no `host`",
@@ -176,5 +179,6 @@ pools:
         "distflow.yaml:25: error: `slurm` needs `backend: slurm`",
         "distflow.yaml:26: error: `platforms` needs `backend: slurm`",
         "distflow.yaml:27: error: `pools.d.slurm.time` must be at least 1 minute",
+        "distflow.yaml:28: error: `--gpus-per-task` requests only the generic resource `gpu`, not `tpu`",
     ):
         assert expected in said

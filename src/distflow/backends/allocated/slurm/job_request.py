@@ -134,7 +134,7 @@ def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, no
         ("ntasks-per-node", 1),
         ("cpus-per-task", first.cpus),
         ("mem", f"{math.ceil(first.memory / 2**20)}M" if first.memory else None),
-        ("gres", f"{platform.gres or settings.gres}:{first.gpus}" if first.gpus else None),
+        settings.gpu_request(first.gpus, platform) if first.gpus else ("gres", None),
         ("time", max(1, math.ceil(time_s / 60)) if time_s is not None else None),
         ("partition", platform.partition or settings.partition),
         ("account", settings.account),

@@ -65,6 +65,10 @@ CASES = {
         "slurm: {partition: gpu, gres: 'gpu:a100'}, platforms: {h100: {partition: big, constraint: h100, gres: 'gpu:h100'}}",
         wanted(*workers(2, gpus=8, platform="h100")),
     ),
+    "gpus_per_task": (
+        "slurm: {gpu_option: gpus-per-task}, platforms: {h100: {gres: 'gpu:h100'}}",
+        wanted(*workers(2, gpus=4), NodeRequest(task="large", gpus=8, platform="h100")),
+    ),
     "heterogeneous": (
         "slurm: {account: lab}, platforms: {cpu: {partition: cpu}}",
         wanted(NodeRequest(task="master", cpus=4, platform="cpu"), *workers(2, gpus=8, memory=64 * GI)),

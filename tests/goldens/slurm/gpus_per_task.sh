@@ -1,0 +1,34 @@
+sbatch \
+  --parsable \
+  --no-requeue \
+  --job-name=lm-3/train \
+  --comment=distflow:7278eb/train/2 \
+  --output=/dev/null \
+  --chdir=/ \
+  --nodes=2 \
+  --ntasks-per-node=1 \
+  --gpus-per-task=4 \
+  : \
+  --no-requeue \
+  --job-name=lm-3/train \
+  --comment=distflow:7278eb/train/2 \
+  --output=/dev/null \
+  --chdir=/ \
+  --nodes=1 \
+  --ntasks-per-node=1 \
+  --gpus-per-task=h100:8
+
+#!/bin/sh
+umask 077
+log=~/.distflow/distflow-job-$SLURM_JOB_ID.log
+if ! { mkdir -p "${log%/*}" && : >"$log"; } 2>/dev/null; then
+  log=
+fi
+(
+exec srun resident 2
+) >"${log:-/dev/null}" 2>&1
+code=$?
+if [ "$code" = 0 ] && [ -n "$log" ]; then
+  rm -f "$log"
+fi
+exit "$code"
