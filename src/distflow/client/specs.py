@@ -235,7 +235,7 @@ def propose_placement(
 
 def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
     """Return a problem for each platform of a spec that the pool of a cluster engine does not translate."""
-    known = pool.slurm.platforms if pool.slurm is not None else {}
+    known = pool.platforms
     marks = {
         platform: task.mark
         for group in spec.groups

@@ -30,10 +30,13 @@ from distflow.documents.text import did_you_mean
 from distflow.documents.urls import parse_url
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.errors import InputError
+from distflow.pools.engine_keys import ENGINES, refuse_keys_of_engines, refuse_keys_of_nodes
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
+from distflow.pools.kubernetes import parse_kubernetes
 from distflow.pools.model import DEFAULT_MAX_LOG, NO_SETTINGS, Configuration, ContainerRuntime, Node, Pool, ssh_node
 from distflow.pools.ownership import owned_by_stranger, why_not_trusted
-from distflow.pools.slurm import parse_slurm, refuse_keys_of_nodes, refuse_keys_of_slurm
+from distflow.pools.ray import parse_ray
+from distflow.pools.slurm import parse_slurm
 from distflow.structs import replace
 
 __all__ = [
@@ -54,7 +57,6 @@ __all__ = [
 _FILE_NAME = "distflow.yaml"
 _PACKAGE, _SCHEMA = "distflow.pools", "config.schema.json"
 _HOSTFILE_LIMIT = 1 << 20
-_LEASE_DIR = "/tmp/distflow-leases"  # noqa: S108  shared by all users of the machine on purpose, and its contents are not secret
 
 _DURATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -241,16 +243,11 @@ def _default_pool(top: View, names: Sequence[str]) -> str:
 
 def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     backend = pool.string("backend") or ""
-    if backend in ("ray", "kubernetes"):
-        pool.add(
-            f"this version does not support `backend: {backend}`",
-            "use `backend: local`, `backend: ssh` or `backend: slurm`, or remove this pool",
-            key="backend",
-        )
-    is_slurm = backend == "slurm"
-    (refuse_keys_of_nodes if is_slurm else refuse_keys_of_slurm)(pool)
+    is_allocated = backend in ENGINES
+    refuse_keys_of_engines(pool, backend)
     nodes: tuple[Node, ...]
-    if is_slurm:
+    if is_allocated:
+        refuse_keys_of_nodes(pool, backend)
         nodes = ()
     elif pool.has("hostfile"):
         nodes = _nodes_of_hostfile(pool, backend)
@@ -268,6 +265,11 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     for key in _NEVER_ZERO:
         if times.get(_DURATIONS[key]) == 0:
             pool.add(f"`{path_text((*pool.path, key))}` must be more than 0", key=key)
+    template = _base_node(pool, _pod_node() if backend == "kubernetes" else ssh_node()) if is_allocated else None
+    slurm = parse_slurm(pool) if backend == "slurm" else None
+    ray = parse_ray(pool) if backend == "ray" else None
+    if ray is not None and template is not None and not (pool.has("python") or pool.view("defaults").has("python")):
+        template = replace(template, python=ray.python)  # Ray needs the same Python on all nodes
     return Pool(
         name=name,
         backend=backend,
@@ -277,9 +279,11 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
         max_log=pool.parsed("max_log", parse_log_bytes) or DEFAULT_MAX_LOG,
         given=NO_SETTINGS,
         venv=_requirements(pool),
-        slurm=parse_slurm(pool) if is_slurm else None,
-        login=_parse_login(pool) if is_slurm else None,
-        template=_base_node(pool) if is_slurm else None,
+        slurm=slurm,
+        kubernetes=parse_kubernetes(pool) if backend == "kubernetes" else None,
+        ray=ray,
+        login=_parse_login(pool) if is_allocated else None,
+        template=template,
         **times,
     )
 
@@ -353,9 +357,14 @@ def _nodes_of_hostfile(pool: View, backend: str) -> tuple[Node, ...]:
     return nodes_of(hosts, _base_node(pool))
 
 
-def _base_node(pool: View) -> Node:
+def _pod_node() -> Node:
+    """Return the default settings of a pod. Its directories are in a volume, because its image may be read-only."""
+    return replace(ssh_node(), root="/distflow", lease_dir="/distflow/leases", container="engine")
+
+
+def _base_node(pool: View, base: Node | None = None) -> Node:
     """Return the settings of a node without keys of its own, in a pool of other machines."""
-    return _parse_node(pool, None, ssh_node())
+    return _parse_node(pool, None, base or ssh_node())
 
 
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
@@ -401,7 +410,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         setup=text("setup"),
         share_gpus=flag("share_gpus", base.share_gpus),
         check_capacity=flag("check_capacity", base.check_capacity),
-        lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
+        lease_dir=directory(layers, "lease_dir", text("lease_dir")) or base.lease_dir,
     )
 
 

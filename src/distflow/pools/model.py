@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -18,9 +18,13 @@ __all__ = [
     "NO_SETTINGS",
     "Configuration",
     "ContainerRuntime",
+    "KubernetesPlatform",
+    "KubernetesSettings",
     "Node",
     "NodeSettings",
     "Pool",
+    "RayPlatform",
+    "RaySettings",
     "SlurmPlatform",
     "SlurmSettings",
     "is_program",
@@ -29,7 +33,8 @@ __all__ = [
 
 DEFAULT_MAX_LOG = 512 << 20
 """Bytes."""
-ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer"]
+ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer", "engine"]
+"""The program that runs images on a node. ``engine``: the engine of the pool starts the node's processes in the image."""
 
 _RESERVED_MEMORY = 0.1
 """The share of the configured memory that may be missing from a node's report."""
@@ -165,6 +170,67 @@ class SlurmSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RayPlatform:
+    """What a ``platform`` of a spec means in the terms of Ray."""
+
+    resources: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Amounts of further resources for each task, such as ``accelerator_type:H100``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """How nodes of a Ray cluster are requested."""
+
+    address: str = "auto"
+    """The cluster's address as in ``ray.init``; ``auto``: the one that runs on the login node."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_SPREAD"
+    """How the tasks of a group are placed."""
+    python: str = "python3"
+    """The cluster's Python on the login node."""
+    idle_release_s: float = 600.0
+    """The time without tasks and supervisor after which a placement group is removed."""
+    platforms: Mapping[str, RayPlatform] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesPlatform:
+    """What a ``platform`` of a spec means in the terms of Kubernetes."""
+
+    node_selector: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    tolerations: tuple[Mapping[str, str], ...] = ()
+    gpu_resource: str | None = None
+    """The extended resource of GPUs; ``None``: that of the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSettings:
+    """How pods of a pool are created."""
+
+    context: str | None = None
+    """The context of the kubeconfig; ``None``: the current one, or the service account of the pod in which distflow runs."""
+    kubeconfig: str | None = None
+    """The path of the kubeconfig; ``None``: that of ``kubectl``."""
+    namespace: str | None = None
+    """``None``: that of the context."""
+    queue: str | None = None
+    """The queue of Kueue or Volcano that admits the pods of a group together; ``None``: no queue."""
+    scheduler: str | None = None
+    """The scheduler of the pods, such as ``volcano``; ``None``: the cluster's default."""
+    service_account: str | None = None
+    image: str | None = None
+    """The image of tasks that name none."""
+    pod_template: str = "{}"
+    """A pod as JSON, with which distflow's own is merged."""
+    priority_classes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Priority of a workflow (``HIGH``, ``NORMAL``, ``LOW``) → priority class."""
+    gpu_resource: str = "nvidia.com/gpu"
+    host_network: bool = False
+    idle_release_s: float = 600.0
+    """The time without tasks and supervisor after which a pod ends by itself."""
+    platforms: Mapping[str, KubernetesPlatform] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Nodes, and the backend that runs tasks on them."""
 
@@ -198,6 +264,10 @@ class Pool:
     """The settings that the command gave. The nodes have them, and a restart applies them to the pool as configured then."""
     slurm: SlurmSettings | None = None
     """Slurm allocates the nodes; ``nodes`` is empty then."""
+    ray: RaySettings | None = None
+    """Ray allocates the nodes; ``nodes`` is empty then."""
+    kubernetes: KubernetesSettings | None = None
+    """Kubernetes allocates the nodes, which are pods."""
     login: Node | None = None
     """The machine with the commands of the engine, over SSH; ``None``: this machine."""
     template: Node | None = None
@@ -207,6 +277,12 @@ class Pool:
     def is_allocated(self) -> bool:
         """Whether an engine chooses the nodes, so that ``nodes`` is empty."""
         return self.template is not None
+
+    @property
+    def platforms(self) -> Collection[str]:
+        """The platforms that are translated to the terms of the engine."""
+        settings = self.slurm or self.kubernetes or self.ray
+        return settings.platforms if settings is not None else ()
 
     @property
     def node_settings(self) -> tuple[Node, ...]:

@@ -11,12 +11,8 @@ from distflow.documents.document import View, path_text
 from distflow.documents.quantities import parse_duration
 from distflow.pools.model import SlurmPlatform, SlurmSettings
 
-__all__ = ["parse_slurm", "refuse_keys_of_nodes", "refuse_keys_of_slurm"]
+__all__ = ["parse_slurm"]
 
-_KEYS = ("slurm", "login", "platforms")
-_NODES = ("nodes", "hostfile")
-_OF_MACHINES = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
-"""Keys of ``defaults`` that describe particular machines."""
 _GPU_OPTIONS: Mapping[str, Literal["gres", "gpus-per-node", "gpus-per-task"]] = MappingProxyType(
     {"gres": "gres", "gpus-per-node": "gpus-per-node", "gpus-per-task": "gpus-per-task"}
 )
@@ -137,28 +133,3 @@ def _extra(slurm: View) -> tuple[str, ...]:
             )
         found.append(option)
     return tuple(found)
-
-
-def refuse_keys_of_nodes(pool: View) -> None:
-    """Add findings about keys that describe particular machines, in a pool whose nodes Slurm chooses."""
-    for key in _NODES:
-        if key in pool.keys:
-            pool.add(
-                f"a pool with `backend: slurm` has no `{key}`, because Slurm chooses the nodes",
-                f"remove `{key}`; use `slurm: {{partition: …, constraint: …}}` to choose kinds of nodes",
-                key=key,
-            )
-    defaults = pool.view("defaults")
-    for key in defaults.keys:
-        if key in _OF_MACHINES:
-            hint = "remove it; tasks request resources in their spec"
-            if key in ("host", "port", "user", "identity_file"):
-                hint = "remove it; the key `login` of the pool describes the connection to the cluster"
-            defaults.add(f"`defaults.{key}` has no meaning with `backend: slurm`, which chooses the nodes", hint, key=key)
-
-
-def refuse_keys_of_slurm(pool: View) -> None:
-    """Add findings about keys of Slurm in a pool of another backend."""
-    for key in _KEYS:
-        if key in pool.keys:
-            pool.add(f"`{key}` needs `backend: slurm`", f"write `backend: slurm`, or remove `{key}`", key=key)

@@ -247,17 +247,6 @@ def test_the_default_pool() -> None:
     assert "there is no pool `lba`\n    did you mean `lab`?" in refusal("default_pool: lba\npools: {lab: {backend: local}}")
 
 
-@pytest.mark.parametrize("backend", ["ray", "kubernetes"])
-def test_other_backends_are_for_later(backend: str) -> None:
-    said = refusal(
-        f"pools:\n  lab:\n    backend: {backend}\n    nodes: [gpu1, {{name: gpu2, port: 22, user: me, identity_file: ~/k}}]\n"
-    )
-    assert said == (
-        f"distflow.yaml:3: error: this version does not support `backend: {backend}`\n"
-        "    use `backend: local`, `backend: ssh` or `backend: slurm`, or remove this pool"
-    )
-
-
 def test_a_machine_behind_ssh_is_asked_for_what_the_file_does_not_say() -> None:
     pool = parsed(
         "pools:\n  lab:\n    backend: ssh\n    host_key_policy: accept-new\n    defaults: {user: me}\n    nodes:\n"

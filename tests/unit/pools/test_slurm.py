@@ -175,9 +175,9 @@ pools:
         "distflow.yaml:19: error: `pools.a.platforms.h100.gres`",
         "distflow.yaml:19: error: unknown key `gpus` in `pools.a.platforms.h100`",
         "distflow.yaml:20: error: `-x` is not a valid name here",
-        "distflow.yaml:24: error: `login` needs `backend: slurm`\n    write `backend: slurm`, or remove `login`",
+        "distflow.yaml:24: error: `login` needs `backend: slurm` or `backend: ray`\n    write `backend: slurm`, or",
         "distflow.yaml:25: error: `slurm` needs `backend: slurm`",
-        "distflow.yaml:26: error: `platforms` needs `backend: slurm`",
+        "distflow.yaml:26: error: `platforms` needs `backend: slurm` or `backend: kubernetes` or `backend: ray`",
         "distflow.yaml:27: error: `pools.d.slurm.time` must be at least 1 minute",
         "distflow.yaml:28: error: `--gpus-per-task` requests only the generic resource `gpu`, not `tpu`",
     ):

@@ -1,0 +1,56 @@
+"""Which keys of a pool need which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from distflow.documents.document import View
+
+__all__ = ["ENGINES", "refuse_keys_of_engines", "refuse_keys_of_nodes"]
+
+ENGINES: Mapping[str, str] = MappingProxyType({"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "Ray"})
+"""Backends whose nodes a cluster engine chooses, and the names of the engines."""
+_OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "slurm": ("slurm",),
+        "kubernetes": ("kubernetes",),
+        "ray": ("ray",),
+        "login": ("slurm", "ray"),
+        "platforms": ("slurm", "kubernetes", "ray"),
+    }
+)
+"""Keys of a pool that only these backends have."""
+_NODES = ("nodes", "hostfile")
+_OF_MACHINES = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
+"""Keys of ``defaults`` that describe particular machines."""
+_CHOICES: Mapping[str, str] = MappingProxyType(
+    {"slurm": "; use `slurm: {partition: …, constraint: …}` to choose kinds of nodes"}
+)
+
+
+def refuse_keys_of_nodes(pool: View, backend: str) -> None:
+    """Add findings about keys that describe particular machines, in a pool whose nodes an engine chooses."""
+    engine = ENGINES[backend]
+    for key in _NODES:
+        if key in pool.keys:
+            pool.add(
+                f"a pool with `backend: {backend}` has no `{key}`, because {engine} chooses the nodes",
+                f"remove `{key}`{_CHOICES.get(backend, '')}",
+                key=key,
+            )
+    defaults = pool.view("defaults")
+    for key in defaults.keys:
+        if key in _OF_MACHINES:
+            hint = "remove it; tasks request resources in their spec"
+            if key in ("host", "port", "user", "identity_file") and backend in _OF_ENGINES["login"]:
+                hint = "remove it; the key `login` of the pool describes the connection to the cluster"
+            defaults.add(f"`defaults.{key}` has no meaning with `backend: {backend}`, which chooses the nodes", hint, key=key)
+
+
+def refuse_keys_of_engines(pool: View, backend: str) -> None:
+    """Add findings about keys of engines in a pool of another backend."""
+    for key, backends in _OF_ENGINES.items():
+        if key in pool.keys and backend not in backends:
+            names = [f"`backend: {name}`" for name in backends]
+            pool.add(f"`{key}` needs {' or '.join(names)}", f"write {names[0]}, or remove `{key}`", key=key)

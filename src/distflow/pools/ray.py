@@ -1,0 +1,52 @@
+"""The settings of a pool on Ray, from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from distflow.documents.document import View, path_text
+from distflow.documents.quantities import parse_duration
+from distflow.pools.model import RayPlatform, RaySettings
+
+__all__ = ["parse_ray"]
+
+_Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+_STRATEGIES: Mapping[str, _Strategy] = MappingProxyType(
+    {"PACK": "PACK", "SPREAD": "SPREAD", "STRICT_PACK": "STRICT_PACK", "STRICT_SPREAD": "STRICT_SPREAD"}
+)
+_OF_BUNDLES = ("CPU", "GPU", "memory", "object_store_memory")
+_OF_SLURM = ("partition", "constraint", "gres")
+
+
+def parse_ray(pool: View) -> RaySettings:
+    """Return how nodes of a pool are requested. Adds its findings to those of the configuration."""
+    ray, defaults = pool.view("ray"), RaySettings()
+    idle_release_s = ray.parsed("idle_release", parse_duration)
+    if idle_release_s == 0:
+        at = path_text((*ray.path, "idle_release"))
+        ray.add(f"`{at}` must be more than 0", "write a duration such as `10m`", key="idle_release")
+    python = ray.string("python") or pool.string("python") or pool.view("defaults").string("python")
+    return RaySettings(
+        address=ray.string("address") or defaults.address,
+        strategy=_STRATEGIES.get(ray.string("strategy") or "", defaults.strategy),
+        python=python or defaults.python,
+        idle_release_s=defaults.idle_release_s if idle_release_s is None else idle_release_s,
+        platforms=MappingProxyType({name: _platform(pool.view("platforms", name)) for name in pool.view("platforms").keys}),
+    )
+
+
+def _platform(item: View) -> RayPlatform:
+    for key in _OF_SLURM:
+        if key in item.keys:
+            item.add(f"`{key}` of a platform needs `backend: slurm`", "write `resources: {NAME: AMOUNT}` for Ray", key=key)
+    resources = item.view("resources")
+    found: dict[str, float] = {}
+    for name in resources.keys:
+        amount = resources.document.value_at((*resources.path, name))
+        if name in _OF_BUNDLES:
+            resources.add(f"`{name}` of a platform comes from the `resources` of the spec", "remove it", key=name)
+        elif isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0:
+            found[name] = float(amount)
+    return RayPlatform(resources=MappingProxyType(found))
