@@ -42,6 +42,7 @@ __all__ = [
     "Overrides",
     "PreviousWorkflow",
     "SecretsMissing",
+    "allocation_notices",
     "check_spec",
     "check_stored_spec",
     "configuration_schema_text",
@@ -188,6 +189,7 @@ def validate(
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
     placement, misfits = propose_placement(plan, chosen, checked.spec, Severity.WARNING)
     notices = container_notices(checked.spec, chosen.node_settings) + venv_notices(checked.spec, chosen.node_settings)
+    notices += allocation_notices(checked.spec, chosen)
     notices += sharing_notices(checked.spec, bundles, placement, chosen.nodes)
     return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
 
@@ -208,7 +210,7 @@ def propose_placement(
 
     """
     if pool.is_allocated:
-        return {}, _unknown_platforms(pool, spec, severity)
+        return {}, _unknown_platforms(pool, spec, severity) + _required_topology(pool, spec, severity)
     free = tuple(Free.whole(node) for node in pool.nodes)
     placement: dict[str, str] = {}
     problems: list[Problem] = []
@@ -251,6 +253,41 @@ def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
         )
         for name, mark in marks.items()
     )
+
+
+def _required_topology(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
+    """Return a problem for each resource of a spec whose topology is required of a pool whose nodes an engine chooses."""
+    return tuple(
+        Problem(
+            where=resource.mark,
+            severity=severity,
+            message=f"pool {pool.name!r} cannot place tasks by `topology`: {pool.backend} chooses its nodes",
+            hint="remove `topology`, or write `requirementType: preferred` to run anyway",
+        )
+        for resource in spec.resources.values()
+        if any(one.required for one in resource.topology)
+    )
+
+
+def allocation_notices(spec: WorkflowSpec, pool: Pool) -> tuple[Problem, ...]:
+    """Return a warning for each key without effect in a pool whose nodes an engine chooses."""
+    if not pool.is_allocated:
+        return ()
+    found = [
+        (resource.mark, f"`topology` is ignored: {pool.backend} chooses the nodes of pool {pool.name!r}", "")
+        for resource in spec.resources.values()
+        if resource.topology and not any(one.required for one in resource.topology)
+    ]
+    found += [
+        (
+            group.elastic.mark,
+            f"`elastic` is ignored: the group waits until {pool.backend} has nodes for all of its tasks",
+            "remove tasks to request fewer nodes",
+        )
+        for group in spec.groups
+        if group.elastic is not None
+    ]
+    return tuple(Problem(where=mark, severity=Severity.WARNING, message=message, hint=hint) for mark, message, hint in found)
 
 
 def _why_unplaced(unplaced: Sequence[Unplaced]) -> str:

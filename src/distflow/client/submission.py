@@ -23,7 +23,15 @@ from distflow.client.previous_outputs import (
     fetch_outputs,
     output_source,
 )
-from distflow.client.specs import CheckedSpec, Overrides, PreviousWorkflow, check_spec, find_previous, propose_placement
+from distflow.client.specs import (
+    CheckedSpec,
+    Overrides,
+    PreviousWorkflow,
+    allocation_notices,
+    check_spec,
+    find_previous,
+    propose_placement,
+)
 from distflow.documents.document import Text
 from distflow.documents.notify import NotifyTarget
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
@@ -195,6 +203,7 @@ def plan_checked(
     """
     checked = with_environment(checked, pool.given.environment)
     notices = container_notices(checked.spec, pool.node_settings) + venv_notices(checked.spec, pool.node_settings)
+    notices += allocation_notices(checked.spec, pool)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs, on_pack or _ignore)
     if problems:

@@ -1,0 +1,46 @@
+"""Keys of a spec that a pool whose nodes an engine chooses cannot honor: errors and warnings before anything is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.app import run
+
+SPEC = """
+workflow:
+  name: near
+  resources:
+    default:
+      topology:
+      - {key: rack, requirementType: KIND}
+  groups:
+  - name: train
+    elastic: {min: 1}
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: ["true"]}
+    - {name: worker, ranks: {size: 1}, command: ["true"]}
+"""
+
+
+@pytest.mark.parametrize("command", [["workflow", "validate"], ["workflow", "submit", "--dry-run"]])
+def test_required_topology_is_refused_and_other_keys_are_named(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "distflow.yaml").write_text("pools: {hpc: {backend: slurm}}")
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(tmp_path / "distflow.yaml"))
+    spec = tmp_path / "near.yaml"
+    spec.write_text(SPEC.replace("KIND", "required"))
+    assert (run([*command, str(spec), "--pool", "hpc"]) == 0) is ("validate" in command)
+    grade = "warning" if "validate" in command else "error"
+    shown = capsys.readouterr()
+    assert (
+        f"near.yaml:5: {grade}: pool 'hpc' cannot place tasks by `topology`: slurm chooses its nodes\n" in shown.out + shown.err
+    )
+    assert "write `requirementType: preferred` to run anyway" in shown.out + shown.err
+    spec.write_text(SPEC.replace("KIND", "preferred"))
+    assert run([*command, str(spec), "--pool", "hpc"]) == 0
+    shown = capsys.readouterr()
+    assert "near.yaml:5: warning: `topology` is ignored: slurm chooses the nodes of pool 'hpc'\n" in shown.out + shown.err
+    assert "near.yaml:10: warning: `elastic` is ignored: the group waits until slurm has nodes for all" in shown.out + shown.err
