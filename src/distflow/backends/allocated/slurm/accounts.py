@@ -47,6 +47,10 @@ _GRAVEST = (
     "CANCELLED",  # codespell:ignore
 )
 """Which state of several components explains the end of a heterogeneous job, first of all."""
+_OUT_OF_MEMORY = re.compile(
+    r"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:exceeded .*memory limit|out of memory|oom.?kill)"
+)
+"""Matches a message about a step that used too much memory, with its node. The job itself ends as ``FAILED``."""
 
 
 def account_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
@@ -87,8 +91,14 @@ class Account:
         if active:
             return Queued(why=state_text(active[0]))  # it was submitted after the question to squeue
         state = next((one for one in _GRAVEST if one in states), states[0])
+        excess = [match for line in self.log.splitlines() if (match := _OUT_OF_MEMORY.search(line))]
+        if state == "FAILED" and excess:
+            state = "OUT_OF_MEMORY"
         reason, text = ENDS[state]
         hosts: tuple[str, ...] = ()
+        if reason is Reason.OOM_KILLED:
+            hosts = tuple(dict.fromkeys(host for match in excess for host in match.groups() if host))
+            text += f" on {', '.join(hosts)}" if hosts else ""
         if reason is Reason.NODE_LOST:
             hosts = self._lost(components, down)
             text += f" ({', '.join(hosts)})" if hosts else ""
@@ -99,7 +109,9 @@ class Account:
             text += f" of {seconds_text(limit)}"
         if state == "FAILED":
             text += self._exit()
-        return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts, is_failure=state == "FAILED")
+        # If Slurm ended the job while its script started, the script failed because of that.
+        is_failure = state == "FAILED" and "already completing" not in self.log
+        return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts, is_failure=is_failure)
 
     def _lost(self, components: Sequence[Component], down: Collection[str]) -> tuple[str, ...]:
         """Return the nodes that the job lost."""

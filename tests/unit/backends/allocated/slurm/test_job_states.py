@@ -145,6 +145,17 @@ def test_ends_name_their_causes() -> None:
     assert over("FAILED", reason="NonZeroExitCode", code="127:0", log="srun: error: execve(): /no/python\n\n") == Over(
         reason=None, message="Slurm job 5 failed with exit code 127: srun: error: execve(): /no/python", is_failure=True
     )
+    log = "srun: Job step aborted\nslurmstepd-n2: error: StepId=5.0 exceeded memory limit (7 > 3), being killed\n"
+    assert over("FAILED", reason="NonZeroExitCode", code="137:0", log=log) == Over(
+        reason=Reason.OOM_KILLED, message="Slurm job 5 used more memory than it requested on n2", hosts=("n2",)
+    )
+    assert over("FAILED", code="1:0", log="srun: error: n1: task 0: Out Of Memory\n") == Over(
+        reason=Reason.OOM_KILLED, message="Slurm job 5 used more memory than it requested on n1", hosts=("n1",)
+    )
+    log = "srun: error: Unable to create step for job 5: Job/step already completing or completed\n"
+    found = over("FAILED", code="1:0", log=log)
+    assert isinstance(found, Over)
+    assert not found.is_failure
     assert over("FAILED", reason="BadConstraints", code="0:1") == Over(
         reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)", is_failure=True
     )
