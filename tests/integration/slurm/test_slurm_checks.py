@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,28 @@ def test_mistakes_have_remedies(checked: Check, slurm: Slurm, settings: str, wor
         if "closed" in settings or "short" in settings:
             slurm.run("scontrol", "delete", "PartitionName=closed")
             slurm.run("scontrol", "delete", "PartitionName=short")
+
+
+def test_limits_of_the_partition_are_named(checked: Check, slurm: Slurm) -> None:
+    slurm.run("scontrol", "create", "PartitionName=small", "Nodes=ALL", "MaxTime=30", "MaxNodes=1")
+    try:
+        assert "note: login: partition `small` allows jobs of at most 1 node and 30 min" in checked("slurm: {partition: small}")
+    finally:
+        slurm.run("scontrol", "delete", "PartitionName=small")
+
+
+def test_a_node_whose_srun_fails_is_named(
+    checked: Check, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The environment of the login node reaches the node. There, this `srun` comes first in PATH.
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\n[ -z "$SLURMD_NODENAME" ] || {{ echo "not here" >&2; exit 3; }}\nexec {slurm.commands}/srun "$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = checked("slurm: {}")
+    assert 'error: login: `srun --overlap` fails on a node: "not here' in found
+    assert "is Python 3." in found
 
 
 def test_python_on_the_nodes(checked: Check, slurm: Slurm) -> None:

@@ -17,10 +17,12 @@ from distflow.lifecycle.states import Reason
 __all__ = [
     "ENDS",
     "PHASES",
+    "SHOW_PARTITIONS",
     "Component",
     "Phase",
     "jobs_of",
     "parse_limit",
+    "partitions_of",
     "pending_text",
     "phase_of",
     "squeue_format",
@@ -209,6 +211,15 @@ def parse_limit(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+SHOW_PARTITIONS = ("scontrol", "--all", "show", "partition", "--oneliner")
+
+
+def partitions_of(text: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the partitions in the answer of ``scontrol show partition --oneliner`` with their settings, by name."""
+    lines = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines()]
+    return {line["PartitionName"]: line for line in lines if "PartitionName" in line}
 
 
 # -- the answer of squeue ---------------------------------------------------------------------------------------------

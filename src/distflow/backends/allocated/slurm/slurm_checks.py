@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
 from distflow.backends.allocated.slurm.commands import SlurmCommands, last_words
 from distflow.backends.allocated.slurm.job_request import is_temporary, refusal, sbatch_arguments, shell_path
-from distflow.backends.allocated.slurm.job_states import parse_limit
+from distflow.backends.allocated.slurm.job_states import SHOW_PARTITIONS, parse_limit, partitions_of
 from distflow.backends.machines.checks.findings import Finding, Grade, error, note, warning
 from distflow.backends.machines.checks.measured import python_trouble
 from distflow.backends.machines.connection.bootstrap import python_argv
@@ -28,7 +29,19 @@ _AT_ONCE_S = 5
 _SOON_S = 60.0
 """A job that starts later than in this time does not start at once."""
 _PYTHON_S = 60.0
-_PROBE = "import os, sys; print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])))"
+_PROBE = """
+import json, os, subprocess, sys
+env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+job = "--jobid=" + os.environ["SLURM_JOB_ID"]
+step = ["srun", job, "--overlap", "--nodes=1", "--ntasks=1", "--gres=none", "--mpi=none", "--chdir=/", "true"]
+try:
+    done = subprocess.run(step, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30)
+    trouble = done.stdout.decode("utf-8", "replace") or str(done.returncode) if done.returncode else ""
+except (OSError, subprocess.TimeoutExpired) as error:
+    trouble = str(error)
+print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])), json.dumps(trouble[-500:]))
+"""
+"""Prints the version of Python, whether a file of the login node is there, and why ``srun --overlap`` fails."""
 
 _ALLOCATION = Allocation(workflow="check", group="check", attempt=0)
 
@@ -42,9 +55,9 @@ def check_slurm(pool: Pool, commands: SlurmCommands, progress: Callable[[str], N
     accepted = []
     for platform, settings in {"": SlurmPlatform(), **check.settings.platforms}.items():
         progress(f"asking Slurm whether it would accept a job{_of(platform)}")
-        found = list(check.partition(platform, settings, partitions)) or list(check.gres(platform, settings))
-        if not _has_error(found):
-            found += check.submission(platform)
+        found = list(check.partition(platform, settings, partitions))
+        for step in (partial(check.gres, platform, settings), partial(check.submission, platform)):
+            found += [] if _has_error(found) else step()
         yield from found
         accepted += [] if _has_error(found) else [platform]
     if "" in accepted:
@@ -95,9 +108,7 @@ class _Check:
 
     def partitions(self) -> Mapping[str, Mapping[str, str]]:
         """Return the partitions with their settings, by name."""
-        text = self._commands.asked("scontrol", "--all", "show", "partition", "--oneliner")
-        lines = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines()]
-        return {line["PartitionName"]: line for line in lines if "PartitionName" in line}
+        return partitions_of(self._commands.asked(*SHOW_PARTITIONS))
 
     def partition(self, platform: str, settings: SlurmPlatform, known: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         """Check that the partitions of a platform exist, are up, and allow the pool's time limit."""
@@ -127,6 +138,14 @@ class _Check:
                     "slurm", self._at, f"`slurm.time` is longer than the limit of partition `{name}`, {seconds_text(limit)}",
                     "shorten `slurm.time` of the pool",
                 )  # fmt: skip
+            limits = (
+                [f"{nodes} {'node' if nodes == '1' else 'nodes'}"]
+                if (nodes := known[name].get("MaxNodes", "")).isdecimal()
+                else []
+            )
+            limits += [seconds_text(limit)] if limit is not None else []
+            if limits:
+                yield note("slurm", self._at, f"partition `{name}` allows jobs of at most {' and '.join(limits)}", "")
 
     def gres(self, platform: str, settings: SlurmPlatform) -> Iterator[Finding]:
         """Check that nodes of a platform have its kind of GPU."""
@@ -192,9 +211,14 @@ class _Check:
         finally:
             if path:
                 self._commands.run("rm", "-f", path)
-        words = done.stdout.decode("utf-8", "replace").split()
-        if len(words) == 2:
-            yield from self._python_is(template.python, template.root, *words, is_at_login=bool(path))
+        words = done.stdout.decode("utf-8", "replace").split(maxsplit=2)
+        if len(words) == 3:
+            yield from self._python_is(template.python, template.root, *words[:2], is_at_login=bool(path))
+            if words[2].strip() != '""':
+                yield error(
+                    "slurm", self._at, f"`srun --overlap` fails on a node: {plain(words[2]).strip()[:300]}",
+                    "distflow needs it to start and to reach tasks: ask the administrators of the cluster",
+                )  # fmt: skip
         elif re.search("execve|No such file|not found|Permission denied", last_words(done)):
             yield error(
                 "python", self._at, f"`{template.python}` does not run on a node: {last_words(done)[:300]}",
