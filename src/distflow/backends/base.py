@@ -113,6 +113,8 @@ class LeaseRequest:
     """Task → names of nodes that an engine must not choose."""
     time_limit_s: float | None = None
     """The longest time that the gang may need its nodes; ``None`` if it is not known."""
+    margin_s: float = 0.0
+    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
 
     def key(self, task: str) -> AttemptKey:
         """Return the attempt of one task on its node."""

@@ -227,6 +227,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         platforms={one.task: one.resource.platform for one in plan.launches if one.resource.platform is not None},
         excluded=_excluded(plan, group),
         time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + _AROUND_S,
+        margin_s=_AROUND_S,
     )
 
 

@@ -22,6 +22,7 @@ from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.states import Reason
 from distflow.pools.load import Machine, parse_configuration
+from distflow.structs import replace
 from distflow.testing.slurm import Slurm, missing_slurm
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
@@ -219,6 +220,41 @@ def test_a_cluster_without_heterogeneous_jobs_gives_all_nodes_the_largest_shape(
         assert "every node gets the largest" in engine.notice(job)
         assert "NumCPUs=4" in (shown := cluster.run("scontrol", "show", "job", job))
         assert "TresPerNode=gres:gpu:2" in shown
+
+
+@pytest.mark.parametrize(
+    ("exec_min", "enforced", "minutes"),
+    [(30, "NO", 60), (30, "ALL", 60), (60, "ALL", 60), (30 * 24 * 60, "NO", 30 * 24 * 60 + 60)],
+)
+def test_the_margin_of_a_time_limit_fits_into_the_partition(
+    tmp_path: Path, open_engine: Open, exec_min: int, enforced: str, minutes: int
+) -> None:
+    with own_cluster(tmp_path, EnforcePartLimits=enforced) as cluster:
+        cluster.add_partition("short", MaxTime="60")
+        partition = "main" if minutes > 60 else "short"
+        engine = open_engine(cluster, f"slurm: {{partition: '{partition}'}}")
+        request = replace(wanted(), time_limit_s=exec_min * 60.0 + 3600.0, margin_s=3600.0)
+        job = engine.request(request)
+        assert cluster.run("squeue", "--noheader", f"--jobs={job}", "--Format=TimeLimit:.40").split() == [_limit(minutes)]
+        reached(engine, job, Granted)
+
+
+def test_a_time_limit_without_its_margin_is_tried_if_slurm_refuses_it(slurm: Slurm, open_engine: Open) -> None:
+    login = UnreliableTransport()
+    engine = open_engine(slurm, login=login)
+    login.answers = Completed(exit_code=1, stdout=b"", stderr=b"sbatch: error: Requested time limit is invalid\n")
+    login.loses = "--time=90"
+    job = engine.request(replace(wanted(), time_limit_s=90 * 60.0, margin_s=3600.0))
+    assert "TimeLimit=00:30:00" in slurm.run("scontrol", "show", "job", job)
+    login.loses = "--time=30"
+    with pytest.raises(RequestRefused, match="Requested time limit is invalid"):
+        engine.request(replace(wanted(1), time_limit_s=30 * 60.0, margin_s=0.0))
+
+
+def _limit(minutes: int) -> str:
+    """Return a time limit as Slurm writes it."""
+    days, rest = divmod(minutes, 1440)
+    return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60}:{rest % 60:02}:00"
 
 
 def test_preemption_and_a_lost_node(tmp_path: Path, open_engine: Open) -> None:

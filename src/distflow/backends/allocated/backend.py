@@ -676,4 +676,5 @@ def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:
             for task in request.nodes
         ),
         time_limit_s=request.time_limit_s,
+        margin_s=request.margin_s,
     )

@@ -87,6 +87,8 @@ class AllocationRequest:
     nodes: tuple[NodeRequest, ...]
     time_limit_s: float | None = None
     """The longest time that the group may run, with its preparation; ``None``: that of the pool."""
+    margin_s: float = 0.0
+    """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
 
 
 @dataclass(frozen=True, slots=True)

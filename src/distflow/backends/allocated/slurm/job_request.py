@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, RequestRefused
 from distflow.backends.allocated.slurm.commands import last_words
+from distflow.backends.allocated.slurm.job_states import parse_limit
 from distflow.documents.text import did_you_mean, plain
 from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
 from distflow.structs import replace
@@ -18,6 +19,7 @@ from distflow.transports.base import Completed
 __all__ = [
     "as_one_shape",
     "components_of",
+    "is_about_time",
     "is_temporary",
     "job_script",
     "lacks_het_jobs",
@@ -25,6 +27,7 @@ __all__ = [
     "refusal",
     "sbatch_arguments",
     "shell_path",
+    "within_limits",
 ]
 
 _TEMPORARY = (
@@ -111,6 +114,30 @@ def sbatch_arguments(pool: Pool, wanted: AllocationRequest, components: Sequence
         words += [":"] if position else []
         words += _component(pool.name, settings, wanted, nodes)
     return tuple(words)
+
+
+def within_limits(
+    settings: SlurmSettings, wanted: AllocationRequest, partitions: Mapping[str, Mapping[str, str]]
+) -> AllocationRequest:
+    """Return the request with as much of the margin of its time limit as the limits of its partitions allow.
+
+    ``partitions`` are the settings of all partitions, by name. A partition that is too short even without the margin does not
+    count: Slurm uses another one, or says why the job cannot run.
+    """
+    if wanted.time_limit_s is None:
+        return wanted
+    shortest, found = wanted.time_limit_s - wanted.margin_s, [wanted.time_limit_s]
+    for name in {node.platform for node in wanted.nodes}:
+        chosen = settings.platforms.get(name or "", SlurmPlatform()).partition or settings.partition
+        names = chosen.split(",") if chosen else [one for one, keys in partitions.items() if keys.get("Default") == "YES"]
+        limits = [parse_limit(partitions.get(one, {}).get("MaxTime", "")) for one in names]
+        found += [limit for limit in limits if limit is not None and limit >= shortest]
+    return replace(wanted, time_limit_s=min(found), margin_s=min(found) - shortest)
+
+
+def is_about_time(done: Completed) -> bool:
+    """Return whether a job was refused for its time limit, perhaps among other limits."""
+    return "time limit" in _text(done)
 
 
 def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, nodes: Sequence[NodeRequest]) -> list[str]:

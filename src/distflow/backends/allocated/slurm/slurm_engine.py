@@ -24,17 +24,21 @@ from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
     components_of,
+    is_about_time,
     is_temporary,
     job_script,
     lacks_het_jobs,
     log_path,
     refusal,
     sbatch_arguments,
+    within_limits,
 )
 from distflow.backends.allocated.slurm.job_states import (
+    SHOW_PARTITIONS,
     Component,
     Phase,
     jobs_of,
+    partitions_of,
     pending_text,
     phase_of,
     squeue_format,
@@ -45,6 +49,7 @@ from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, SlurmSettings, ssh_node
+from distflow.structs import replace
 from distflow.transports.base import BorrowedTransport, Transport
 
 __all__ = ["SlurmEngine"]
@@ -53,6 +58,8 @@ _SUBMIT_EVERY_S = 0.2
 """The shortest time between two submissions."""
 _KNOWN_FOR_S = 20.0
 """How long the last list of jobs answers whether an allocation exists already."""
+_PARTITIONS_FOR_S = 600.0
+"""How long the last list of partitions is used."""
 _ENDED_ALREADY = "(?i)invalid job id|already completed|already completing"
 """Matches what ``scancel`` prints about jobs that have ended."""
 _LARGEST_SHAPE = (
@@ -92,6 +99,9 @@ class SlurmEngine:
         self._submitting = threading.Lock()
         """Held during a submission, so that there is one at a time."""
         self._last_submit = 0.0
+        self._known_partitions: Mapping[str, Mapping[str, str]] = {}
+        self._partitions_at: float | None = None
+        """When they were learned, by the monotonic clock."""
         self._is_closed = threading.Event()
         self._state = threading.Lock()
         """Guards everything below."""
@@ -225,6 +235,8 @@ class SlurmEngine:
             return str(min(same)) if same else None
 
     def _new_job(self, wanted: AllocationRequest) -> str:
+        if wanted.time_limit_s is not None:
+            wanted = within_limits(self._settings, wanted, self._partitions())
         components = components_of(wanted.nodes)
         job = None
         if len(components) == 1 or self._settings.het_jobs:
@@ -260,7 +272,29 @@ class SlurmEngine:
                 return match[1]
         if len(components) > 1 and lacks_het_jobs(done):
             return None
+        if wanted.time_limit_s is not None and wanted.margin_s > 0 and is_about_time(done):
+            # Limits of accounts and qualities of service are not known before.
+            shortest = replace(wanted, time_limit_s=wanted.time_limit_s - wanted.margin_s, margin_s=0.0)
+            return self._submit(shortest, components)
         raise refusal(done)
+
+    def _partitions(self) -> Mapping[str, Mapping[str, str]]:
+        if self._partitions_at is None or time.monotonic() - self._partitions_at > _PARTITIONS_FOR_S:
+            self._known_partitions = partitions_of(self._commands.asked(*SHOW_PARTITIONS))
+            self._partitions_at = time.monotonic()
+        return self._known_partitions
+
+    def _end(self, job: str, exit_code: int) -> bool:
+        """End a job by an exit code. Returns whether it has accepted that."""
+        with self._state:
+            hosts = self._hosts.get(job, "") if job in self._active else ""
+        try:
+            first, *_ = expand_hosts(hosts)
+            self._open_relay(job, first).end_allocation(exit_code)
+        except (NodeUnreachable, ValueError):
+            return False
+        self._forget([job])
+        return True
 
     # Questions.
 
