@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
+from distflow.backends.allocated.slurm.commands import step_words
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
@@ -31,7 +33,7 @@ from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
-"""Name → a way to make one that reaches this machine; `over_ssh` and `over_slurm` are further ones."""
+"""Name → a way to make one that reaches this machine; fixtures such as `over_ssh` and `over_slurm` are further ones."""
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +56,9 @@ def slurm_job(slurm_cluster: Slurm) -> Iterator[str]:
 def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
     """A way to make transports that reach this machine as the second node of a Slurm job."""
     monkeypatch.setenv("PATH", f"{slurm_cluster.commands}:{os.environ['PATH']}")
-    return lambda: RelayTransport(LocalTransport("login"), slurm_job, "n2", sys.executable)
+    return lambda: RelayTransport(
+        LocalTransport("login"), slurm_job, "n2", sys.executable, prefix=partial(step_words, slurm_job, "n2")
+    )
 
 
 def submit(cluster: Slurm, script: str, *options: str) -> str:

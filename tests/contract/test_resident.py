@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ import pytest
 from contract.conftest import NodeUnderTest, processes_with, submit
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
+from distflow.backends.allocated.slurm.commands import step_may_pass, step_words
 from distflow.errors import NodeUnreachable
 from distflow.testing.nodes import install_runtime
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import is_alive, wait_until
-from distflow.transports.base import REASON_MARK
+from distflow.transports.base import REASON_MARK, Transport
 from distflow.transports.local import LocalTransport
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
@@ -34,13 +37,19 @@ def reach(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
     monkeypatch.setenv("PATH", f"{slurm.commands}:{os.environ['PATH']}")
     made: list[RelayTransport] = []
 
-    def to(job: str, host: str, **options: object) -> RelayTransport:
-        made.append(RelayTransport(LocalTransport("login"), job, host, sys.executable, **options))  # type: ignore[arg-type]
+    def to(job: str, host: str, het_group: int | None = None) -> RelayTransport:
+        made.append(over(LocalTransport("login"), job, host, het_group))
         return made[-1]
 
     yield to
     for transport in made:
         transport.close()
+
+
+def over(login: Transport, job: str, host: str, het_group: int | None = None) -> RelayTransport:
+    """A transport to a node of a job through its login node."""
+    prefix = partial(step_words, job, host, het_group)
+    return RelayTransport(login, job, host, sys.executable, prefix=prefix, may_pass=step_may_pass)
 
 
 def start(cluster: Slurm, *options: str, idle_s: float = 600, components: int = 1) -> str:
@@ -120,7 +129,7 @@ def test_a_command_ends_although_a_background_process_has_its_pipes(slurm: Slurm
 def test_each_component_of_a_heterogeneous_job_is_reached(slurm: Slurm, reach: Reach) -> None:
     job = start(slurm, "--nodes=1", "--gres=gpu:2", ":", "--nodes=1", "--ntasks-per-node=1", "--gres=gpu:1", components=2)
     for host, group, gpus in (("n1", 0, b"0,1\n"), ("n2", 1, b"0\n")):
-        transport = reach(job, host, het_group=lambda group=group: group)
+        transport = reach(job, host, group)
         assert transport.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], timeout_s=20).stdout == gpus
 
 
@@ -179,7 +188,7 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
     path = f"{slurm.commands}:{os.environ['PATH']}"
     with Sshd(tmp_path / "sshd", alias="login", options={"SetEnv": f"HOME={tmp_path} PATH={path}"}) as server:
         login = SshTransport("login", SshDestination(host="login", config_file=str(server.client_config)))
-        transport = RelayTransport(login, job, "n2", sys.executable)
+        transport = over(login, job, "n2")
         words = ["a b", "a'b", 'a"b', "$HOME", "a\nb", "", "ü→", "\\", "!x"]
         code = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:])); sys.exit(3)"
         done = transport.run([sys.executable, "-c", code, *words], timeout_s=20)
@@ -204,3 +213,32 @@ def succeeds(transport: RelayTransport) -> bool:
         return transport.run(["true"], timeout_s=20).exit_code == 0
     except NodeUnreachable:
         return False
+
+
+def test_a_step_that_slurm_cannot_create_for_the_moment_is_tried_again(slurm: Slurm, reach: Reach, tmp_path: Path) -> None:
+    transport = reach(start(slurm), "n1")
+    commands, failures = tmp_path / "bin", tmp_path / "failures"
+    commands.mkdir()
+    message = "srun: error: Unable to create step for job 1: Unable to contact slurm controller (connect failure)"
+    (commands / "srun").write_text(
+        f'#!/bin/sh\nif read -r line <"{failures}" && sed -i 1d "{failures}"; then echo "{message}" >&2; exit 1; fi\n'
+        f'exec {slurm.commands}/srun "$@"\n'
+    )
+    (commands / "srun").chmod(0o755)
+    os.environ["PATH"] = f"{commands}:{os.environ['PATH']}"  # the fixture restores it
+    failures.write_text("1\n2\n")
+    assert transport.run(["cat"], input=b"sent", timeout_s=60).stdout == b"sent"
+    assert failures.read_text() == ""
+    failures.write_text("1\n2\n")
+    channel = transport.open(["sh", "-c", "echo there; cat"])
+    assert channel.read() == b"there\n"
+    channel.write(b"sent")
+    assert channel.read() == b"sent"
+    channel.close()
+    failures.write_text("1\n")
+    channel = transport.open(["cat"])
+    with suppress(NodeUnreachable):
+        channel.write(b"lost, perhaps")  # so it is not known whether the command got it
+    assert channel.read() == b""
+    assert "Unable to create step" in channel.stderr_tail()
+    channel.close()

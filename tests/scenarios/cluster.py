@@ -15,7 +15,20 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["Cluster"]
+__all__ = ["FOREVER", "SPIN", "Cluster"]
+
+SPIN = """
+workflow:
+  name: spin
+  groups:
+  - name: train
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: [sh, -c, 'echo "$CUDA_VISIBLE_DEVICES on $MASTER_ADDR"; sleep 600']}
+    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
+  resources: {default: {gpu: 2, cpu: 1}}
+"""
+FOREVER = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
+"""A gang that needs both nodes of the cluster, so that another one has to wait."""
 
 
 class Cluster:
@@ -44,6 +57,12 @@ class Cluster:
             pool |= {"login": self.login.alias, "ssh_config": str(folder / "ssh_config")}
         text = json.dumps({"default_pool": "cluster", "pools": {"cluster": pool | settings}})
         (folder / "distflow.yaml").write_text(text)
+
+    def start(self, spec: str = SPIN) -> tuple[str, str]:
+        """Submit a gang, wait until it runs, and return the workflow and its job."""
+        workflow = self.cli.submit(self.cli.spec(spec))
+        self.cli.await_running(workflow)
+        return workflow, self.job_of(workflow)
 
     def command(self, *words: str) -> str:
         """Run a command of Slurm and return its output."""

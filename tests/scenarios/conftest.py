@@ -24,8 +24,10 @@ from distflow.supervisor.process import is_running
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.nodes import install_runtime
 from distflow.testing.s3 import S3Server, missing_rclone
+from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from scenarios.cluster import Cluster
 from scenarios.commands import Commands, Done
 from scenarios.lab import Lab
 
@@ -246,6 +248,35 @@ def lab(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 server.thaw()
         # The agents end with their connections; the supervisor with its work.
         made.await_nothing_left()
+
+
+@pytest.fixture
+def cluster(cli: Cli, slurm: Slurm) -> Iterator[Cluster]:
+    """A pool ``cluster`` of a real Slurm, whose commands are on this machine."""
+    made = Cluster(cli, slurm)
+    yield made
+    made.await_no_jobs()
+
+
+@pytest.fixture
+def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Through a login node: an OpenSSH server in whose PATH the commands of Slurm are."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    folder = tmp_path_factory.mktemp("login")
+    path = f"HOME={folder / 'home'} PATH={slurm.commands}:{os.environ['PATH']}"
+    with Sshd(folder, "127.0.1.9", alias="login", user_key=key, options={"SetEnv": path}) as server:
+        made = Cluster(cli, slurm, server)
+        yield made
+        made.await_no_jobs()
+
+
+@pytest.fixture(params=["cluster", pytest.param("far_cluster", marks=pytest.mark.ssh)])
+def any_cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The same on this machine, and through a login node."""
+    made: Cluster = request.getfixturevalue(request.param)
+    return made
 
 
 @pytest.fixture

@@ -3,71 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from distflow.testing.slurm import Slurm
-from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
-from scenarios.cluster import Cluster
-from scenarios.conftest import Cli
-from scenarios.lab import TRAINING, checkout, train
-
-SPIN = """
-workflow:
-  name: spin
-  groups:
-  - name: train
-    tasks:
-    - {name: master, lead: true, ranks: {size: 1}, command: [sh, -c, 'echo "$CUDA_VISIBLE_DEVICES on $MASTER_ADDR"; sleep 600']}
-    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
-  resources: {default: {gpu: 2, cpu: 1}}
-"""
-FOREVER = SPIN.replace("gpu: 2, cpu: 1", "cpu: 16")
-"""A gang that needs both nodes of the cluster, so that another one has to wait."""
-
-
-@pytest.fixture
-def cluster(cli: Cli, slurm: Slurm) -> Iterator[Cluster]:
-    made = Cluster(cli, slurm)
-    yield made
-    made.await_no_jobs()
-
-
-@pytest.fixture
-def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Through a login node: an OpenSSH server in whose PATH the commands of Slurm are."""
-    if why := missing_sshd():
-        pytest.skip(why)
-    key = make_key(tmp_path_factory.mktemp("key") / "id")
-    folder = tmp_path_factory.mktemp("login")
-    path = f"HOME={folder / 'home'} PATH={slurm.commands}:{os.environ['PATH']}"
-    with Sshd(folder, "127.0.1.9", alias="login", user_key=key, options={"SetEnv": path}) as server:
-        made = Cluster(cli, slurm, server)
-        yield made
-        made.await_no_jobs()
-
-
-def _runs(cluster: Cluster, spec: str = SPIN) -> tuple[str, str]:
-    """Submit a gang, wait until it runs, and return the workflow and its job."""
-    workflow = cluster.cli.submit(cluster.cli.spec(spec))
-    cluster.cli.await_running(workflow)
-    return workflow, cluster.job_of(workflow)
-
-
-@pytest.fixture(params=["cluster", pytest.param("far_cluster", marks=pytest.mark.ssh)])
-def any_cluster(request: pytest.FixtureRequest) -> Cluster:
-    made: Cluster = request.getfixturevalue(request.param)
-    return made
+from scenarios.cluster import FOREVER, SPIN, Cluster
+from scenarios.lab import checkout
 
 
 def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Cluster, repository: Path) -> None:
     cli = any_cluster.cli
-    workflow, job = _runs(any_cluster)
+    workflow, job = any_cluster.start()
     tasks = cli.tasks(workflow)
     assert {name: task["node_name"] for name, task in tasks.items()} == {"master": f"n1@{job}", "worker": f"n2@{job}"}
     assert "0,1 on " in cli.await_log(workflow, " on ")
@@ -80,18 +30,49 @@ def test_a_gang_runs_in_a_job_with_its_gpus_and_gives_it_back(any_cluster: Clust
     assert "rank 1 of 2" in done.out
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("name", TRAINING[:1])
-def test_a_training_spec_completes(cluster: Cluster, repository: Path, name: str, forking_site: str) -> None:
-    cluster.configure(environment={"PYTHONPATH": forking_site})
-    tasks, finished = train(cluster.cli, checkout(cluster.cli, repository) / f"{name}.yaml", epochs=6)
-    assert finished["accuracy"] > 0.95
-    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+@pytest.mark.parametrize("option", ["gpus-per-node", "gpus-per-task"])
+def test_gpus_can_be_requested_by_other_options_also_in_a_heterogeneous_job(cluster: Cluster, option: str) -> None:
+    cluster.configure(slurm={"gpu_option": option, "gres": "gpu:h100"})
+    text = SPIN.replace("name: worker,", "name: worker, resource: small,").replace(
+        'echo "rank', 'echo "$CUDA_VISIBLE_DEVICES for rank'
+    )
+    text = text.replace("{default: {gpu: 2, cpu: 1}}", "{default: {gpu: 2, cpu: 1}, small: {gpu: 3, cpu: 2}}")
+    workflow, _ = cluster.start(text)
+    assert "[master] 0,1 on " in cluster.cli.await_log(workflow, " on ")
+    assert "[worker] 0,1,2 for rank 1" in cluster.cli.await_log(workflow, " for rank ")
+    assert cluster.cli.run("workflow", "exec", workflow, "worker", "--entry", "echo there").out == "there\n"
+    assert cluster.cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "states"),
+    [
+        (SPIN.replace("sleep 600", "true"), {"COMPLETED 0:0"}),
+        (SPIN.replace("sleep 600", "exit 7", 1), {"FAILED 7:0"}),
+        (SPIN.replace("sleep 600", "kill -KILL $$", 1), {"FAILED 137:0"}),
+        # A lead of another shape makes a heterogeneous job.
+        (
+            SPIN.replace("lead: true,", "lead: true, resource: small,")
+            .replace("sleep 600", "exit 7", 1)
+            .replace("cpu: 1}", "cpu: 1}, small: {gpu: 1}"),
+            {"FAILED 7:0"},
+        ),
+    ],
+    ids=["completed", "exit", "signal", "het"],
+)
+def test_slurm_shows_the_end_of_the_gang(cluster: Cluster, spec: str, states: set[str]) -> None:
+    cli = cluster.cli
+    cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    cluster.await_no_jobs()
+    shown = cluster.command("scontrol", "show", "job", "--oneliner", cluster.job_of("spin-1"))
+    found = {f"{state} {code}" for state, code in re.findall(r"JobState=(\S+) .* ExitCode=(\S+)", shown)}
+    assert found == states, shown
+    assert not list(cli.top.glob("distflow-job-*")), "no log is left"
 
 
 def test_a_gang_in_the_queue_shows_slurms_reason_and_cancel_leaves_nothing(cluster: Cluster) -> None:
     cli = cluster.cli
-    first, _ = _runs(cluster, FOREVER)
+    first, _ = cluster.start(FOREVER)
     second = cli.submit(cli.spec(FOREVER, "second.yaml"))
     wait_until(lambda: "Resources" in cli.query(second)["groups"][0]["message"], 60, "the reason is shown")
     assert len(cluster.jobs()) == 2
@@ -116,7 +97,7 @@ def test_a_gang_that_never_gets_nodes_ends_by_its_queue_timeout(cluster: Cluster
 @pytest.mark.ssh
 def test_a_restarted_login_node_loses_nothing(far_cluster: Cluster) -> None:
     cli, go = far_cluster.cli, far_cluster.cli.folder / "go"
-    workflow, job = _runs(far_cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    workflow, job = far_cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
     assert far_cluster.login is not None
     far_cluster.login.restart()
     wait_until(lambda: "reachable again" in cli.run("workflow", "events", workflow).out, 60, "the nodes are reached again")
@@ -149,14 +130,14 @@ def test_reap_ends_jobs_of_ended_workflows_and_names_those_of_others(cluster: Cl
 def test_a_preempted_gang_and_one_on_a_lost_node_name_the_cause(cluster: Cluster) -> None:
     cli = cluster.cli
     cluster.slurm.add_partition("urgent", PriorityTier="10", PreemptMode="OFF")
-    workflow, _ = _runs(cluster, FOREVER)
+    workflow, _ = cluster.start(FOREVER)
     urgent = cluster.command(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600"
     ).strip()
     answer = cli.await_status(workflow, "FAILED_PREEMPTED", "FAILED", "FAILED_SERVER_ERROR")
     assert answer["status"] == "FAILED_PREEMPTED", answer
     cluster.command("scancel", urgent)
-    workflow, _ = _runs(cluster)
+    workflow, _ = cluster.start()
     cluster.slurm.kill_node("n2")
     try:
         answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR", "FAILED", "FAILED_SERVER_ERROR", timeout=90)
@@ -171,7 +152,7 @@ def test_a_job_without_a_supervisor_ends_by_itself(cluster: Cluster) -> None:
     cli = cluster.cli
     cluster.configure(slurm={"idle_release": "2s"})
     go = cli.folder / "go"
-    _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
     cli.kill_supervisor()
     go.touch()
     cluster.await_no_jobs()
@@ -182,7 +163,7 @@ def test_a_job_without_a_supervisor_ends_by_itself(cluster: Cluster) -> None:
 
 def test_a_job_that_is_canceled_from_outside_names_who_did_it(cluster: Cluster) -> None:
     cli = cluster.cli
-    workflow, job = _runs(cluster)
+    workflow, job = cluster.start()
     cluster.command("scancel", job)
     answer = cli.await_status(workflow, "FAILED_CANCELED", "FAILED")
     assert answer["status"] == "FAILED_CANCELED", answer
@@ -192,7 +173,7 @@ def test_a_job_that_is_canceled_from_outside_names_who_did_it(cluster: Cluster) 
 def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
     cli = cluster.cli
     go = cli.folder / "go"
-    workflow, job = _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
+    workflow, job = cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; echo late"))
     waiting = cli.submit(cli.spec(FOREVER, "second.yaml"))
     wait_until(lambda: len(cluster.jobs()) == 2, 30, "both have a job")
     cli.kill_supervisor()
@@ -209,7 +190,7 @@ def test_a_killed_supervisor_loses_nothing(cluster: Cluster) -> None:
 def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -> None:
     cli = cluster.cli
     go = cli.folder / "go"
-    workflow, _ = _runs(cluster, SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; exit 3"))
+    workflow, _ = cluster.start(SPIN.replace("sleep 600", f"while [ ! -e {go} ]; do sleep 0.2; done; exit 3"))
     cluster.slurm.stop_controller()
     try:
         go.touch()
@@ -219,13 +200,13 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -
         wait_until(lambda: cli.query(later)["groups"][0]["message"], 120, "it waits")
     finally:
         cluster.slurm.start_controller()
-    cli.await_status(later, "COMPLETED", timeout=120)
+    cli.await_status(later, "COMPLETED", timeout=240)
 
 
 @pytest.mark.timeout(400)
 def test_a_killed_resident_ends_the_job_and_the_gang(cluster: Cluster) -> None:
     cli = cluster.cli
-    workflow, _ = _runs(cluster)
+    workflow, _ = cluster.start()
     for pid in cluster.slurm.processes("n2"):
         if _words(pid)[-2:-1] == [b"node"]:
             os.kill(pid, signal.SIGKILL)

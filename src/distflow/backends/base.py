@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distflow.storage.task_data import Delivered, Delivery
 
 __all__ = [
+    "NO_EXIT_CODES",
     "Absent",
     "AttemptKey",
     "AttemptObservation",
@@ -419,6 +420,9 @@ class LogSink(Protocol):
         ...
 
 
+NO_EXIT_CODES: Mapping[AttemptKey, int] = MappingProxyType({})
+
+
 class Backend(Protocol):
     """Runs plans on one pool.
 
@@ -449,13 +453,19 @@ class Backend(Protocol):
         """Try to lease everything for a gang."""
         ...
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
+    def keep(
+        self,
+        gangs: Collection[AttemptKey],
+        ended: Collection[str] | None = None,
+        exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
+    ) -> None:
         """Give back the allocations of all other gangs that this backend has requested, where an engine chooses the nodes.
 
         Args:
             gangs: The attempts of groups that wait for nodes or still need theirs; task and node are empty.
             ended: Workflows (uuids) that have ended. They and those of ``gangs`` may have left allocations that an earlier
                 process requested. ``None``: do not look for those.
+            exit_codes: The exit codes of gangs that have ended by themselves, for the engine's accounting. Like ``gangs``.
 
         """
         ...

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,7 @@ from distflow.supervisor.observations import (
     update_node_view,
 )
 from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Snapshot, Workflow, attempt_key
+from distflow.supervisor.timeline import cause_of
 from distflow.supervisor.transfer_threads import TransferRunner
 from distflow.supervisor.transfers import add_task_inputs, add_url_inputs, archives, arrived_archives, is_needed
 from distflow.supervisor.workflow_copies import encode_copy
@@ -366,8 +367,8 @@ class Supervisor:
             if not decision.records and not decision.commands:
                 break
         self._drop_unneeded_commands()
+        self._give_back_allocations()  # with the ends of workflows that are then forgotten
         self._forget_finished()
-        self._give_back_allocations()
         return decision.wake_at
 
     def _drop_unneeded_commands(self) -> None:
@@ -485,10 +486,12 @@ class Supervisor:
             if kept != self._kept.get(pool):
                 # Allocations of an earlier supervisor are known only to the engine. It is asked once.
                 is_first = pool not in self._kept
+                codes = _exit_codes(records, self._kept.get(pool, frozenset()) - kept)
                 self._kept[pool] = kept
                 ended = self._store.uuids() - self._store.uuids(are_unfinished=True) if is_first else None
-                self._backends[pool].keep(kept, ended)
-            used = {(pool, task.node) for record in records for task in _tasks(record) if task.node is not None}
+                self._backends[pool].keep(kept, ended, codes)
+            active = [record for record in records if not _is_over(record)]
+            used = {(pool, task.node) for record in active for task in _tasks(record) if task.node is not None}
             gone = {one for one in self._allocated if one[0] == pool} - used
             self._allocated = (self._allocated | used) - gone
             if gone:
@@ -503,6 +506,26 @@ def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:
             attempts.add(group.attempt)
         for attempt in attempts:
             yield AttemptKey(workflow=record.uuid, group=group.name, task="", attempt=attempt, node="")
+
+
+_LARGEST_EXIT_CODE = 255
+
+
+def _exit_codes(records: Iterable[WorkflowRecord], gangs: Collection[AttemptKey]) -> dict[AttemptKey, int]:
+    """Return the exit codes of these gangs, without those that were canceled or never ran."""
+    found = {}
+    groups = {(record.uuid, group.name): group for record in records for group in record.groups}
+    for gang in gangs:
+        group = groups.get((gang.workflow, gang.group))
+        if group is None:
+            continue
+        cause = cause_of(group, gang.attempt)
+        if gang.attempt == group.attempt and group.state is State.COMPLETED:
+            found[gang] = 0
+        elif gang.attempt < group.attempt or (group.state is State.FAILED and group.reason is not Reason.CANCELED):
+            code = (cause.exit_code or (cause.signal and 128 + cause.signal)) if cause is not None else None
+            found[gang] = code if code and code <= _LARGEST_EXIT_CODE else 1
+    return found
 
 
 def _brings_archives(command: Command) -> bool:

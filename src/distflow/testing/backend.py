@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 from distflow.backends.base import (
+    NO_EXIT_CODES,
     Absent,
     AttemptKey,
     AttemptObservation,
@@ -104,7 +105,12 @@ class FakeBackend:
 
     # The protocol.
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
+    def keep(
+        self,
+        gangs: Collection[AttemptKey],
+        ended: Collection[str] | None = None,
+        exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
+    ) -> None:
         """Do nothing: nodes are not allocated."""
 
     def connect(self, nodes: Sequence[Node]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.backends.allocated.engine import (
+    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -49,6 +50,8 @@ class LocalEngine:
         """The number of times that it was asked for states."""
         self.requests: list[AllocationRequest] = []
         self.released: list[str] = []
+        self.exit_codes: dict[str, int | None] = {}
+        """The exit code with which each of them was released."""
         self._jobs: dict[str, _Job] = {}
         self._lock = threading.RLock()
 
@@ -87,12 +90,13 @@ class LocalEngine:
             self._ask()
             return {name: job.allocation for name, job in self._jobs.items() if not isinstance(job.state, Over)}
 
-    def release(self, ids: Sequence[str]) -> None:
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
         """End allocations."""
         with self._lock:
             self._ask()
             for name in ids:
                 self.released.append(name)
+                self.exit_codes[name] = exit_codes.get(name)
                 self.end(name, Over(reason=None, message="it was released"))
 
     def transport(self, allocation_id: str, host: str) -> Transport:

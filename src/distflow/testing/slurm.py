@@ -183,7 +183,9 @@ class Slurm:
             wait_until(lambda: not self._kill(self.processes()) and not self.jobs(), 60.0, "all jobs of the cluster have ended")
 
     def add_partition(self, name: str, **options: str) -> None:
-        """Add a partition with all nodes. With ``PriorityTier="10"``, its jobs preempt and cancel those of ``main``."""
+        """Add a partition with all nodes, unless it exists. With ``PriorityTier="10"``, its jobs cancel those of ``main``."""
+        if f"\nPartitionName={name} " in self.config.read_text():
+            return
         partition = [f"PartitionName={name}", "Nodes=ALL", "State=UP", *(f"{key}={value}" for key, value in options.items())]
         with self.config.open("a") as config:  # for the next start of the controller
             config.write(" ".join(partition) + "\n")

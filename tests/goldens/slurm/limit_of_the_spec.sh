@@ -20,7 +20,7 @@ fi
 exec srun resident 1
 ) >"${log:-/dev/null}" 2>&1
 code=$?
-if [ "$code" = 0 ] && [ -n "$log" ]; then
+if [ -n "$log" ] && { [ "$code" = 0 ] || [ ! -s "$log" ]; }; then
   rm -f "$log"
 fi
 exit "$code"

@@ -16,6 +16,7 @@ from distflow.backends.allocated.engine import (
     NodeRequest,
     Over,
     Queued,
+    Relay,
     RequestRefused,
 )
 from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
@@ -71,8 +72,8 @@ def idle_script(python: str, idle_release_s: float, components: int) -> str:
     return f"#!/bin/sh\nexec srun {groups}{python} -c 'import time; time.sleep({idle_release_s})'\n"
 
 
-def no_relay(login: Transport, job: str, host: str, python: str) -> Transport:
-    raise NodeUnreachable(host, f"no relay to job {job} by {login.name} and {python}")
+def no_relay(login: Transport, job: str, host: str, python: str, prefix: Callable[[], Sequence[str]]) -> Relay:
+    raise NodeUnreachable(host, f"no relay to job {job} by {login.name} and {python} with {prefix}")
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from distflow.backends.allocated.engine import (
 )
 from distflow.backends.allocated.engines import open_engine
 from distflow.backends.base import (
+    NO_EXIT_CODES,
     Absent,
     AttemptKey,
     CheckpointRef,
@@ -73,8 +74,11 @@ _POLL_GROWTH = 1.5
 _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
 """Seconds between two questions while no allocation waits: nodes report the end of their tasks themselves."""
-_POLLS, _POLL_EVERY_S = 5.0, 6.0
-"""Questions that may follow each other quickly, and seconds until there may be one more."""
+_POLLS, _POLL_EVERY_S = 4.0, 8.0
+"""Questions that may follow each other quickly, and seconds until there may be one more: at most 11 in any minute.
+
+One more comes before the first request, because an earlier process may have made it.
+"""
 _RETRY_S = 10.0
 """The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
 _DOUBT_S = 60.0
@@ -125,6 +129,8 @@ class _Held:
     """Attempts that were to be stopped."""
     doubtful: dict[AttemptKey, tuple[float, Ended]] = field(default_factory=dict)
     """Failures that wait for the engine's word, each with the time at which it was seen."""
+    logged: set[AttemptKey] = field(default_factory=set)
+    """Those whose complete output is here, which is reported after the failure."""
     said: str = ""
     """The last reason for waiting that was reported."""
     over: Over | None = None
@@ -147,8 +153,8 @@ class AllocatedBackend:
         self._changed = threading.Condition()
         """Guards everything below, and wakes the thread that talks to the engine."""
         self._held: dict[Allocation, _Held] = {}
-        self._unwanted: list[str] = []
-        """Ids of allocations to release."""
+        self._unwanted: dict[str, int | None] = {}
+        """Ids of allocations to release, each with the exit code of its gang; ``None`` if the gang did not end by itself."""
         self._kept: Collection[Allocation] = ()
         self._ended: set[str] | None = None
         """Workflows whose leftover allocations are to be found and released; ``None``: none are to be found."""
@@ -187,15 +193,22 @@ class AllocatedBackend:
             self._pace.hurry()
             self._changed.notify()
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
+    def keep(
+        self,
+        gangs: Collection[AttemptKey],
+        ended: Collection[str] | None = None,
+        exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
+    ) -> None:
         """Release all other allocations, and find those that ended workflows have left."""
         kept = {_allocation_of(key) for key in gangs}
+        codes = {_allocation_of(key): code for key, code in exit_codes.items()}
         with self._changed:
             self._kept = kept
             for allocation in [one for one in self._held if one not in kept]:
                 held = self._held.pop(allocation)
                 if held.id:
-                    self._unwanted.append(held.id)
+                    has_run = held.request is None and held.over is None
+                    self._unwanted[held.id] = codes.get(allocation) if has_run else None
                 elif held.failures:
                     self._look_for([allocation.workflow])  # the answer to a request may have been lost
                 self._drop(held)
@@ -278,6 +291,8 @@ class AllocatedBackend:
                 self._recovered(held, seen)
             elif isinstance(seen, Ended):
                 self._attempt_ended(seen)
+            elif isinstance(seen, LogComplete) and (held := self._of_node(seen.key.node)) and seen.key in held.doubtful:
+                held.logged.add(seen.key)
             else:
                 self._sink(seen)
 
@@ -329,7 +344,7 @@ class AllocatedBackend:
                 self._give_up_doubts()
                 if time.monotonic() < retry_at:
                     continue
-                unwanted, self._unwanted = self._unwanted, []
+                unwanted, self._unwanted = self._unwanted, {}
                 ended, self._ended = self._ended, None
             try:
                 self._release(unwanted, ended)
@@ -343,7 +358,7 @@ class AllocatedBackend:
                 with self._changed:
                     if self._is_closing and time.monotonic() > self._closes_at:
                         return
-                    self._unwanted += unwanted
+                    self._unwanted = unwanted | self._unwanted
                     if ended is not None:
                         self._look_for(ended)
                     for held in self._held.values():
@@ -363,16 +378,17 @@ class AllocatedBackend:
             next_s = min(self._next_in_s(), doubt_s)
             self._changed.wait(None if next_s == math.inf else max(0.0, next_s))
 
-    def _release(self, ids: Sequence[str], ended: Collection[str] | None) -> None:
+    def _release(self, unwanted: Mapping[str, int | None], ended: Collection[str] | None) -> None:
+        ids = list(unwanted)
         if ended is not None:
             found = self._engine.allocations()
             with self._changed:
                 known, kept = {held.id for held in self._held.values()}, self._kept
             ours = {*ended, *(one.workflow for one in kept)}
             left = (name for name, one in found.items() if one.workflow in ours and one not in kept and name not in known)
-            ids = [*ids, *left]
+            ids += left
         if ids:
-            self._engine.release(ids)
+            self._engine.release(ids, {name: code for name, code in unwanted.items() if code is not None})
 
     def _request_due(self) -> None:
         """Request the allocations that have not been requested, some at a time."""
@@ -405,7 +421,7 @@ class AllocatedBackend:
                     self._say(held, notice)
                 held.id = found
                 if self._held.get(held.allocation) is not held:
-                    self._unwanted.append(found)  # it was canceled meanwhile
+                    self._unwanted[found] = None  # it was canceled meanwhile
                 self._pace.hurry()
 
     def _poll(self) -> None:
@@ -459,7 +475,8 @@ class AllocatedBackend:
             self._refuse(held, {"": state.message}, is_final=is_final, reason=reason)
             return
         held.over = state
-        if state.reason is None and not held.recovers_until and not all(held.attempts.values()):
+        is_lost = not held.recovers_until and not all(held.attempts.values())
+        if (state.reason is None or state.may_be_late) and is_lost and self._engine.login_transport() is not None:
             self._recover(held)
         elif time.monotonic() >= held.recovers_until:
             self._finish(held, state)
@@ -475,11 +492,8 @@ class AllocatedBackend:
 
     def _recovered(self, held: _Held, seen: Ended | Absent | LogComplete) -> None:
         """Take what an attempt recorded. What the agent on the login node concludes from missing processes is wrong."""
-        if isinstance(seen, Absent):
+        if isinstance(seen, Absent | LogComplete):
             held.recovering.add(seen.key)
-        elif isinstance(seen, LogComplete):
-            held.recovering.add(seen.key)
-            self._sink(seen)
         elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED:
             held.attempts[seen.key] = True
             self._sink(seen)
@@ -489,7 +503,8 @@ class AllocatedBackend:
     def _finish(self, held: _Held, state: Over) -> None:
         """Report the ends of all attempts of an allocation that has ended, and forget it."""
         self._held.pop(held.allocation, None)
-        for key, is_reported in held.attempts.items():
+        # First those on the nodes that caused the end: the first failure is the cause of the others.
+        for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
             _, seen = held.doubtful.get(key, (0.0, None))
             if not is_reported and (seen is None or state.reason is not None):
                 told: dict[str, object] = dict(seen.end) if seen is not None else {}
@@ -516,7 +531,7 @@ class AllocatedBackend:
     def _refuse(self, held: _Held, nodes: Mapping[str, str], *, is_final: bool, reason: Reason = Reason.START_ERROR) -> None:
         """Answer the lease request with a refusal, and give up the allocation. The next request makes a new one."""
         self._held.pop(held.allocation, None)
-        self._unwanted += [held.id] if held.id else []
+        self._unwanted |= {held.id: None} if held.id else {}
         self._drop(held)
         self._sink(
             LeaseRefused(
@@ -553,6 +568,8 @@ class AllocatedBackend:
                 del held.doubtful[key]
                 held.attempts[key] = True
                 self._sink(seen)
+                if key in held.logged:
+                    self._sink(LogComplete(at=now(), key=key))
 
     def _of_node(self, name: str) -> _Held | None:
         return next((one for one in self._held.values() if name in one.nodes.values()), None)
@@ -569,9 +586,8 @@ class AllocatedBackend:
     def _due_in_s(self) -> float:
         """Return the seconds until the next question about all allocations."""
         is_queued = any(one.request is not None for one in self._held.values())
-        if any(one.doubtful for one in self._held.values()):
-            return min(self._pace.due_in_s(is_queued), self._pace.since_last_s(_DOUBTFUL_POLL_S))
-        return self._pace.due_in_s(is_queued)
+        most_s = _DOUBTFUL_POLL_S if any(one.doubtful for one in self._held.values()) else math.inf
+        return self._pace.due_in_s(is_queued, most_s)
 
     def _doubt_ends_in_s(self) -> float:
         """Return the seconds until a failure no longer waits for the engine's word; infinite for never."""
@@ -598,9 +614,8 @@ class AllocatedBackend:
         host, allocation_id = host_of(node.name)
         with self._changed:
             held = self._of_node(node.name)
-        if held is not None and held.over is not None:
-            return self._engine.login_transport()
-        return self._engine.transport(allocation_id, host)
+        login = self._engine.login_transport() if held is not None and held.over is not None else None
+        return self._engine.transport(allocation_id, host) if login is None else login
 
 
 def _pause_s(failures: int) -> float:
@@ -623,15 +638,14 @@ class _Pace:
         self._wait_s = _FIRST_POLL_S
         self.is_urgent = True
 
-    def due_in_s(self, is_queued: bool) -> float:
-        """Return the seconds until the next question; ``is_queued``: whether an allocation waits."""
-        wait_s = self._wait_s if is_queued or self.is_urgent else _HELD_POLL_S
+    def due_in_s(self, is_queued: bool, most_s: float = math.inf) -> float:
+        """Return the seconds until the next question.
+
+        ``is_queued``: whether an allocation waits. ``most_s``: the longest time between two questions, if there may be one.
+        """
+        wait_s = min(most_s, self._wait_s if is_queued or self.is_urgent else _HELD_POLL_S)
         lacking = max(0.0, 1.0 - self._filled()) * _POLL_EVERY_S
         return max(self._last + wait_s - time.monotonic(), lacking)
-
-    def since_last_s(self, wait_s: float) -> float:
-        """Return the seconds until ``wait_s`` have passed since the last question."""
-        return self._last + wait_s - time.monotonic()
 
     def begin(self) -> None:
         """Count a question that is asked now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from distflow.backends.machines.checks.findings import Finding
@@ -17,6 +18,7 @@ from distflow.lifecycle.states import Reason
 from distflow.transports.base import Transport
 
 __all__ = [
+    "NO_CODES",
     "Allocation",
     "AllocationRequest",
     "AllocationState",
@@ -25,6 +27,8 @@ __all__ = [
     "NodeRequest",
     "Over",
     "Queued",
+    "Relay",
+    "RequestDelayed",
     "RequestRefused",
     "host_of",
     "node_name",
@@ -35,6 +39,10 @@ _MARK = "distflow"
 
 class RequestRefused(DistflowError):
     """The engine will never grant the request. The message has its own words."""
+
+
+class RequestDelayed(DistflowError):
+    """The engine does not accept the request now, for example because a quota is used up. The message has its own words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +129,22 @@ class Over:
     """The hosts that caused the end, if the engine names any."""
     is_failure: bool = False
     """Whether the programs that distflow starts there failed, so that another allocation would fail too."""
+    may_be_late: bool = False
+    """Whether its programs may have ended before, so that the ends of attempts are looked for although there is a reason."""
 
 
 AllocationState = Queued | Granted | Over
+
+
+class Relay(Transport, Protocol):
+    """A transport whose commands the resident program of an allocated node starts."""
+
+    def end_allocation(self, exit_code: int) -> None:
+        """End the allocation as its programs would by this exit code. Raises ``NodeUnreachable``."""
+        ...
+
+
+NO_CODES: Mapping[str, int] = MappingProxyType({})
 
 
 class Engine(Protocol):
@@ -132,7 +153,7 @@ class Engine(Protocol):
     def request(self, wanted: AllocationRequest) -> str:
         """Request an allocation and return its id. May be repeated: an existing allocation with the same marker is returned.
 
-        Raises ``RequestRefused``.
+        Raises ``RequestRefused``, and ``RequestDelayed`` if a later request may succeed.
         """
         ...
 
@@ -151,8 +172,12 @@ class Engine(Protocol):
         """Return all allocations of this user that carry a marker and have not ended, by id."""
         ...
 
-    def release(self, ids: Sequence[str]) -> None:
-        """End allocations, waiting or granted. Does nothing for those that have ended."""
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
+        """End allocations, waiting or granted. Does nothing for those that have ended.
+
+        ``exit_codes``: id → exit code of a gang that ended by itself, which the engine's accounting shows if it can. The
+        accounting shows the others as canceled.
+        """
         ...
 
     def transport(self, allocation_id: str, host: str) -> Transport:
@@ -163,8 +188,11 @@ class Engine(Protocol):
         """Return findings about the engine and the pool's settings. ``on_progress`` is called with the name of each step."""
         ...
 
-    def login_transport(self) -> Transport:
-        """Return a transport to the machine with the engine's commands. Its ``close`` does nothing."""
+    def login_transport(self) -> Transport | None:
+        """Return a transport to a machine that may have the files of nodes after their end. Its ``close`` does nothing.
+
+        ``None``: there is no such machine, and the files end with the allocation.
+        """
         ...
 
     def close(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from distflow.backends.allocated.engine import Engine, Over, host_of
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from distflow.backends.allocated.engine import Engine
+from distflow.backends.allocated.nodes import Engines
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
 from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
@@ -16,36 +20,26 @@ from distflow.transports.ssh import load_ssh
 __all__ = ["open_engine", "open_transport"]
 
 
-def open_engine(pool: Pool, *, owns_login: bool = False) -> Engine:
-    """Return the engine that allocates the nodes of a pool, without connecting.
+def open_engine(pool: Pool) -> Engine:
+    """Return the engine that allocates the nodes of a pool, without connecting."""
+    return _ENGINES[pool.backend](pool)
 
-    With ``owns_login``, the ``close`` of a transport to one of its nodes is that of the engine.
-    """
 
-    def relay(login: Transport, job: str, host: str, python: str) -> Transport:
-        return RelayTransport(login, job, host, python, het_group=lambda: engine.het_group(job, host), owns_login=owns_login)
+def _open_slurm(pool: Pool) -> Engine:
+    return SlurmEngine(pool, _login(pool), script=resident_script, relay=RelayTransport)
 
-    engine = SlurmEngine(pool, _login(pool), script=resident_script, relay=relay)
-    return engine
+
+_ENGINES: Mapping[str, Callable[[Pool], Engine]] = MappingProxyType({"slurm": _open_slurm})
+"""Backend → function that opens its engine."""
+_SHARED = Engines(open_engine)
 
 
 def open_transport(pool: Pool, node: Node) -> Transport:
-    """Return a transport to an allocated node.
+    """Return a transport to an allocated node, or to its files after the end of the allocation, without connecting.
 
-    After the end of the allocation it leads to the login node, which has the files if they are on a shared file system. Raises
-    ``NodeUnreachable`` if the engine cannot be asked.
+    All transports to nodes of a pool share one engine, and with it one connection to the login node.
     """
-    host, allocation = host_of(node.name)
-    engine = open_engine(pool, owns_login=True)
-    try:
-        is_over = isinstance(engine.states({allocation: ()}).get(allocation), Over)
-    except BaseException:
-        engine.close()
-        raise
-    if not is_over:
-        return engine.transport(allocation, host)
-    engine.close()
-    return _login(pool)
+    return _SHARED.transport(pool, node.name)
 
 
 def _login(pool: Pool) -> Transport:

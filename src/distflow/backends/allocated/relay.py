@@ -1,4 +1,4 @@
-"""Commands on an allocated node, as a transport: relays on the node, which the engine starts from its login node."""
+"""Commands on an allocated node, as a transport: relays on the node, which another transport starts."""
 
 from __future__ import annotations
 
@@ -14,55 +14,63 @@ from collections.abc import Callable, Sequence
 from distflow.backends.allocated.engine import node_name
 from distflow.backends.machines.connection.bootstrap import python_argv
 from distflow.errors import NodeUnreachable
-from distflow.runtime.services.relay import CONNECTED
+from distflow.runtime.services.relay import CONNECTED, ENDED
 from distflow.transports.base import REASON_MARK, Channel, Completed, Deadline, Transport, tail_with_reason
 
 __all__ = ["RelayChannel", "RelayStream", "RelayTransport"]
 
-_PIECE = 1 << 20
+_LARGEST_FRAME = 1 << 30
+_END = struct.pack(">I", 0)
 _TAIL = 2000
 _TEST_S = 10.0
+_END_S = 20.0
 _KILLED = 137
+_START_PAUSES_S = (1.0, 2.0, 3.0, 4.0, 5.0)
+"""Seconds before each further start of a relay that the engine could not start for the moment."""
 
 
 class RelayTransport:
-    """Runs commands in a Slurm job, on one of its nodes (contract: ``transports.base.Transport``).
+    """Runs commands in an allocation, on one of its nodes (contract: ``transports.base.Transport``).
 
-    Each command and each connection is a step of the job, which shares the node with the step of the resident program. The
-    resident program starts the commands, so they do not end with the step. ``hang_up`` and ``close`` concern only this node:
-    the transport to the login node is shared, and belongs to the caller.
+    Each command and each connection is a relay, which another transport starts: on Slurm a step of the job, through the login
+    node; on Kubernetes a process in the pod. The resident program starts the commands, so they do not end with the relay.
+    ``hang_up`` and ``close`` concern only this node: the other transport may be shared, and belongs to the caller.
     """
 
     def __init__(
         self,
-        login: Transport,
+        carrier: Transport,
         allocation_id: str,
         host: str,
         python: str = "python3",
         *,
-        het_group: Callable[[], int | None] | None = None,
-        owns_login: bool = False,
+        resident: str = "",
+        prefix: Callable[[], Sequence[str]] = tuple,
+        may_pass: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Use ``login`` to reach the job ``allocation_id`` on ``host``.
+        """Use ``carrier`` to start relays in the allocation ``allocation_id`` on ``host``.
 
-        ``het_group`` returns which component of a heterogeneous job has the host; ``None`` for other jobs. It is called for
-        each command, and may block or raise ``NodeUnreachable``. With ``owns_login``, ``close`` closes ``login``.
+        ``resident`` is the name of the host in its resident program; empty if it is ``host``.
+        ``prefix`` returns the words before the command of a relay that make ``carrier`` run it on the node. It is called for
+        each command, and may block or raise ``NodeUnreachable``. ``may_pass`` returns whether a relay that did not start, and
+        whose start printed this, may start a moment later.
         """
-        self._owns_login = owns_login
         self.name = node_name(host, allocation_id)
-        self._login = login
-        self._job = allocation_id
-        self._host = host
+        self._carrier = carrier
+        self._allocation = allocation_id
+        self._host = resident or host
         self._python = python
-        self._het_group = het_group
+        self._prefix = prefix
+        self._may_pass = may_pass
         self._lock = threading.Lock()
         self._channels: set[RelayChannel] = set()
         self._is_suspect = False
-        self._is_closed = False
+        self._closing = threading.Event()
+        """Set when it is closed."""
 
     @property
     def reached_address(self) -> str | None:
-        """``None``: the node's address is not known on the login node."""
+        """``None``: the carrier does not connect to the node's address."""
         return None
 
     @property
@@ -73,13 +81,18 @@ class RelayTransport:
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end. The resident program kills it after ``timeout_s``, and when the relay ends."""
         mark, deadline = _new_mark(), Deadline(timeout_s)
-        command = self._command(["run", mark, self._job, self._host, f"{timeout_s:g}", *argv])
-        try:
-            done = self._login.run(command, input=input, timeout_s=timeout_s)
-        except NodeUnreachable as error:
-            if deadline.has_passed:
-                raise self._late(argv, timeout_s) from error
-            raise self._from_login(error) from error
+        command = self._command(["run", mark, self._allocation, self._host, f"{timeout_s:g}", *argv])
+        for pause_s in (*_START_PAUSES_S, None):
+            try:
+                done = self._carrier.run(command, input=_frames(input) + _END, timeout_s=deadline.left())
+            except NodeUnreachable as error:
+                if deadline.has_passed:
+                    raise self._late(argv, timeout_s) from error
+                raise self._of_carrier(error) from error
+            if not _may_start(done.stderr.decode("utf-8", "replace"), mark, self._may_pass):
+                break
+            if pause_s is None or pause_s > deadline.left() or self._closing.wait(pause_s):
+                break
         code = _exit_code(done.stderr, mark)
         if code == _KILLED and deadline.has_passed:
             raise self._late(argv, timeout_s)
@@ -91,7 +104,7 @@ class RelayTransport:
     def open(self, argv: Sequence[str]) -> RelayChannel:
         """Start a command and keep a channel to it."""
         mark = _new_mark()
-        return self._opened(["run", mark, self._job, self._host, "-", *argv], mark)
+        return self._opened(["run", mark, self._allocation, self._host, "-", *argv], mark)
 
     def dial(self, port: int, *, timeout_s: float) -> RelayStream:
         """Connect to a TCP port of the node."""
@@ -107,60 +120,61 @@ class RelayTransport:
             raise NodeUnreachable(self.name, f"nothing answers on its port {port} ({tail[-_TAIL:] or 'no answer'})")
         return RelayStream(self.name, channel, received[len(CONNECTED) :])
 
+    def end_allocation(self, exit_code: int) -> None:
+        """Let the resident program end the allocation, which then shows this exit code. Raises ``NodeUnreachable``."""
+        command = self._command(["end", self._allocation, self._host, str(exit_code)])
+        done = self._carrier.run(command, timeout_s=_END_S)
+        if done.stdout != ENDED:
+            raise NodeUnreachable(self.name, f"the allocation was not ended: {done.stderr.decode('utf-8', 'replace')[-_TAIL:]}")
+
     def hang_up(self) -> None:
-        """Close the channels to this node. The next command first tests the connection to the login node."""
+        """Close the channels to this node. The next command first tests the carrier's connection."""
         with self._lock:
             self._is_suspect = True
         self._close_channels()
 
     def close(self) -> None:
         """Close the channels to this node for good."""
-        with self._lock:
-            self._is_closed = True
+        self._closing.set()
         self._close_channels()
-        if self._owns_login:
-            self._login.close()
 
     def _opened(self, words: Sequence[str], mark: str = "") -> RelayChannel:
-        command = self._command(words)
-        try:
-            channel = RelayChannel(self.name, self._login.open(command), mark, self._forget)
-        except NodeUnreachable as error:
-            raise self._from_login(error) from error
+        def start() -> Channel:
+            command = self._command(words)
+            try:
+                return self._carrier.open(command)
+            except NodeUnreachable as error:
+                raise self._of_carrier(error) from error
+
+        channel = RelayChannel(self.name, start, mark, self._may_pass, self._forget)
         with self._lock:
             self._channels.add(channel)
         return channel
 
     def _command(self, words: Sequence[str]) -> list[str]:
-        """Return the command for the login node that runs the relay with these arguments."""
-        if self._is_closed:
+        """Return the command for the carrier that runs the relay with these arguments."""
+        if self._closing.is_set():
             raise NodeUnreachable(self.name, "the transport is closed")
         if self._is_suspect:
-            self._test_login()
-        group = self._het_group() if self._het_group is not None else None
-        return [
-            "srun", f"--jobid={self._job}", *([] if group is None else [f"--het-group={group}"]),
-            "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self._host}", "--gres=none", "--mpi=none", "--chdir=/",
-            # Without it, Slurm keeps back incomplete lines.
-            "--unbuffered", "--quiet",
-            *python_argv(self._python), "-I", "-S", "-c", _source(), *words,
-        ]  # fmt: skip
+            self._test_carrier()
+        return [*self._prefix(), *python_argv(self._python), "-I", "-S", "-c", _source(), *words]
 
-    def _test_login(self) -> None:
+    def _test_carrier(self) -> None:
         try:
-            self._login.run(["true"], timeout_s=_TEST_S)
+            self._carrier.run(["true"], timeout_s=_TEST_S)
         except NodeUnreachable as error:
-            self._login.hang_up()
-            raise self._from_login(error) from error
+            self._carrier.hang_up()
+            raise self._of_carrier(error) from error
         with self._lock:
             self._is_suspect = False
 
     def _late(self, argv: Sequence[str], timeout_s: float) -> NodeUnreachable:
         return NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s")
 
-    def _from_login(self, error: NodeUnreachable) -> NodeUnreachable:
-        """Return an error of the login node as one of this node."""
-        return type(error)(self.name, f"its login node {error}", hint=error.hint)
+    def _of_carrier(self, error: NodeUnreachable) -> NodeUnreachable:
+        """Return an error of the carrier as one of this node."""
+        detail = error.detail if error.node == self.name else f"its login node {error}"
+        return type(error)(self.name, detail, hint=error.hint)
 
     def _forget(self, channel: RelayChannel) -> None:
         with self._lock:
@@ -174,31 +188,65 @@ class RelayTransport:
 
 
 class RelayChannel:
-    """A command's pipes (contract: ``transports.base.Channel``)."""
+    """A command's pipes (contract: ``transports.base.Channel``).
 
-    def __init__(self, node: str, channel: Channel, mark: str, forget: Callable[[RelayChannel], None]) -> None:
-        """Use ``channel`` to the relay. ``mark`` begins the relay's own lines; ``forget`` is called at the end."""
+    If the engine cannot start the relay for the moment, ``read`` tries again, as long as nothing was written.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        start: Callable[[], Channel],
+        mark: str,
+        may_pass: Callable[[str], bool],
+        forget: Callable[[RelayChannel], None],
+    ) -> None:
+        """Start the relay: ``start`` returns a channel to it, or raises ``NodeUnreachable``.
+
+        ``mark`` begins the relay's own lines; ``may_pass``: see ``RelayTransport``; ``forget`` is called at the end.
+        """
         self._node = node
-        self._channel = channel
+        self._start = start
         self._mark = mark
+        self._may_pass = may_pass
         self._forget = forget
+        self._pauses = list(_START_PAUSES_S)
+        self._closing = threading.Event()
+        self._writing = threading.Lock()
+        """Also guards the exchange of the channel."""
+        self._is_used = False
+        """Whether data has gone either way."""
+        self._channel = start()
 
     def write(self, data: bytes) -> None:
         """Send ``data`` to the command's standard input."""
+        self._send(_frames(data))
+
+    def end(self) -> None:
+        """Close the direction to the command."""
+        self._send(_END)
+
+    def _send(self, frames: bytes) -> None:
         try:
-            self._channel.write(data)
+            with self._writing:
+                self._is_used = True
+                self._channel.write(frames)
         except NodeUnreachable as error:
             raise NodeUnreachable(self._node, error.detail) from error
 
     def read(self) -> bytes:
         """Wait for output and return up to 64 KiB of it."""
         data = self._channel.read()
-        if not data:
+        while not data and self._starts_again():
+            data = self._channel.read()
+        if data:
+            self._is_used = True
+        else:
             self._forget(self)
         return data
 
     def stderr_tail(self) -> str:
-        """The end of the command's standard error, and that of ``srun`` if it ended before the command."""
+        """The end of the command's standard error, and the carrier's messages if the relay ended before the command."""
         printed = self._channel.stderr_tail().encode("utf-8", "surrogateescape")
         text = _without_marks(printed, self._mark).decode("utf-8", "replace")
         is_broken = self._channel.exit_code is not None and _exit_code(printed, self._mark) is None
@@ -211,8 +259,27 @@ class RelayChannel:
 
     def close(self) -> None:
         """Close the pipes; the command continues."""
+        self._closing.set()
         self._channel.close()
         self._forget(self)
+
+    def _starts_again(self) -> bool:
+        """Start a relay that the engine could not start. Returns whether there is another one."""
+        if not self._pauses or not _may_start(self._channel.stderr_tail(), self._mark, self._may_pass):
+            return False
+        if self._closing.wait(self._pauses.pop(0)):
+            return False
+        with self._writing:
+            if self._is_used:
+                return False
+            self._channel.close()
+            try:
+                self._channel = self._start()
+            except NodeUnreachable:
+                return False
+        if self._closing.is_set():
+            self._channel.close()
+        return True
 
 
 class RelayStream:
@@ -226,7 +293,6 @@ class RelayStream:
         self._node = node
         self._channel = channel
         self._received = received
-        self._writing = threading.Lock()
 
     def read(self) -> bytes:
         """Wait for data and return up to 64 KiB of it."""
@@ -235,19 +301,27 @@ class RelayStream:
 
     def write(self, data: bytes) -> None:
         """Send ``data``."""
-        with self._writing:
-            for start in range(0, len(data), _PIECE):
-                piece = data[start : start + _PIECE]
-                self._channel.write(struct.pack(">I", len(piece)) + piece)
+        self._channel.write(data)
 
     def end(self) -> None:
         """Close the direction to the port."""
-        with self._writing, contextlib.suppress(NodeUnreachable):
-            self._channel.write(struct.pack(">I", 0))
+        with contextlib.suppress(NodeUnreachable):
+            self._channel.end()
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+def _frames(data: bytes) -> bytes:
+    """Return ``data`` as the relay's input (``runtime/services/relay.py``)."""
+    pieces = (data[start : start + _LARGEST_FRAME] for start in range(0, len(data), _LARGEST_FRAME))
+    return b"".join(struct.pack(">I", len(piece)) + piece for piece in pieces)
+
+
+def _may_start(printed: str, mark: str, may_pass: Callable[[str], bool]) -> bool:
+    """Return whether a relay did not start, and another one may."""
+    return not (mark and mark in printed) and may_pass(printed)
 
 
 @functools.cache
@@ -266,7 +340,7 @@ def _exit_code(stderr: bytes, mark: str) -> int | None:
 
 
 def _without_marks(stderr: bytes, mark: str) -> bytes:
-    """Return the command's standard error: without lines of the relay, and without messages of ``srun`` before its start."""
+    """Return the command's standard error: without lines of the relay, and without messages of the engine before its start."""
     before, line, after = stderr.partition(f"{mark} start\n".encode())
     printed = after if line else before
     return re.sub(rb"%s exit [0-9]{1,3}\n" % mark.encode(), b"", printed) if mark else stderr

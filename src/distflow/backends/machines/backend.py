@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.backends.base import (
+    NO_EXIT_CODES,
     AttemptKey,
     CheckpointRef,
     LeaseRequest,
@@ -121,7 +122,12 @@ class MachinesBackend:
         """Request a lease from every node. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
 
-    def keep(self, gangs: Collection[AttemptKey], ended: Collection[str] | None = None) -> None:
+    def keep(
+        self,
+        gangs: Collection[AttemptKey],
+        ended: Collection[str] | None = None,
+        exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
+    ) -> None:
         """Do nothing: nodes are not allocated."""
 
     def drop(self, names: Collection[str]) -> None:
@@ -498,7 +504,7 @@ def link_to(pool: Pool, node: Node) -> Iterator[AgentLink]:
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:
-    """Return the transport to a node, without connecting to it. Raises ``NodeUnreachable`` as ``open_transport`` does."""
+    """Return the transport to a node, without connecting to it."""
     if pool.backend == "local":
         return LocalTransport(node.name)
     if pool.is_allocated:

@@ -7,8 +7,12 @@ descriptors on. So it ends as soon as the command has ended, even if background 
 the command has pipes even where the engine uses a terminal. Engines add messages of their own to standard error and change
 exit codes. Therefore the command's errors are between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
 
-``dial`` connects to a port. Its standard input consists of frames, a length (``>I``) and the content. A frame without content
-ends the direction to the port, and the end of standard input ends the connection.
+``dial`` connects to a port. The end of standard input ends the connection.
+
+``end`` asks the resident program to end the job of Slurm with an exit code.
+
+Standard input consists of frames, a length (``>I``) and the content, because not every engine can pass its end on. A frame
+without content ends the direction to the command or the port.
 """
 
 from __future__ import annotations
@@ -23,21 +27,29 @@ import sys
 import time
 from typing import List, Optional, Set
 
-__all__ = ["CONNECTED", "dial", "main", "run"]
+__all__ = ["CONNECTED", "ENDED", "dial", "end", "main", "run"]
 
 CONNECTED = b"+"
 """The first output of ``dial``."""
+ENDED = b"ended"
+"""The output of ``end``."""
 _READ = 65536
 _RESIDENT_S = 15.0
 """How long to wait for the resident program, which starts together with the job."""
 
 
 def main(argv: List[str]) -> int:
-    """Run ``run MARK JOB HOST LIMIT_S ARGV...`` (``-``: no time limit) or ``dial PORT TIMEOUT_S``."""
+    """Run ``run MARK JOB HOST LIMIT_S ARGV...`` (``-``: no limit), ``dial PORT TIMEOUT_S`` or ``end JOB HOST EXIT_CODE``."""
     if argv[0] == "dial":
         return dial(int(argv[1]), float(argv[2]))
+    if argv[0] == "end":
+        return end(_prefix(argv[1], argv[2]), int(argv[3]))
     limit_s = None if argv[4] == "-" else float(argv[4])
-    return run(argv[1], "distflow-{}-{}-{}-".format(os.getuid(), *argv[2:4]), limit_s, argv[5:])
+    return run(argv[1], _prefix(argv[2], argv[3]), limit_s, argv[5:])
+
+
+def _prefix(job: str, host: str) -> str:
+    return "distflow-{}-{}-{}-".format(os.getuid(), job, host)
 
 
 def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
@@ -67,6 +79,19 @@ def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> in
     return 0
 
 
+def end(prefix: str, exit_code: int) -> int:
+    """End the job. Returns 0 if the resident program has accepted that, unless the job's end is faster."""
+    resident = _resident(prefix)
+    if resident is None:
+        return 1
+    request = json.dumps({"end": exit_code}).encode("ascii")
+    resident.sendall(struct.pack(">I", len(request)) + request)
+    if not resident.recv(64):
+        return 1
+    _write(1, ENDED)
+    return 0
+
+
 def _resident(prefix: str) -> Optional[socket.socket]:
     """Connect to the resident program. Its name is complete in the kernel's list only."""
     mark = b"@" + prefix.encode()
@@ -89,17 +114,46 @@ def _resident(prefix: str) -> Optional[socket.socket]:
         select.poll().poll(100)
 
 
+class _Frames:
+    """The frames that arrive at standard input."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._left = 0
+        self.is_ended = False
+        """Whether a frame without content, or the end of standard input, has arrived."""
+
+    def read(self) -> bytes:
+        """Return the content that can be read now; it may be empty."""
+        data = os.read(0, _READ)
+        self.is_ended = self.is_ended or not data
+        self._data += data
+        content = []
+        while self._data and not self.is_ended:
+            if self._left:
+                content.append(self._data[: self._left])
+                self._data = self._data[self._left :]
+                self._left -= len(content[-1])
+            elif len(self._data) >= 4:
+                self._left = struct.unpack(">I", self._data[:4])[0]
+                self._data = self._data[4:]
+                self.is_ended = self._left == 0
+            else:
+                break
+        return b"".join(content)
+
+
 class _Input:
-    """The command's standard input, which is this program's."""
+    """The command's standard input, which is the content of this program's."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe: Optional[int] = pipe
+        self._frames = _Frames()
         self._data = b""
-        self._has_more = True
 
     def register(self, poll: select.poll) -> None:
         """Wait until input can be read or written, or until the command closes the pipe."""
-        if self._has_more and not self._data:
+        if not (self._frames.is_ended or self._data):
             poll.register(0, select.POLLIN)
         if self._pipe is not None:
             poll.register(self._pipe, select.POLLOUT if self._data else 0)
@@ -108,8 +162,7 @@ class _Input:
         """Read and write what can be read and written now. Once the command has closed the pipe, input is discarded."""
         is_closed = self._pipe in ready and not self._data  # without data, `poll` waits for nothing but an error
         if 0 in ready:
-            self._data = os.read(0, _READ)
-            self._has_more = bool(self._data)
+            self._data = self._frames.read()
         if self._pipe is not None:
             try:
                 self._data = self._data[os.write(self._pipe, self._data) :]
@@ -117,7 +170,7 @@ class _Input:
                 pass
             except OSError:
                 is_closed = True
-            if is_closed or not (self._data or self._has_more):
+            if is_closed or (self._frames.is_ended and not self._data):
                 os.close(self._pipe)
                 self._pipe = None
         if self._pipe is None:
@@ -165,7 +218,7 @@ def dial(port: int, timeout_s: float) -> int:
         return 1
     peer.settimeout(None)
     _write(1, CONNECTED)
-    rest = b""
+    frames, is_ended = _Frames(), False
     poll = select.poll()
     for fd in (0, peer.fileno()):
         poll.register(fd, select.POLLIN)
@@ -177,17 +230,12 @@ def dial(port: int, timeout_s: float) -> int:
                 return 0
             _write(1, data)
         if 0 in ready:
-            data = os.read(0, _READ)
-            if not data:
-                return 0
-            rest += data
-            while len(rest) >= 4 and len(rest) >= 4 + struct.unpack(">I", rest[:4])[0]:
-                size = struct.unpack(">I", rest[:4])[0]
-                if size:
-                    peer.sendall(rest[4 : 4 + size])
-                else:
-                    peer.shutdown(socket.SHUT_WR)
-                rest = rest[4 + size :]
+            if is_ended:
+                return 0  # this is the end of standard input
+            peer.sendall(frames.read())
+            is_ended = frames.is_ended
+            if is_ended:
+                peer.shutdown(socket.SHUT_WR)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 The script of the job carries the text of this file and starts it once, as ``batch``. That program starts ``node`` on each node,
 all in one step of the job, and ends the job when no node has had a process or a connection for some time. A node alone cannot
-decide that, because its output may be collected as long as another node is busy.
+decide that, because its output may be collected as long as another node is busy. A supervisor that no longer needs the job ends
+it earlier, with the exit code of its gang. In a container, the text of this file is the command, as ``pod``:
+there each node ends alone.
 
 Commands that ``node`` starts belong to the step of the job, so they have its GPUs, survive every connection, and end with the
 job. It listens on an abstract Unix socket, whose name ends with random digits: other users cannot occupy the name, and nothing
 remains in a file system. Both sides check that the other one is of the same user. A relay (``relay.py``) connects and sends the
 command with descriptors for its standard input, output and errors; the answer is its exit code.
+
+On engines whose processes may end without a signal, such as actors of Ray, it runs as ``tied`` and ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -19,13 +24,14 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import time
 from typing import Dict, List, Optional, Set
 
-__all__ = ["Connection", "Resident", "batch", "main", "node"]
+__all__ = ["Connection", "Resident", "batch", "main", "node", "pod"]
 
 _KEPT = (
     "SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_JOB_ACCOUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME",
@@ -45,6 +51,8 @@ class Connection:
         self.socket = connection
         self.pid: Optional[int] = None
         """The command's process."""
+        self.end: Optional[int] = None
+        """The exit code with which the job is to end, if the relay asks for that."""
         self.ends_at: Optional[float] = None
         """When the command is killed, in seconds of the monotonic clock."""
         self.is_limited = False
@@ -74,6 +82,9 @@ class Connection:
         if self.pid is not None or len(self._data) < 4 or len(self._data) < 4 + struct.unpack(">I", self._data[:4])[0]:
             return
         request = json.loads(self._data[4:].decode("ascii"))
+        if "end" in request:
+            self.end = int(request["end"]) & 255
+            return
         argv = [word.encode("latin-1") for word in request["argv"]]
         if not argv or len(self._fds) != 3:
             raise ValueError("a request has a command and three descriptors")
@@ -137,12 +148,13 @@ def _execute(argv: List[bytes], fds: List[int], env: Dict[bytes, bytes]) -> None
 class Resident:
     """The program on one node."""
 
-    def __init__(self, job: str, host: str) -> None:
-        """Listen for relays."""
+    def __init__(self, name: str, *, is_tied: bool = False) -> None:
+        """Listen for relays at the abstract socket ``name``. With ``is_tied``, end with standard input."""
         _adopt_orphans()  # so it knows whether any descendant remains
-        self._name = "{}:{}".format(host, os.getpid())
+        self._name = "{}:{}".format(name, os.getpid())
+        self._is_tied = is_tied
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind("\0distflow-{}-{}-{}-{}".format(os.getuid(), job, host, os.urandom(8).hex()))
+        self._server.bind("\0" + name)
         self._server.listen(128)
         self._server.setblocking(False)
         self._connections: Dict[int, Connection] = {}
@@ -154,7 +166,8 @@ class Resident:
             if name in _KEPT or not name.startswith(_OF_STEPS)
         }
         self._env.pop(b"SSH_CONNECTION", None)  # that of the login from which the job was submitted
-        self._env[b"DISTFLOW_NODE_ADDRESS"] = _address_to(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")).encode()
+        if b"DISTFLOW_NODE_ADDRESS" not in self._env:
+            self._env[b"DISTFLOW_NODE_ADDRESS"] = _address_to(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")).encode()
         self._wake, wake = socket.socketpair()
         self._woken = wake  # kept open
         for end in (self._wake, wake):
@@ -168,6 +181,8 @@ class Resident:
     def serve(self) -> None:
         """Serve until the job ends."""
         poll = select.poll()
+        if self._is_tied:
+            poll.register(0, 0)  # its end is always reported
         poll.register(self._wake, select.POLLIN)
         poll.register(self._server, select.POLLIN)
         while True:
@@ -179,6 +194,9 @@ class Resident:
             limits = [one.ends_at for one in self._connections.values() if one.ends_at is not None]
             wait_s = min(limits) - time.monotonic() if limits else None
             for fd, _ in poll.poll(None if wait_s is None else max(0, int(wait_s * 1000) + 1)):
+                if fd == 0:
+                    _kill_children()  # also those of the parent process, if that was killed
+                    return
                 if fd == self._wake.fileno():
                     self._drain_wake()
                 elif fd == self._server.fileno():
@@ -216,6 +234,10 @@ class Resident:
             if not one.receive():
                 return False
             one.start(self._env)
+            if one.end is not None:
+                one.answer(0)
+                self._write("end={}".format(one.end))
+                return False
         except (ValueError, KeyError, TypeError, OSError):
             return False
         return True
@@ -245,10 +267,13 @@ class Resident:
     def _report(self, *, is_busy: bool) -> None:
         if is_busy != self._is_busy:
             self._is_busy = is_busy
-            try:
-                os.write(1, "{} {}\n".format(self._name, "busy" if is_busy else "idle").encode())
-            except OSError:
-                return  # `srun` has ended, and this step ends with it
+            self._write("busy" if is_busy else "idle")
+
+    def _write(self, word: str) -> None:
+        try:
+            os.write(1, "{} {}\n".format(self._name, word).encode())
+        except OSError:
+            return  # `srun` has ended, and this step ends with it
 
 
 def _address_to(other: str) -> str:
@@ -270,7 +295,19 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def node(job: str, host: str) -> int:
+def _kill_children() -> None:
+    """Kill all descendants: those whose parent was killed become children of this process."""
+    try:
+        while True:
+            with open("/proc/self/task/{}/children".format(os.getpid()), "rb") as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return
+
+
+def node(name: str, *, is_tied: bool = False) -> int:
     """Run the resident program in a child process, and kill all of its descendants if it is killed. Returns the exit code.
 
     Slurm kills the remaining processes of a step only on clusters that track them by cgroups.
@@ -280,7 +317,7 @@ def node(job: str, host: str) -> int:
     if resident == 0:
         code = 1
         try:
-            Resident(job, host).serve()
+            Resident(name, is_tied=is_tied).serve()
             code = 0
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -289,18 +326,15 @@ def node(job: str, host: str) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the resident program gets them too
     status = os.waitpid(resident, 0)[1]
-    try:
-        while True:
-            with open("/proc/self/task/{}/children".format(os.getpid()), "rb") as file:
-                for pid in file.read().split():
-                    os.kill(int(pid), signal.SIGKILL)
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        return 0 if status == 0 else 1
+    _kill_children()
+    return 0 if status == 0 else 1
 
 
 def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
-    """Start the resident programs, and wait until all are idle for ``idle_release_s`` or one ends. Returns the exit code."""
+    """Start the resident programs, and wait until all are idle for ``idle_release_s``, a relay ends the job, or one ends.
+
+    Returns the exit code of the job.
+    """
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     groups = ["--het-group=0-{}".format(components - 1)] if components > 1 else []
     command = [
@@ -309,18 +343,61 @@ def batch(idle_release_s: float, components: int, source: str, python: List[str]
     ]  # fmt: skip
     step = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert step.stdout is not None
+    code = _await_end(step.stdout.fileno(), idle_release_s)
+    return step.wait() if code is None else code  # Slurm ends the step with the job
+
+
+def pod(job: str, host: str, idle_release_s: float) -> int:
+    """Run the resident program as a container, until it is idle for ``idle_release_s``. Returns the exit code."""
+    reports, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(out, 1)
+            for fd in (reports, out):
+                os.close(fd)
+            code = node(_socket_name(job, host))
+        finally:
+            os._exit(code)
+    os.close(out)
+    signaled = []
+
+    def forward(number: int, _: object) -> None:
+        """Pass the signal on to all processes of the container, as engines without containers do."""
+        signaled.append(number)
+        try:
+            os.kill(-1 if os.getpid() == 1 else child, number)
+        except ProcessLookupError:
+            pass
+
+    signal.signal(signal.SIGTERM, forward)
+    ended = _await_end(reports, idle_release_s)
+    if ended is not None and not signaled:
+        return ended  # the end of the container ends all of its processes
+    status = os.waitpid(child, 0)[1]
+    if signaled:
+        return 128 + signaled[0]
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _await_end(reports: int, idle_release_s: float) -> Optional[int]:
+    """Read the reports of nodes until all are idle for ``idle_release_s``, or a relay ends the allocation.
+
+    Returns the exit code; ``None`` if the reports ended before.
+    """
     busy: Set[bytes] = set()
     idle_since = time.monotonic()
     poll = select.poll()
-    poll.register(step.stdout, select.POLLIN)
+    poll.register(reports, select.POLLIN)
     rest = b""
     while True:
         left_s = None if busy else max(0.0, idle_since + idle_release_s - time.monotonic())
         if not poll.poll(None if left_s is None else int(left_s * 1000) + 1):
-            return 0  # Slurm ends the step with the job
-        data = os.read(step.stdout.fileno(), 65536)
+            return 0
+        data = os.read(reports, 65536)
         if not data:
-            return step.wait()
+            return None
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             name, _, word = line.rpartition(b" ")
@@ -329,15 +406,33 @@ def batch(idle_release_s: float, components: int, source: str, python: List[str]
                 busy.add(name)
             elif word == b"idle":
                 busy.discard(name)
+            elif word.startswith(b"end="):
+                _discard_messages()
+                return int(word[4:])
             if was_busy and not busy:
                 idle_since = time.monotonic()
 
 
+def _discard_messages() -> None:
+    """Empty the file of this job's messages, which is kept for failures of this program, not for those of a gang."""
+    if stat.S_ISREG(os.fstat(2).st_mode):
+        os.ftruncate(2, 0)
+
+
+def _socket_name(allocation: str, host: str) -> str:
+    """Return a new name for the socket of the resident program of an allocation on a host."""
+    return "distflow-{}-{}-{}-{}".format(os.getuid(), allocation, host, os.urandom(8).hex())
+
+
 def main(argv: List[str]) -> int:
-    """Run ``batch IDLE_S COMPONENTS SOURCE PYTHON...`` or ``node JOB``."""
+    """Run ``batch IDLE_S COMPONENTS SOURCE PYTHON...``, ``node JOB``, ``tied NAME`` or ``pod ALLOCATION HOST IDLE_S``."""
     if argv[0] == "batch":
         return batch(float(argv[1]), int(argv[2]), argv[3], argv[4:])
-    return node(argv[1], os.environ["SLURMD_NODENAME"])
+    if argv[0] == "tied":
+        return node(argv[1], is_tied=True)
+    if argv[0] == "pod":
+        return pod(argv[1], argv[2], float(argv[3]))
+    return node(_socket_name(argv[1], os.environ["SLURMD_NODENAME"]))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Channel, Completed, Stream, Transport
 
-__all__ = ["CommandMissing", "SlurmCommands", "SlurmLogin", "last_words"]
+__all__ = ["CommandMissing", "SlurmCommands", "SlurmLogin", "last_words", "step_may_pass", "step_words"]
 
 _TIMEOUT_S = 60.0
 _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -136,3 +137,25 @@ def last_words(done: Completed) -> str:
         if words not in found and not words.startswith('Try "'):
             found.append(words)
     return plain("; ".join(found))[-1000:]
+
+
+_NO_STEP = re.compile(r"(?i)unable to (?:create step|confirm allocation)|socket timed out|temporarily unavailable|zero bytes")
+_NO_JOB = re.compile(r"(?i)invalid job|already completing|expired")
+
+
+def step_may_pass(printed: str) -> bool:
+    """Return whether ``srun`` may create a step a moment later, after it printed this: its job has not ended."""
+    return _NO_STEP.search(printed) is not None and _NO_JOB.search(printed) is None
+
+
+def step_words(job: str, host: str, het_group: int | None = None) -> list[str]:
+    """Return the words before a command that run it as a further step of a job, on one of its hosts.
+
+    ``het_group``: the component of a heterogeneous job that has the host.
+    """
+    return [
+        "srun", f"--jobid={job}", *([] if het_group is None else [f"--het-group={het_group}"]),
+        "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--gres=none", "--mpi=none", "--chdir=/",
+        # Without it, Slurm keeps back incomplete lines.
+        "--unbuffered", "--quiet",
+    ]  # fmt: skip

@@ -204,7 +204,7 @@ def job_script(root: str, resident: str) -> bytes:
     """Return the script of a job, which runs the script that starts the resident programs.
 
     Its messages go to a file in ``root``, and not to ``--output``, because Slurm fails a job whose file it cannot create. The
-    file is of use only if it can be read on the login node, and it remains only if the script fails.
+    file is of use only if it can be read on the login node, and it remains only if the script fails with messages.
     """
     log = log_path(root, "$SLURM_JOB_ID")
     body = resident.split("\n", 1)[1] if resident.startswith("#!") else resident
@@ -219,7 +219,7 @@ fi
 {body.rstrip()}
 ) >"${{log:-/dev/null}}" 2>&1
 code=$?
-if [ "$code" = 0 ] && [ -n "$log" ]; then
+if [ -n "$log" ] && {{ [ "$code" = 0 ] || [ ! -s "$log" ]; }}; then
   rm -f "$log"
 fi
 exit "$code"

@@ -7,8 +7,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from distflow.backends.allocated.engine import (
+    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -16,10 +18,18 @@ from distflow.backends.allocated.engine import (
     NodeRequest,
     Over,
     Queued,
+    Relay,
     RequestRefused,
 )
 from distflow.backends.allocated.slurm.accounts import Account, account_command
-from distflow.backends.allocated.slurm.commands import CommandMissing, SlurmCommands, SlurmLogin, last_words
+from distflow.backends.allocated.slurm.commands import (
+    CommandMissing,
+    SlurmCommands,
+    SlurmLogin,
+    last_words,
+    step_may_pass,
+    step_words,
+)
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
@@ -82,12 +92,12 @@ class SlurmEngine:
         login: Transport,
         *,
         script: Callable[[str, float, int], str],
-        relay: Callable[[Transport, str, str, str], Transport],
+        relay: Callable[..., Relay],
     ) -> None:
         """Use the commands of Slurm over ``login``, which ``close`` closes.
 
         ``script(python, idle_release_s, components)`` returns the script that starts the resident programs of a job.
-        ``relay(login, job, host, python)`` returns a transport to one of them.
+        ``relay(login, job, host, python, prefix=…, may_pass=…)`` returns a transport to one of them (see ``RelayTransport``).
         """
         self._script = script
         self._relay = relay
@@ -117,6 +127,8 @@ class SlurmEngine:
         self._released: set[str] = set()
         """Jobs that end now, so that they are not taken for new requests."""
         self._notices: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        """Running job → the hosts of its first component, as Slurm writes them."""
         self._het_groups: dict[str, dict[str, int]] = {}
         """Running job → host → component; empty for a job that is not heterogeneous."""
 
@@ -167,12 +179,13 @@ class SlurmEngine:
         with self._state:
             return dict(self._active)
 
-    def release(self, ids: Sequence[str]) -> None:
-        """Cancel jobs, waiting or running."""
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
+        """Cancel jobs, waiting or running. Jobs with an exit code end by it, if their resident program answers."""
         with self._state:
             is_known = all(job in self._active or job in self._submitted for job in ids)
         if not is_known:
             self._list()
+        ids = [job for job in ids if job not in exit_codes or not self._end(job, exit_codes[job])]
         with self._state:
             # Only jobs with a marker: after a reset of the cluster, an old id may be that of the user's own job.
             jobs = [job for job in ids if job in self._active or job in self._submitted]
@@ -183,16 +196,23 @@ class SlurmEngine:
         failures = [words for words in last_words(done).split("; ") if re.search(_ENDED_ALREADY, words) is None]
         if done.exit_code != 0 and failures:
             raise self._commands.failed("scancel", done)
+        self._forget(jobs)
+
+    def _forget(self, released: Collection[str]) -> None:
         with self._state:
-            self._released.update(jobs)
-            for job in jobs:
+            self._released.update(released)
+            for job in released:
                 self._active.pop(job, None)
                 self._submitted.pop(job, None)
                 self._notices.pop(job, None)
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport to a node of a job, without connecting."""
-        return self._relay(self._login, allocation_id, host, self._template.python)
+        return self._open_relay(allocation_id, host)
+
+    def _open_relay(self, allocation_id: str, host: str) -> Relay:
+        prefix = partial(self._step, allocation_id, host)
+        return self._relay(self._login, allocation_id, host, self._template.python, prefix=prefix, may_pass=step_may_pass)
 
     def login_transport(self) -> Transport:
         """Return a transport to the login node, which stays connected for the engine."""
@@ -207,7 +227,11 @@ class SlurmEngine:
         self._is_closed.set()
         self._login.close()
 
-    def het_group(self, job: str, host: str) -> int | None:
+    def _step(self, job: str, host: str) -> Sequence[str]:
+        """Return the words before a command that run it as a further step of a job on one of its hosts."""
+        return step_words(job, host, self._het_group(job, host))
+
+    def _het_group(self, job: str, host: str) -> int | None:
         """Return the component of a heterogeneous job that has a host; ``None`` for another job.
 
         Raises ``NodeUnreachable`` if Slurm must be asked and does not answer.
@@ -317,6 +341,7 @@ class SlurmEngine:
         with self._state:
             later = {job: allocation for job, (at, allocation) in self._submitted.items() if at >= asked_at and job not in jobs}
             self._active, self._listed_at = active | later, asked_at
+            self._hosts = {job: parts[0].hosts for job, parts in jobs.items() if parts[0].hosts}
             self._het_groups = {job: _groups_of(parts) for job, parts in jobs.items() if any(one.hosts for one in parts)}
         return jobs
 

@@ -1,0 +1,206 @@
+"""Transports to allocated nodes for commands of users, which share one engine for each pool."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from distflow.backends.allocated.engine import Engine, host_of
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool
+from distflow.transports.base import Channel, Completed, Stream, Transport
+
+__all__ = ["AllocatedNode", "Engines", "NodeChannel", "SharedEngine"]
+
+_T = TypeVar("_T")
+
+_KNOWN_FOR_S = 2.0
+"""How long an answer of the engine is used."""
+
+
+class Engines:
+    """The open engines of this process, one for each pool: each stays open as long as a transport uses it."""
+
+    def __init__(self, open_engine: Callable[[Pool], Engine]) -> None:
+        """``open_engine`` returns the engine of a pool."""
+        self._open_engine = open_engine
+        self._lock = threading.Lock()
+        self._open: list[SharedEngine] = []
+
+    def transport(self, pool: Pool, name: str) -> AllocatedNode:
+        """Return a transport to the node ``name`` of a pool, without connecting."""
+        with self._lock:
+            shared = next((one for one in self._open if one.pool == pool), None)
+            if shared is None:
+                shared = SharedEngine(pool, self._open_engine(pool))
+                self._open.append(shared)
+            shared.users += 1
+        return AllocatedNode(name, shared, self._leave)
+
+    def _leave(self, shared: SharedEngine) -> None:
+        with self._lock:
+            shared.users -= 1
+            if shared.users:
+                return
+            self._open.remove(shared)
+        shared.engine.close()
+
+
+class SharedEngine:
+    """An engine and its users."""
+
+    def __init__(self, pool: Pool, engine: Engine) -> None:
+        """Begin without users."""
+        self.pool = pool
+        self.engine = engine
+        self.users = 0
+        self._asking = threading.Lock()
+        """Held during a question, so that several transports ask it together."""
+        self._existing: Collection[str] = ()
+        self._asked_at = -math.inf
+
+    def exists(self, allocation: str) -> bool:
+        """Return whether an allocation has not ended. Raises ``NodeUnreachable`` if the engine cannot be asked."""
+        with self._asking:
+            if time.monotonic() - self._asked_at >= _KNOWN_FOR_S:
+                self._existing, self._asked_at = self.engine.allocations().keys(), time.monotonic()
+            return allocation in self._existing
+
+    def doubt(self) -> None:
+        """Ask again, because something failed."""
+        with self._asking:
+            self._asked_at = -math.inf
+
+
+class AllocatedNode:
+    """A node of an allocation (contract: ``transports.base.Transport``).
+
+    Each operation goes to the node while the allocation exists, and then to the login node, if there is one, which has the
+    node's files if they are on a shared file system. ``hang_up`` and ``close`` concern only this node.
+    """
+
+    reached_address: str | None = None
+    named_addresses: tuple[str, ...] = ()
+
+    def __init__(self, name: str, shared: SharedEngine, leave: Callable[[SharedEngine], None]) -> None:
+        """Use ``shared``; ``leave`` is called at the end."""
+        self.name = name
+        self._host, self._allocation = host_of(name)
+        self._shared = shared
+        self._leave = leave
+        self._inside = shared.engine.transport(self._allocation, self._host)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end."""
+        return self._do(lambda there: there.run(argv, input=input, timeout_s=timeout_s))
+
+    def open(self, argv: Sequence[str]) -> Channel:
+        """Start a command and keep a channel to it."""
+        return NodeChannel(lambda: self._do(lambda there: there.open(argv)), self._has_ended)
+
+    def dial(self, port: int, *, timeout_s: float) -> Stream:
+        """Connect to a TCP port of the node."""
+        return self._do(lambda there: there.dial(port, timeout_s=timeout_s))
+
+    def hang_up(self) -> None:
+        """Close the channels to this node. The next operation asks again whether the allocation exists."""
+        self._shared.doubt()
+        self._inside.hang_up()
+
+    def close(self) -> None:
+        """Close the channels to this node for good, and the engine if no other transport uses it."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._inside.close()
+        self._leave(self._shared)
+
+    def _has_ended(self) -> bool:
+        """Return whether the allocation has ended after an operation went there."""
+        self._shared.doubt()
+        try:
+            return not self._shared.exists(self._allocation)
+        except NodeUnreachable:
+            return False
+
+    def _do(self, action: Callable[[Transport], _T]) -> _T:
+        if self._is_closed:
+            raise NodeUnreachable(self.name, "the transport is closed")
+        there = self._inside if self._shared.exists(self._allocation) else self._shared.engine.login_transport()
+        if there is None:
+            raise NodeUnreachable(self.name, "its allocation has ended, and its files ended with it")
+        try:
+            return action(there)
+        except NodeUnreachable:
+            self._shared.doubt()
+            raise
+
+
+class NodeChannel:
+    """A command's pipes (contract: ``transports.base.Channel``).
+
+    If the allocation ends before the command starts, ``read`` starts it on the login node, as long as nothing was written.
+    """
+
+    def __init__(self, start: Callable[[], Channel], has_ended: Callable[[], bool]) -> None:
+        """Start the command by ``start``. ``has_ended`` returns whether the allocation has ended."""
+        self._start = start
+        self._has_ended = has_ended
+        self._is_used = False
+        """Whether data has gone either way, or the command was started twice."""
+        self._is_closed = False
+        self._lock = threading.Lock()
+        """Guards the exchange of the channel."""
+        self._channel = start()
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` to the command's standard input."""
+        with self._lock:
+            self._is_used = True
+        self._channel.write(data)
+
+    def read(self) -> bytes:
+        """Wait for output and return up to 64 KiB of it."""
+        data = self._channel.read()
+        if not data and self._starts_elsewhere():
+            data = self._channel.read()
+        self._is_used = True
+        return data
+
+    def stderr_tail(self) -> str:
+        """The end of the command's standard error."""
+        return self._channel.stderr_tail()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The command's exit code; ``None`` while it runs, and if the connection ended first."""
+        return self._channel.exit_code
+
+    def close(self) -> None:
+        """Close the pipes; the command continues."""
+        with self._lock:
+            self._is_closed = True
+            self._channel.close()
+
+    def _starts_elsewhere(self) -> bool:
+        """Start the command on the login node if its allocation ended before it started. Returns whether that was done."""
+        if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
+            return False
+        with self._lock:
+            if not self._is_unused():
+                return False
+            self._channel.close()
+            try:
+                self._channel = self._start()
+            except NodeUnreachable:
+                return False
+            return True
+
+    def _is_unused(self) -> bool:
+        return not (self._is_used or self._is_closed)

@@ -1,0 +1,128 @@
+"""Transports to allocated nodes for commands of users: one engine serves all nodes of a pool, also when an allocation ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, Over
+from distflow.backends.allocated.nodes import Engines
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool, ssh_node
+from distflow.testing.local_engine import LocalEngine
+from distflow.transports.base import Transport
+from distflow.transports.local import LocalTransport
+
+
+class WatchedEngine(LocalEngine):
+    """Counts how often its login node is used and how often it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logins = self.closed = 0
+
+    def login_transport(self) -> Transport:
+        self.logins += 1
+        return super().login_transport()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(name="p", backend="slurm", nodes=(), template=ssh_node())
+
+
+def allocated(engine: LocalEngine) -> str:
+    allocation = Allocation(workflow="1" * 32, group="g", attempt=0)
+    nodes = (NodeRequest(task="a"), NodeRequest(task="b"))
+    return engine.request(AllocationRequest(allocation=allocation, label="w/g", nodes=nodes))
+
+
+def test_all_nodes_of_a_pool_share_an_engine_until_the_last_is_closed(pool: Pool) -> None:
+    opened: list[WatchedEngine] = []
+
+    def open_engine(_: Pool) -> WatchedEngine:
+        opened.append(WatchedEngine())
+        return opened[-1]
+
+    engines = Engines(open_engine)
+    first, second = engines.transport(pool, "h0@1"), engines.transport(pool, "h1@1")
+    first.close()
+    first.close()
+    assert (len(opened), opened[0].closed) == (1, 0)
+    with pytest.raises(NodeUnreachable, match="closed"):
+        first.run(["true"], timeout_s=5)
+    second.close()
+    assert opened[0].closed == 1
+    engines.transport(pool, "h0@1").close()
+    assert (len(opened), opened[1].closed) == (2, 1)
+
+
+def test_operations_go_to_the_login_node_after_the_end_of_the_allocation(pool: Pool) -> None:
+    engine = WatchedEngine()
+    name = allocated(engine)
+    transport = Engines(lambda _: engine).transport(pool, f"h0@{name}")
+    assert transport.run(["echo", "inside"], timeout_s=5).stdout == b"inside\n"
+    assert engine.logins == 0
+    engine.end(name, Over(reason=None, message="it has ended"))
+    transport.hang_up()  # a connection broke, because the allocation ended
+    assert transport.run(["echo", "outside"], timeout_s=5).stdout == b"outside\n"
+    assert engine.logins == 1
+    engine.is_away = True
+    transport.hang_up()
+    with pytest.raises(NodeUnreachable, match="does not answer"):
+        transport.open(["true"])
+    transport.close()
+
+
+class ExpiringEngine(WatchedEngine):
+    """Its allocations end when a command is to start there."""
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        def end() -> None:
+            self.end(allocation_id, Over(reason=None, message="it has ended"))
+
+        return ExpiringTransport(host, end)
+
+
+class ExpiringTransport(LocalTransport):
+    def __init__(self, name: str, end: Callable[[], None]) -> None:
+        super().__init__(name)
+        self._end = end
+
+    def open(self, argv: Sequence[str]) -> ClosedChannel:  # type: ignore[override]
+        self._end()
+        return ClosedChannel()
+
+
+class ClosedChannel:
+    """The channel of a relay that was not started: `srun: error: Slurm job 5 has expired`."""
+
+    exit_code = None
+
+    def write(self, data: bytes) -> None:
+        raise NodeUnreachable("h0", f"{len(data)} bytes are lost")
+
+    def read(self) -> bytes:
+        return b""
+
+    def stderr_tail(self) -> str:
+        return "has expired"
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_allocation_that_ends_before_a_command_starts_leads_to_the_login_node(pool: Pool) -> None:
+    engine = ExpiringEngine()
+    name = allocated(engine)
+    transport = Engines(lambda _: engine).transport(pool, f"h0@{name}")
+    channel = transport.open(["sh", "-c", "echo ready; cat"])
+    assert channel.read() == b"ready\n"
+    channel.write(b"more")
+    assert channel.read() == b"more"
+    channel.close()
+    transport.close()
