@@ -116,6 +116,10 @@ class LeaseRequest:
     """The longest time that the gang may need its nodes; ``None`` if it is not known."""
     margin_s: float = 0.0
     """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
+    images: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → container image, for tasks that name one. An engine whose nodes are containers needs it."""
+    mounts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → directories of the host in that container, each ``src`` or ``src:dst``."""
 
     def key(self, task: str) -> AttemptKey:
         """Return the attempt of one task on its node."""

@@ -104,7 +104,7 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
     return {
         **given,
         **values,
-        **(_logins(plan, directory) if any(node.container != "none" for node in pool.node_settings) else {}),
+        **(_logins(plan, directory) if any(node.container not in ("none", "engine") for node in pool.node_settings) else {}),
     }
 
 

@@ -62,6 +62,9 @@ def bind_task(
         # No interface has the address itself, so torch and NCCL must choose one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
     container = container_of(launch, node, fill)
+    # In an image, a directory of the node may have another path.
+    is_inside = container is not None or (launch.image is not None and node.container == "engine")
+    mounts = () if is_inside else tuple(fill(mount).partition(":")[0] for mount in launch.mounts)
     return BoundLaunch(
         task=task,
         node=own.node,
@@ -73,7 +76,7 @@ def bind_task(
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
         venv=venv_of(group, launch, node),
         container=container,
-        mounts=() if container else tuple(fill(mount).partition(":")[0] for mount in launch.mounts),
+        mounts=mounts,
         memory=launch.resource.memory if node.enforce_limits else None,
         python_path=launch.python_path,
         path=launch.path,

@@ -24,7 +24,7 @@ _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
     """Return the container of a task on a node, with its strings filled in; ``None`` if it runs without one."""
-    if launch.image is None or node.container == "none":
+    if launch.image is None or node.container in ("none", "engine"):
         return None
     mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in map(fill, launch.mounts))
     return Container(

@@ -19,7 +19,7 @@ from distflow.documents.text import few
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.ranks import rank_words
-from distflow.plan.credentials import registry_of
+from distflow.plan.credentials import pyxis_image
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.plan.slurm_limits import slurm_limits
 from distflow.plan.slurm_tasks import (
@@ -369,11 +369,12 @@ def _container_options(group: _Group) -> list[str]:
     """Return the options of Pyxis; empty without a container."""
     if (image := group.image) is None:
         return []
-    registry = registry_of(image)
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for launch in group.launches for mount in launch.mounts]
     others = "".join(f",{mount}" for mount in dict.fromkeys(mounts))
-    name = f"{registry}#{image.removeprefix(f'{registry}/')}" if registry else image
-    return [f"--container-image={quoted(name)}", f'--container-mounts="$run_dir:$run_dir"{quoted(others) if others else ""}']
+    return [
+        f"--container-image={quoted(pyxis_image(image))}",
+        f'--container-mounts="$run_dir:$run_dir"{quoted(others) if others else ""}',
+    ]
 
 
 # -- several jobs -----------------------------------------------------------------------------------------------------

@@ -267,6 +267,8 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
             pool.add(f"`{path_text((*pool.path, key))}` must be more than 0", key=key)
     template = _base_node(pool, _pod_node() if backend == "kubernetes" else ssh_node()) if is_allocated else None
     slurm = parse_slurm(pool) if backend == "slurm" else None
+    if slurm is not None and slurm.container == "pyxis" and template is not None and template.container == "none":
+        template = replace(template, container="engine")
     ray = parse_ray(pool) if backend == "ray" else None
     if ray is not None and template is not None and not (pool.has("python") or pool.view("defaults").has("python")):
         template = replace(template, python=ray.python)  # Ray needs the same Python on all nodes

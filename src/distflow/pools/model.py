@@ -152,7 +152,7 @@ class SlurmSettings:
     extra: tuple[str, ...] = ()
     """Further arguments of ``sbatch``."""
     container: Literal["pyxis"] | None = None
-    """How exported scripts use the image of a task. distflow itself uses the node's ``container`` runtime."""
+    """How Slurm starts images, unless the nodes have a ``container`` runtime. Exported scripts always use it."""
     idle_release_s: float = 600.0
     """The time without tasks and supervisor after which the job ends by itself."""
     platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))

@@ -228,6 +228,8 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         excluded=_excluded(plan, group),
         time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + _AROUND_S,
         margin_s=_AROUND_S,
+        images={launch.task: launch.image for launch in plan.launches if launch.image is not None},
+        mounts={launch.task: launch.mounts for launch in plan.launches if launch.mounts},
     )
 
 

@@ -686,6 +686,8 @@ def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:
                 memory=request.memory.get(task, 0),
                 platform=request.platforms.get(task),
                 excluded=tuple(hosts[name] for name in request.excluded.get(task, ())),
+                image=request.images.get(task),
+                mounts=request.mounts.get(task, ()),
             )
             for task in request.nodes
         ),

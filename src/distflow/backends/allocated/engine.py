@@ -83,6 +83,10 @@ class NodeRequest:
     """A key of the pool's ``platforms``."""
     excluded: tuple[str, ...] = ()
     """Hosts that must not be used."""
+    image: str | None = None
+    """The container image of the task, for engines whose nodes are containers."""
+    mounts: tuple[str, ...] = ()
+    """Directories of the host in that container, each ``src`` or ``src:dst``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

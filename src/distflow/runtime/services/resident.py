@@ -337,8 +337,9 @@ def batch(idle_release_s: float, components: int, source: str, python: List[str]
     """
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     groups = ["--het-group=0-{}".format(components - 1)] if components > 1 else []
+    options = os.environ.pop("DISTFLOW_STEP_OPTIONS", "").splitlines()
     command = [
-        "srun", *groups, "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--input=none",
+        "srun", *groups, *options, "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--input=none",
         "--kill-on-bad-exit=1", *python, "-I", "-S", "-c", source, "node", job,
     ]  # fmt: skip
     step = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)

@@ -12,6 +12,7 @@ from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, R
 from distflow.backends.allocated.slurm.commands import last_words
 from distflow.backends.allocated.slurm.job_states import parse_limit
 from distflow.documents.text import did_you_mean, plain
+from distflow.plan.credentials import pyxis_image
 from distflow.pools.model import Pool, SlurmPlatform, SlurmSettings
 from distflow.structs import replace
 from distflow.transports.base import Completed
@@ -19,6 +20,7 @@ from distflow.transports.base import Completed
 __all__ = [
     "as_one_shape",
     "components_of",
+    "container_options",
     "is_about_time",
     "is_temporary",
     "job_script",
@@ -200,13 +202,47 @@ def log_path(root: str, job: str) -> str:
     return shell_path(root, f"distflow-job-{job}.log")
 
 
-def job_script(root: str, resident: str) -> bytes:
+def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
+    """Return the options by which ``srun`` starts the resident programs in the image of the tasks, as shell text.
+
+    They are empty without an image. In them, ``$root`` is the pool's root. Raises ``RequestRefused`` for several images.
+    Options: https://github.com/NVIDIA/pyxis/wiki/Usage
+    """
+    images = {node.image for node in wanted.nodes}
+    if pool.template is None or pool.template.container != "engine" or images == {None}:
+        return ()
+    if len(images) > 1:
+        raise RequestRefused(
+            f"the tasks of group `{wanted.allocation.group}` have different images",
+            hint="give all tasks of the group the same `image`: one `srun` starts them",
+        )
+    mounts = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for node in wanted.nodes for mount in node.mounts)
+    others = shlex.quote("".join(f",{mount}" for mount in mounts)) if mounts else ""
+    return (
+        shlex.quote(f"--container-image={pyxis_image(str(images.pop()))}"),
+        f'--container-mounts="$root:$root"{others}',
+        "--container-mount-home",
+        "--no-container-remap-root",
+    )
+
+
+def job_script(root: str, resident: str, step_options: Sequence[str] = ()) -> bytes:
     """Return the script of a job, which runs the script that starts the resident programs.
+
+    ``step_options`` are options of its ``srun``, as shell text in which ``$root`` is the pool's root.
 
     Its messages go to a file in ``root``, and not to ``--output``, because Slurm fails a job whose file it cannot create. The
     file is of use only if it can be read on the login node, and it remains only if the script fails with messages.
     """
     log = log_path(root, "$SLURM_JOB_ID")
+    options = ""
+    if step_options:
+        options = f"""\
+root={shell_path(root, "")}
+root=${{root%/}}
+DISTFLOW_STEP_OPTIONS=$(printf '%s\\n' {" ".join(step_options)})
+export DISTFLOW_STEP_OPTIONS
+"""
     body = resident.split("\n", 1)[1] if resident.startswith("#!") else resident
     return f"""\
 #!/bin/sh
@@ -215,7 +251,7 @@ log={log}
 if ! {{ mkdir -p "${{log%/*}}" && : >"$log"; }} 2>/dev/null; then
   log=
 fi
-(
+{options}(
 {body.rstrip()}
 ) >"${{log:-/dev/null}}" 2>&1
 code=$?

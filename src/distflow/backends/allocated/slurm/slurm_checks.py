@@ -51,6 +51,7 @@ def check_slurm(pool: Pool, commands: SlurmCommands, progress: Callable[[str], N
     check = _Check(pool, commands)
     progress("asking Slurm for its configuration")
     yield from check.version()
+    yield from check.pyxis()
     partitions = check.partitions()
     accepted = []
     for platform, settings in {"": SlurmPlatform(), **check.settings.platforms}.items():
@@ -105,6 +106,17 @@ class _Check:
             yield note(
                 "slurm", self._at, "the cluster has no heterogeneous jobs: every node of a group gets its largest resources", ""
             )
+
+    def pyxis(self) -> Iterator[Finding]:
+        """Check that the cluster has Pyxis, if the pool uses it."""
+        if self.settings.container != "pyxis":
+            return
+        shown = self._commands.run("srun", "--help")
+        if b"--container-image" not in shown.stdout:
+            yield error(
+                "container", self._at, "`srun` has no option `--container-image`: Pyxis is not installed on this cluster",
+                "remove `slurm.container`, and set `container: apptainer` of the pool if the nodes have Apptainer",
+            )  # fmt: skip
 
     def partitions(self) -> Mapping[str, Mapping[str, str]]:
         """Return the partitions with their settings, by name."""

@@ -34,6 +34,7 @@ from distflow.backends.allocated.slurm.hostlists import expand_hosts
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
     components_of,
+    container_options,
     is_about_time,
     is_temporary,
     job_script,
@@ -275,7 +276,9 @@ class SlurmEngine:
         """Return the id of a new job; ``None`` if the cluster does not allow heterogeneous jobs."""
         command = sbatch_arguments(self._pool, wanted, components)
         script = job_script(
-            self._template.root, self._script(self._template.python, self._settings.idle_release_s, len(components))
+            self._template.root,
+            self._script(self._template.python, self._settings.idle_release_s, len(components)),
+            container_options(self._pool, wanted),
         )
         self._is_closed.wait(max(0.0, self._last_submit + _SUBMIT_EVERY_S - time.monotonic()))
         self._last_submit = time.monotonic()

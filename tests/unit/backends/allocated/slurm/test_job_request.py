@@ -15,6 +15,7 @@ from distflow.backends.allocated.engine import Allocation, AllocationRequest, No
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
     components_of,
+    container_options,
     is_temporary,
     job_script,
     lacks_het_jobs,
@@ -69,6 +70,10 @@ CASES = {
         "slurm: {gpu_option: gpus-per-task}, platforms: {h100: {gres: 'gpu:h100'}}",
         wanted(*workers(2, gpus=4), NodeRequest(task="large", gpus=8, platform="h100")),
     ),
+    "image": (
+        "root: /scratch/a b, slurm: {container: pyxis}",
+        wanted(*workers(2, gpus=8, image="nvcr.io/nvidia/pytorch:24.03-py3", mounts=("/data", "/a's:/b"))),
+    ),
     "heterogeneous": (
         "slurm: {account: lab}, platforms: {cpu: {partition: cpu}}",
         wanted(NodeRequest(task="master", cpus=4, platform="cpu"), *workers(2, gpus=8, memory=64 * GI)),
@@ -80,13 +85,14 @@ CASES = {
 def test_the_command_is_as_recorded(name: str) -> None:
     configured, request = CASES[name]
     pool = pool_of(configured)
+    assert pool.template is not None
     components = components_of(request.nodes)
     command = sbatch_arguments(pool, request, components)
     resident = f"#!/bin/sh\nexec srun resident {len(components)}\n"
     text = (
         quote(command).replace(" --", " \\\n  --").replace(" : ", " \\\n  : ")
         + "\n\n"
-        + job_script("~/.distflow", resident).decode()
+        + job_script(pool.template.root, resident, container_options(pool, request)).decode()
     )
     golden = GOLDENS / f"{name}.sh"
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
@@ -114,6 +120,15 @@ def test_without_heterogeneous_jobs_all_nodes_have_the_largest_shape() -> None:
     ]
     with pytest.raises(RequestRefused, match="different platforms"):
         as_one_shape([NodeRequest(task="m", platform="a"), NodeRequest(task="w")])
+
+
+def test_images_need_pyxis_and_must_be_equal() -> None:
+    mixed = wanted(*workers(1, image="a"), *workers(1))
+    for pool in (pool_of("slurm: {}"), pool_of("container: apptainer, slurm: {container: pyxis}")):
+        assert container_options(pool, mixed) == ()
+    assert container_options(pool_of("slurm: {container: pyxis}"), wanted(*workers(2))) == ()
+    with pytest.raises(RequestRefused, match="the tasks of group `train` have different images"):
+        container_options(pool_of("slurm: {container: pyxis}"), mixed)
 
 
 def test_a_platform_must_be_known() -> None:
