@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.backends.machines.cleanup import Recalled, recall_node
+from distflow.backends.machines.cleanup import Recalled
 from distflow.client.client import Client
-from distflow.client.nodes import ask_nodes, choose_nodes
+from distflow.client.nodes import choose_nodes, recall_nodes
 from distflow.client.notifications.targets import own_targets
 from distflow.client.submission import pool_key
 from distflow.documents.notify import NotifyTarget
@@ -104,11 +104,11 @@ def adopt(
         SupervisorError: if the supervisor does not start.
 
     """
-    nodes = choose_nodes(client, pool, hosts=hosts)
+    choose_nodes(client, pool, hosts=hosts)  # a wrong name must change nothing
     directory = find_state_directory(client.environ) if is_dry_run else client.writable_directory()
     aside = _set_aside(directory, is_dry_run)
     known = frozenset() if aside is not None or not directory.store.exists() else client.store.uuids()
-    answers = ask_nodes(nodes, lambda one, node: recall_node(one, node, known=known))
+    answers = recall_nodes(client, pool, hosts=hosts, known=known)
     found, skipped = _gather(answers, directory.secrets)
     trusted, refused = _trusted(found, trust=trust_records)
     results = (*skipped, *refused, *_adopt(client, trusted, is_dry_run))

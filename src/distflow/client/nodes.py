@@ -6,11 +6,21 @@ An error of one node is part of that node's result and does not affect the other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from distflow.backends.machines.cleanup import Cleaned, Leftover, Reaped, Uninstalled, clean_node, reap_node, uninstall_node
+from distflow.backends.machines.cleanup import (
+    Cleaned,
+    Leftover,
+    Reaped,
+    Recalled,
+    Uninstalled,
+    clean_node,
+    reap_node,
+    recall_node,
+    uninstall_node,
+)
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
 from distflow.documents.text import did_you_mean
@@ -33,6 +43,7 @@ __all__ = [
     "clean_nodes",
     "reap_jobs",
     "reap_nodes",
+    "recall_nodes",
     "replace_uuids",
     "uninstall_nodes",
 ]
@@ -116,11 +127,7 @@ def reap_jobs(
         ProblemsFound: if the configuration is wrong.
 
     """
-    if hosts is not None:
-        return []
-    configuration = client.configuration()
-    pools = configuration.pools.values() if pool is None else [choose_pool(configuration, given=pool)]
-    chosen = [one for one in pools if one.is_allocated]
+    chosen = _allocated_pools(client, pool, hosts)
     if not chosen:
         return []
     from distflow.backends.allocated.leftovers import reap_allocations
@@ -128,6 +135,39 @@ def reap_jobs(
     unfinished = client.store.uuids(are_unfinished=True)
     ended = client.store.uuids() - unfinished
     return [reap_allocations(one, ended=ended, unfinished=unfinished, is_dry_run=is_dry_run) for one in chosen]
+
+
+def recall_nodes(
+    client: Client, pool: str | None = None, *, hosts: Sequence[Host] | None = None, known: Collection[str]
+) -> list[Recalled]:
+    """Return the workflows on nodes and in allocations whose uuids are not ``known``. Errors are in the results.
+
+    Args:
+        client: The client whose configuration has the pools.
+        pool: The name of a pool. Default: all pools.
+        hosts: Machines to use as a pool instead of the configured ones.
+        known: Uuids of workflows to leave out.
+
+    Raises:
+        NotFound: if the pool does not exist.
+        ProblemsFound: if the configuration is wrong.
+
+    """
+    answers = ask_nodes(choose_nodes(client, pool, hosts=hosts), lambda one, node: recall_node(one, node, known=known))
+    for one in _allocated_pools(client, pool, hosts):
+        from distflow.backends.allocated.leftovers import recall_allocations
+
+        answers += recall_allocations(one, known=known)
+    return answers
+
+
+def _allocated_pools(client: Client, pool: str | None, hosts: Sequence[Host] | None) -> list[Pool]:
+    """Return the chosen pools whose nodes an engine chooses."""
+    if hosts is not None:
+        return []
+    configuration = client.configuration()
+    pools = configuration.pools.values() if pool is None else [choose_pool(configuration, given=pool)]
+    return [one for one in pools if one.is_allocated]
 
 
 def clean_nodes(

@@ -168,7 +168,8 @@ class Engine(Protocol):
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation, with one question to the engine.
 
-        ``ids``: id → tasks in the order of the request. An allocation that the engine no longer knows is ``Over``.
+        ``ids``: id → tasks in the order of the request. Without tasks, ``Granted.hosts`` has numbers instead of them. An
+        allocation that the engine no longer knows is ``Over``.
         """
         ...
 

@@ -1,16 +1,27 @@
-"""Allocations that ended workflows have left."""
+"""Allocations that are only known to the engine: those that ended workflows have left, and those of a lost store."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import MappingProxyType
 
+from distflow.backends.allocated.engine import Allocation, Granted, node_name
 from distflow.backends.allocated.engines import open_engine
-from distflow.backends.machines.cleanup import Leftover, Reaped
+from distflow.backends.machines.cleanup import Leftover, Reaped, Recalled, recall_node
 from distflow.errors import DistflowError
 from distflow.pools.model import Pool
+from distflow.structs import replace
 
-__all__ = ["reap_allocations"]
+__all__ = ["reap_allocations", "recall_allocations"]
+
+_WORDS: Mapping[str, str] = MappingProxyType({"slurm": "job", "ray": "placement group"})
+"""The engines' words for an allocation."""
+
+
+_AT_ONCE = 32
+"""The maximum number of nodes that are asked in parallel."""
 
 
 def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collection[str], is_dry_run: bool) -> Reaped:
@@ -31,9 +42,52 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
                     else "submitted with another state directory, perhaps on another machine"
                 )
                 attempt = f"{one.workflow}/{one.group}/{one.attempt}"
-                found.append(Leftover(pid=None, name=f"job {name}", attempt=attempt, why=why, is_ours=is_ours))
+                found.append(
+                    Leftover(
+                        pid=None,
+                        name=f"{_WORDS.get(pool.backend, 'allocation')} {name}",
+                        attempt=attempt,
+                        why=why,
+                        is_ours=is_ours,
+                    )
+                )
                 if is_ours and not is_dry_run:
                     engine.release([name])
     except DistflowError as error:
         return Reaped(node=pool.name, found=tuple(found), error=error.message)
     return Reaped(node=pool.name, found=tuple(found))
+
+
+def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
+    """Return the workflows that run in allocations of a pool, and whose uuids are not ``known``: one result for each node.
+
+    Errors are in the results, and never raised.
+    """
+    try:
+        with closing(open_engine(pool)) as engine:
+            found = {name: one for name, one in engine.allocations().items() if one.workflow not in known}
+            states = engine.states(dict.fromkeys(found, ())) if found else {}
+    except DistflowError as error:
+        return [Recalled(pool=pool, node=pool.name, error=error.message)]
+    nodes = {
+        node_name(host, name): found[name]
+        for name, state in states.items()
+        if isinstance(state, Granted)
+        for host in state.hosts.values()
+    }
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
+        answers = list(workers.map(lambda name: recall_node(pool, pool.node(name), known=known), nodes))
+    return [_of_allocation(answer, nodes[answer.node]) for answer in answers]
+
+
+def _of_allocation(answer: Recalled, allocation: Allocation) -> Recalled:
+    """Return only what belongs to the node's allocation: nodes that share ``root`` also know the attempts of others."""
+    prefix, suffix = f"{allocation.workflow}/{allocation.group}/", f"/{allocation.attempt}"
+    return replace(
+        answer,
+        workflows=tuple(
+            replace(one, attempts=tuple(at for at in one.attempts if at.name.startswith(prefix) and at.name.endswith(suffix)))
+            for one in answer.workflows
+            if one.uuid == allocation.workflow
+        ),
+    )

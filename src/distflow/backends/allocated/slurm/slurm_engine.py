@@ -405,4 +405,4 @@ def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> Allocati
     hosts = [host for one in components for host in expand_hosts(one.hosts)]
     if len(hosts) < len(tasks):
         return Queued(why=f"waits for its nodes: Slurm names {len(hosts)} of {len(tasks)}")
-    return Granted(hosts=dict(zip(tasks, hosts, strict=False)))
+    return Granted(hosts=dict(zip(tasks or map(str, range(len(hosts))), hosts, strict=False)))
