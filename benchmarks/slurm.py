@@ -1,17 +1,23 @@
 """Measure gangs on a real Slurm cluster of two nodes: from submit to the end of one all-reduce, and a long queue.
 
-1. The peer is a script for ``sbatch`` with ``srun torchrun``, whose end ``squeue`` reports. distflow
-   takes its way through the login node on this machine. Fails if distflow takes more than 1.15 × the script.
-2. 100 workflows wait in the queue of the cluster. Reported are the processor time of the supervisor, and the questions to Slurm
-   in a minute. Fails for more than 12.
+1. Everything starts on the login node, which is this machine, and ends when the result of one all-reduce on two nodes is
+   known: a script for ``sbatch`` with ``srun torchrun`` (the peer), a spec for distflow with ``launcher: torchrun``, a program
+   with ``distflow.run``, and one with submitit. Both programs run the same function. submitit starts it with ``srun`` and
+   without a launcher; the function sets the variables of torch itself (``TorchDistributedEnvironment``). Fails if the spec
+   takes more than 1.15 × the script. submitit is not installed by ``make``: ``pip install submitit==1.5.4``.
+2. 100 workflows wait in the queue of the cluster, which distflow reaches over SSH. Reported are the processor time of the
+   supervisor, the questions to Slurm in a minute, and the connections to the login node. Fails for more than 12 questions with
+   ``squeue``, or 4 connections.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -19,12 +25,14 @@ from pathlib import Path
 from lab import alternate, show
 
 from distflow.testing.slurm import Slurm
+from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
 
 RUNS = 3
 LIMIT = 1.15
 QUEUE = 100
 MOST_QUESTIONS = 12
+MOST_CONNECTIONS = 4
 ONE = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -54,6 +62,31 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 srun sh -c "{python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank \\$SLURM_NODEID \
 --master-addr 127.0.0.1 --master-port $port {script}"
 """
+FUNCTION = """
+def total(scale):
+    import torch, torch.distributed as dist
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    one = torch.ones(1) * scale
+    dist.all_reduce(one)
+    return one.item()
+"""
+DISTFLOW = """
+import distflow
+results = distflow.run(total, args=(3,), nodes=2, gpus=0, ranks=1, pool="cluster")
+assert list(results) == [6.0, 6.0]
+"""
+SUBMITIT = """
+import os, submitit
+def job(scale):
+    submitit.helpers.TorchDistributedEnvironment().export()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # the nodes have no names
+    return total(scale)
+executor = submitit.SlurmExecutor(folder="../submitit")
+executor.update_parameters(nodes=2, ntasks_per_node=1, time=5)
+job = executor.submit(job, 3)
+assert job.results() == [6.0, 6.0]
+"""
 WAIT = """
 workflow:
   name: wait
@@ -69,6 +102,8 @@ class Bench:
     def __init__(self, folder: Path, cluster: Slurm) -> None:
         self.folder = folder
         self.cluster = cluster
+        self.project = folder / "project"
+        self.project.mkdir()
         self.calls = folder / "calls"
         # Every question to Slurm leaves a line.
         commands = folder / "bin"
@@ -81,15 +116,21 @@ class Bench:
             "DISTFLOW_STATE": str(folder / "state"),
             "DISTFLOW_CONFIG": str(folder / "distflow.yaml"),
         }
-        (folder / "distflow.yaml").write_text(
-            "pools:\n  cluster:\n    backend: slurm\n"
-            f"    root: {folder}/node\n    python: {sys.executable}\n    environment: {{GLOO_SOCKET_IFNAME: lo}}\n"
+        self.login = Sshd(folder / "login", "127.0.1.9", alias="login", options={"SetEnv": f"PATH={self.environment['PATH']}"})
+        self.configure()
+
+    def configure(self, **settings: str) -> None:
+        """Write the configuration of distflow, with further settings of the pool."""
+        lines = [f"    {name}: {value}" for name, value in settings.items()]
+        (self.folder / "distflow.yaml").write_text(
+            f"pools:\n  cluster:\n    backend: slurm\n    root: {self.folder}/node\n    python: {sys.executable}\n"
+            "    environment: {GLOO_SOCKET_IFNAME: lo}\n" + "\n".join([*lines, ""])
         )
 
     def run(self, *words: str) -> None:
         """Run a command to its end."""
         done = subprocess.run(
-            words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=600, check=False
+            words, env=self.environment, cwd=self.project, capture_output=True, text=True, timeout=600, check=False
         )
         if done.returncode:
             raise RuntimeError(f"{words}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -98,6 +139,12 @@ class Bench:
         """Submit a spec."""
         (self.folder / "spec.yaml").write_text(spec)
         self.run(sys.executable, "-m", "distflow", "submit", str(self.folder / "spec.yaml"), *options)
+
+    def program(self, name: str, text: str) -> None:
+        """Run a program with the function."""
+        path = self.project / f"with_{name}.py"
+        path.write_text(FUNCTION + "if __name__ == '__main__':" + textwrap.indent(text, "    "))
+        self.run(sys.executable, str(path))
 
     def batch(self, script: str) -> None:
         """Submit a script and wait for its end."""
@@ -119,43 +166,55 @@ def main() -> int:
         script.write_text(ONE)
         bench = Bench(folder, cluster)
         given = {"python": sys.executable, "script": script, "folder": folder}
+        contestants = {
+            "sbatch with srun torchrun": partial(bench.batch, BATCH.format(**given)),
+            "distflow, spec": partial(bench.submit, SPEC.format(**given), "--wait"),
+            "distflow.run": partial(bench.program, "distflow", DISTFLOW),
+        }
+        if importlib.util.find_spec("submitit") is None:
+            print("submitit is not installed, so nothing is compared with it: pip install submitit==1.5.4")
+        else:
+            contestants["submitit"] = partial(bench.program, "submitit", SUBMITIT)
         ratios = show(
             f"one all-reduce on two nodes of a Slurm cluster, {RUNS} runs",
-            alternate(
-                {
-                    "sbatch with srun torchrun": partial(bench.batch, BATCH.format(**given)),
-                    "distflow": partial(bench.submit, SPEC.format(**given), "--wait"),
-                },
-                runs=RUNS,
-            ),
+            alternate(contestants, runs=RUNS),
             "sbatch with srun torchrun",
         )
-        questions = _queue(bench)
-    return int(ratios["distflow"] > LIMIT or questions > MOST_QUESTIONS)
+        questions, connections = _queue(bench)
+    return int(ratios["distflow, spec"] > LIMIT or questions > MOST_QUESTIONS or connections > MOST_CONNECTIONS)
 
 
-def _queue(bench: Bench) -> int:
-    """Fill the queue, and return the questions to Slurm in one minute."""
-    blocker = bench.cluster.run("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 3600").strip()
-    for _ in range(QUEUE):
-        bench.submit(WAIT)
-    wait_until(lambda: len(bench.cluster.jobs()) == QUEUE + 1, 300)
-    (pid,) = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and f"{bench.folder}/state".encode() in _command(entry) and b"supervisor" in _command(entry)
-    ]
-    bench.calls.write_text("")
-    before, begin = _cpu_s(pid), time.perf_counter()
-    wait_until(lambda: time.perf_counter() - begin > 60, 90)
-    calls = bench.calls.read_text().split()
-    print(f"{QUEUE} workflows in the queue for 60 s")
-    print(f"  processor time of the supervisor   {_cpu_s(pid) - before:.2f} s")
-    print(f"  questions to Slurm                 {len(calls)} ({calls.count('squeue')} squeue)")
-    bench.run(sys.executable, "-m", "distflow", "stop", *[f"wait-{number}" for number in range(1, QUEUE + 1)])
-    bench.cluster.run("scancel", blocker)
-    wait_until(lambda: not bench.cluster.jobs(), 120)
-    return len(calls)
+def _queue(bench: Bench) -> tuple[int, int]:
+    """Fill the queue. Return the questions with ``squeue`` in one minute, and the most connections to the login node."""
+    bench.configure(login="login", ssh_config=str(bench.login.client_config))
+    with bench.login:
+        blocker = bench.cluster.run("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 3600").strip()
+        for _ in range(QUEUE):
+            bench.submit(WAIT)
+        wait_until(lambda: len(bench.cluster.jobs()) == QUEUE + 1, 300)
+        (pid,) = [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and f"{bench.folder}/state".encode() in _command(entry) and b"supervisor" in _command(entry)
+        ]
+        bench.calls.write_text("")
+        before, begin, connections = _cpu_s(pid), time.perf_counter(), [0]
+
+        def is_over() -> bool:
+            connections.append(bench.login.connections())
+            return time.perf_counter() - begin > 60
+
+        wait_until(is_over, 90)
+        calls = bench.calls.read_text().split()
+        print(f"{QUEUE} workflows in the queue for 60 s")
+        print(f"  processor time of the supervisor   {_cpu_s(pid) - before:.2f} s")
+        print(f"  questions to Slurm                 {len(calls)} ({calls.count('squeue')} squeue)")
+        print(f"  connections to the login node      {max(connections)}")
+        bench.run(sys.executable, "-m", "distflow", "stop", *[f"wait-{number}" for number in range(1, QUEUE + 1)])
+        bench.cluster.run("scancel", blocker)
+        wait_until(lambda: not bench.cluster.jobs(), 120)
+        wait_until(lambda: not bench.login.connections(), 120)
+    return calls.count("squeue"), max(connections)
 
 
 def _command(entry: Path) -> bytes:
