@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from distflow.testing.kubernetes import KubernetesCluster, KubernetesSource, find_kubernetes
 from distflow.testing.slurm import Slurm, missing_slurm
 
 gc.disable()  # until all tests are collected: the garbage collector finds nothing there, and takes a fifth of the time
@@ -121,6 +122,46 @@ def slurm(slurm_cluster: Slurm) -> Iterator[Slurm]:
     """A Slurm cluster with two idle nodes. All tests share it, so a test that stops one of its daemons starts it again."""
     yield slurm_cluster
     slurm_cluster.cancel_jobs()
+
+
+_KUBERNETES = find_kubernetes(os.environ, Path(__file__).resolve().parent.parent)
+"""Read before the environment is cleaned."""
+
+
+@pytest.fixture(scope="session")
+def kubernetes_source() -> KubernetesSource:
+    """Where this run gets a Kubernetes cluster from."""
+    if _KUBERNETES.missing:
+        pytest.skip(_KUBERNETES.missing)
+    return _KUBERNETES
+
+
+@pytest.fixture(scope="session")
+def kubernetes_cluster(
+    kubernetes_source: KubernetesSource, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KubernetesCluster]:
+    """One cluster for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with KubernetesCluster(folder / "kubernetes", kubernetes_source) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesCluster]:
+    """A Kubernetes cluster with two nodes, which tests share. Each test makes its own namespace."""
+    with kubernetes_cluster.shared():
+        yield kubernetes_cluster
+
+
+@pytest.fixture
+def lone_kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesCluster]:
+    """The same cluster, but no other test uses it, so that its parts can be stopped."""
+    if not kubernetes_cluster.is_own:
+        pytest.skip("the parts of a cluster of somebody else cannot be stopped")
+    with kubernetes_cluster.alone():
+        yield kubernetes_cluster
 
 
 @pytest.fixture

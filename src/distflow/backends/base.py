@@ -120,6 +120,8 @@ class LeaseRequest:
     """Task → container image, for tasks that name one. An engine whose nodes are containers needs it."""
     mounts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """Task → directories of the host in that container, each ``src`` or ``src:dst``."""
+    priority: str = "NORMAL"
+    """The priority of its workflow."""
 
     def key(self, task: str) -> AttemptKey:
         """Return the attempt of one task on its node."""

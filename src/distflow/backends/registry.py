@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "local": "distflow.backends.machines.backend",
         "ssh": "distflow.backends.machines.backend",
         "slurm": "distflow.backends.allocated.backend",
+        "kubernetes": "distflow.backends.allocated.backend",
     }
 )
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
@@ -38,6 +40,11 @@ def require_supported(pool: Pool) -> None:
     """Raise ``InputError`` if this version of distflow, or this operating system, does not have the pool's backend."""
     if pool.backend not in BACKENDS:
         raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"available: {', '.join(BACKENDS)}")
+    if pool.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        raise InputError(
+            f"pool {pool.name} needs the package `kubernetes`, which is not installed",
+            hint="run: pip install 'distflow-cli[kubernetes]'",
+        )
     if pool.backend == "local" and sys.platform != "linux":
         raise InputError(
             f"pool {pool.name} runs tasks on this machine, and distflow can run tasks only on Linux",

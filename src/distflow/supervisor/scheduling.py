@@ -230,6 +230,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         margin_s=_AROUND_S,
         images={launch.task: launch.image for launch in plan.launches if launch.image is not None},
         mounts={launch.task: launch.mounts for launch in plan.launches if launch.mounts},
+        priority=record.priority.value,
     )
 
 

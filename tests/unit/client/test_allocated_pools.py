@@ -44,3 +44,16 @@ def test_required_topology_is_refused_and_other_keys_are_named(
     shown = capsys.readouterr()
     assert "near.yaml:5: warning: `topology` is ignored: slurm chooses the nodes of pool 'hpc'\n" in shown.out + shown.err
     assert "near.yaml:10: warning: `elastic` is ignored: the group waits until slurm has nodes for all" in shown.out + shown.err
+
+
+@pytest.mark.parametrize("pool", ["{backend: kubernetes}", "{backend: slurm, slurm: {container: pyxis}}"])
+def test_an_image_that_the_engine_starts_is_not_ignored(
+    pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "distflow.yaml").write_text(f"pools: {{hpc: {pool}}}")
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(tmp_path / "distflow.yaml"))
+    spec = tmp_path / "image.yaml"
+    task = "{name: only, image: ubuntu, command: [ls], volumeMounts: ['/no/such:/data']}"
+    spec.write_text(f"workflow: {{name: image, tasks: [{task}]}}")
+    assert run(["workflow", "validate", str(spec), "--pool", "hpc"]) == 0
+    assert capsys.readouterr().err == ""

@@ -693,4 +693,5 @@ def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:
         ),
         time_limit_s=request.time_limit_s,
         margin_s=request.margin_s,
+        priority=request.priority,
     )

@@ -101,6 +101,8 @@ class AllocationRequest:
     """The longest time that the group may run, with its preparation; ``None``: that of the pool."""
     margin_s: float = 0.0
     """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
+    priority: str = "NORMAL"
+    """The priority of its workflow: ``HIGH``, ``NORMAL`` or ``LOW``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from distflow.backends.allocated.engine import Engine
+from distflow.backends.allocated.kubernetes.kubernetes_engine import KubernetesEngine
+from distflow.backends.allocated.kubernetes.pods import index_of_host
 from distflow.backends.allocated.nodes import Engines
 from distflow.backends.allocated.relay import RelayTransport
-from distflow.backends.allocated.script import resident_script
+from distflow.backends.allocated.script import resident_command, resident_script
 from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 from distflow.backends.machines.connection.destination import destination_of
 from distflow.pools.model import Node, Pool
@@ -29,7 +31,14 @@ def _open_slurm(pool: Pool) -> Engine:
     return SlurmEngine(pool, _login(pool), script=resident_script, relay=RelayTransport)
 
 
-_ENGINES: Mapping[str, Callable[[Pool], Engine]] = MappingProxyType({"slurm": _open_slurm})
+def _open_kubernetes(pool: Pool) -> Engine:
+    def relay(carrier: Transport, allocation_id: str, host: str, python: str) -> Transport:
+        return RelayTransport(carrier, allocation_id, host, python, resident=str(index_of_host(host)))
+
+    return KubernetesEngine(pool, command=resident_command, relay=relay)
+
+
+_ENGINES: Mapping[str, Callable[[Pool], Engine]] = MappingProxyType({"slurm": _open_slurm, "kubernetes": _open_kubernetes})
 """Backend → function that opens its engine."""
 _SHARED = Engines(open_engine)
 

@@ -1,4 +1,4 @@
-"""The script of an allocation: it starts the resident program on each node."""
+"""The commands of an allocation that start the resident program on each node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.resources
 from distflow.backends.machines.connection.bootstrap import python_argv
 from distflow.shell import quote
 
-__all__ = ["resident_script"]
+__all__ = ["resident_command", "resident_script"]
 
 
 def resident_script(python: str, idle_release_s: float, components: int) -> str:
@@ -16,10 +16,22 @@ def resident_script(python: str, idle_release_s: float, components: int) -> str:
     The script needs no other file. It ends, and with it the job, when no node had a process or a connection for
     ``idle_release_s``. ``python``: as in the configuration. ``components``: the number of components of a heterogeneous job.
     """
-    source = importlib.resources.files("distflow.runtime.services").joinpath("resident.py").read_text()
+    source = _source()
     command = quote(python_argv(python))
     return f"""\
 #!/bin/sh
 resident={quote([source])}
 exec {command} -I -S -c "$resident" batch {idle_release_s:g} {components} "$resident" {command}
 """
+
+
+def resident_command(python: str, allocation_id: str, host: str, idle_release_s: float) -> tuple[str, ...]:
+    """Return the command of a container that is the node ``host`` of an allocation. It needs no file of distflow.
+
+    It ends when it had no process and no connection for ``idle_release_s``. ``python``: as in the configuration.
+    """
+    return (*python_argv(python), "-I", "-S", "-c", _source(), "pod", allocation_id, host, f"{idle_release_s:g}")
+
+
+def _source() -> str:
+    return importlib.resources.files("distflow.runtime.services").joinpath("resident.py").read_text()

@@ -1,0 +1,205 @@
+"""The API of a Kubernetes cluster, through the official client: the few calls that distflow makes, and their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from distflow.backends.allocated.engine import RequestRefused
+from distflow.documents.text import plain
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import KubernetesSettings
+
+__all__ = ["ApiError", "KubernetesApi"]
+
+_TIMEOUT_S = (10.0, 30.0)
+"""To connect, and to wait for each part of an answer."""
+_HANDSHAKE_S = 30.0
+_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_LARGEST = 256 << 20
+_CONTENT = {"Content-Type": "application/json"}
+
+
+class ApiError(Exception):
+    """The API server refused a call."""
+
+    def __init__(self, status: int, message: str) -> None:
+        """Take the HTTP ``status`` and the server's ``message``."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class KubernetesApi:
+    """Calls of the API server, in one namespace. Safe to use from several threads.
+
+    All calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, and ``ApiError``
+    for its other refusals. Objects are the mappings of their JSON.
+    """
+
+    def __init__(self, settings: KubernetesSettings) -> None:
+        """Use the cluster that ``settings`` name, without connecting."""
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._namespace = settings.namespace or ""
+
+    @property
+    def name(self) -> str:
+        """What messages call the cluster."""
+        return self._settings.context or "Kubernetes"
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of all objects."""
+        self._opened()
+        return self._namespace
+
+    def call(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Call the API, and return the object in its answer. ``path`` is absolute."""
+        from kubernetes.client.exceptions import ApiException  # noqa: PLC0415  an optional package that takes long to import
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415  as above
+
+        client = self._opened()
+        try:
+            answer = client.rest_client.request(
+                method, client.configuration.host.rstrip("/") + path, query_params=list((query or {}).items()) or None,
+                headers={**client.default_headers, **_authorization(client), "Accept": "application/json", **_CONTENT},
+                body=body, _preload_content=False, _request_timeout=_TIMEOUT_S,
+            )  # fmt: skip
+            with contextlib.closing(answer):
+                data = json.loads(answer.read(_LARGEST))
+        except ApiException as error:
+            raise self._refused(int(error.status or 0), str(error.body or error.reason or "")) from None
+        except (HTTPError, OSError, ValueError) as error:
+            raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
+        if not isinstance(data, dict):
+            raise NodeUnreachable(self.name, "the API server sent another answer than an object")
+        return data
+
+    def objects(self, kind: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
+        """Return the objects of a kind of the core API, such as ``pods``, with these labels and fields."""
+        query = {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
+        items = self.call("GET", self.path(kind), query=query).get("items")
+        return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+
+    def create(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Create an object of the core API."""
+        return self.call("POST", self.path(kind), body=body)
+
+    def delete(self, kind: str, name: str) -> None:
+        """Delete an object, and in the background all objects that it owns. Does nothing if it does not exist."""
+        with contextlib.suppress(_Gone):
+            self.call("DELETE", self.path(kind, name), body={"propagationPolicy": "Background"})
+
+    def path(self, kind: str, name: str = "") -> str:
+        """Return the path of objects in the namespace, or of one of them."""
+        return f"/api/v1/namespaces/{quote(self.namespace, safe='')}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
+
+    def exec(self, node: str, pod: str, container: str, command: Sequence[str]) -> socket.socket:
+        """Start a command in a container, and return the socket of its WebSocket. Raises ``NodeUnreachable`` for ``node``."""
+        import websocket  # noqa: PLC0415  an optional package
+        from kubernetes.stream.ws_client import create_websocket  # noqa: PLC0415  as above
+
+        try:
+            client = self._opened()
+            headers = {**_authorization(client), "sec-websocket-protocol": "v4.channel.k8s.io"}
+            words = [("command", word) for word in command]
+            query = urlencode([*words, ("container", container), *((name, "true") for name in ("stdin", "stdout", "stderr"))])
+            host = client.configuration.host.replace("http", "ws", 1).rstrip("/")
+            websocket.setdefaulttimeout(_HANDSHAKE_S)
+            made = create_websocket(client.configuration, f"{host}{self.path('pods', pod)}/exec?{query}", headers)
+        except NodeUnreachable as error:
+            raise NodeUnreachable(node, error.message, hint=error.hint) from None
+        except websocket.WebSocketBadStatusException as error:
+            body = (error.resp_body or b"").decode("utf-8", "replace")
+            try:
+                words_of_server = self._refused(error.status_code, body).message
+            except NodeUnreachable as refused:
+                raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
+            raise NodeUnreachable(node, f"exec into the pod was refused: {words_of_server}") from None
+        except (websocket.WebSocketException, OSError) as error:
+            raise NodeUnreachable(node, f"exec into the pod failed: {plain(str(error))[:300]}") from None
+        connection: socket.socket = made.sock
+        made.sock = None
+        return connection
+
+    def close(self) -> None:
+        """Close all connections, except those of ``exec``."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+            self._client = None
+
+    def _refused(self, status: int, body: str) -> ApiError:
+        """Return the error for an answer. Raises ``NodeUnreachable`` if the same call may succeed later."""
+        message = body
+        with contextlib.suppress(ValueError, AttributeError):
+            message = str(json.loads(body).get("message") or body)
+        message = plain(message)[:1000]
+        if status == 401:
+            raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
+        if status in (0, 408, 429) or status >= 500:
+            raise NodeUnreachable(self.name, f"the API server did not answer: {message or status}")
+        return (_Gone if status == 404 else ApiError)(status, message)
+
+    def _opened(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = self._open()
+            return self._client
+
+    def _open(self) -> Any:
+        """Return the client of the configured cluster. Raises ``RequestRefused``, because only a person can repair that."""
+        try:
+            from kubernetes import client, config  # noqa: PLC0415  an optional package that takes long to import
+        except ImportError:
+            raise RequestRefused(
+                "the package `kubernetes` is not installed", hint="run: pip install 'distflow-cli[kubernetes]'"
+            ) from None
+        settings = self._settings
+        files = settings.kubeconfig or os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+        is_inside = not any(map(os.path.exists, files.split(os.pathsep))) and "KUBERNETES_SERVICE_HOST" in os.environ
+        configuration = client.Configuration()
+        try:
+            if is_inside and settings.context is None:
+                config.load_incluster_config(client_configuration=configuration)
+                self._namespace = self._namespace or (_SERVICE_ACCOUNT / "namespace").read_text().strip()
+            else:
+                config.load_kube_config(files, settings.context, configuration, persist_config=False)
+                self._namespace = self._namespace or _namespace_of(config.list_kube_config_contexts, files, settings.context)
+        except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+            raise RequestRefused(
+                f"the kubeconfig cannot be used: {plain(str(error))[:300]}",
+                hint="check `kubernetes.context` and `kubernetes.kubeconfig` of the pool with `kubectl config get-contexts`",
+            ) from None
+        configuration.retries = False
+        if not configuration.verify_ssl:
+            warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig says so
+        return client.ApiClient(configuration)
+
+
+class _Gone(ApiError):
+    """There is no such object."""
+
+
+def _authorization(client: Any) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    client.update_params_for_auth(headers, [], ["BearerToken"])
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _namespace_of(contexts: Callable[[str], tuple[Any, Any]], files: str, name: str | None) -> str:
+    known, active = contexts(files)
+    chosen = next((one for one in known if one["name"] == name), active)
+    return str(chosen["context"].get("namespace") or "default")

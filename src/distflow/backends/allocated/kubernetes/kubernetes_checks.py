@@ -1,0 +1,234 @@
+"""Check a pool on Kubernetes: access, quotas, GPUs, and a pod with the pool's image."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
+from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
+from distflow.backends.allocated.kubernetes.pod_states import Phase, Pod, state_of
+from distflow.backends.allocated.kubernetes.pods import new_id, owner_manifest, pod_manifest
+from distflow.backends.machines.checks.findings import Finding, error, note, warning
+from distflow.backends.machines.checks.measured import python_trouble
+from distflow.backends.machines.connection.bootstrap import python_argv
+from distflow.documents.text import listed, plain
+from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool, ssh_node
+from distflow.transports.base import Deadline
+
+__all__ = ["ROLE", "check_kubernetes", "role_rules"]
+
+ROLE: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    ("configmaps", "", ("create", "list", "delete")),
+    ("pods", "", ("create", "list")),
+    ("pods", "exec", ("get", "create")),
+)
+"""Resource, subresource and verbs that distflow needs in the namespace."""
+_OPTIONAL: Sequence[tuple[str, str, tuple[str, ...]]] = (("events", "", ("list",)),)
+_POD_S = 90.0
+_POLL_S = 1.0
+_PROBE = "import sys; open('/dev/termination-log', 'w').write(sys.version.split()[0])"
+
+
+def check_kubernetes(pool: Pool, api: KubernetesApi, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+    """Yield the findings. It creates one pod, which ends at once. Raises ``NodeUnreachable``."""
+    check = _Check(pool, api)
+    progress("asking the API server")
+    try:
+        yield from check.server()
+    except RequestRefused as refused:
+        yield error("kubernetes", ("kubeconfig",), refused.message, refused.hint)
+        return
+    progress("asking which calls are allowed")
+    lacking = list(check.access())
+    yield from lacking
+    if any(one.grade.value == "error" for one in lacking):
+        return
+    yield from check.quotas()
+    accepted = []
+    for platform in ("", *check.settings.platforms):
+        progress(f"asking whether a pod would be accepted{_of(platform)}")
+        found = [*check.gpus(platform), *check.admission(platform)]
+        yield from found
+        accepted += [] if any(one.grade.value == "error" for one in found) else [platform]
+    if "" in accepted:
+        progress("running Python in a pod")
+        yield from check.python()
+
+
+def _of(platform: str) -> str:
+    return f" (platform `{platform}`)" if platform else ""
+
+
+class _Check:
+    def __init__(self, pool: Pool, api: KubernetesApi) -> None:
+        self._pool = pool
+        self.settings = pool.kubernetes or KubernetesSettings()
+        self._api = api
+        self._at = (api.name,)
+
+    def server(self) -> Iterator[Finding]:
+        """Ask for the version, so that the check fails at once if the API server does not answer."""
+        version = plain(str(self._api.call("GET", "/version").get("gitVersion", "")))[:40]
+        yield note("kubernetes", self._at, f"Kubernetes {version}, namespace `{self._api.namespace}`", "")
+
+    def access(self) -> Iterator[Finding]:
+        """Ask for each verb whether it is allowed."""
+        missing, optional = self._refused(ROLE), self._refused(_OPTIONAL)
+        if missing:
+            yield error(
+                "rbac", self._at, f"these calls are not allowed in namespace `{self._api.namespace}`: {listed(missing)}",
+                "ask for the role in docs/kubernetes.md",
+            )  # fmt: skip
+        if optional:
+            yield note("rbac", self._at, f"{listed(optional)} is not allowed, so some causes of failures are not known", "")
+
+    def _refused(self, wanted: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[str]:
+        found: list[str] = []
+        for resource, subresource, verbs in wanted:
+            for verb in verbs:
+                attributes = {"namespace": self._api.namespace, "verb": verb, "resource": resource, "subresource": subresource}
+                body = {
+                    "apiVersion": "authorization.k8s.io/v1",
+                    "kind": "SelfSubjectAccessReview",
+                    "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+                }
+                try:
+                    answer = self._api.call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=body)
+                except ApiError:
+                    return found  # the calls themselves will tell
+                if not (answer.get("status") or {}).get("allowed"):
+                    found.append(f"{verb} {resource}{f'/{subresource}' if subresource else ''}")
+        return found
+
+    def quotas(self) -> Iterator[Finding]:
+        """Report quotas that are used up."""
+        try:
+            quotas = self._api.objects("resourcequotas")
+        except ApiError:
+            return
+        for one in quotas:
+            status = one.get("status") or {}
+            hard, used = status.get("hard") or {}, status.get("used") or {}
+            full = [
+                f"{plain(name)} {plain(str(used.get(name)))} of {plain(str(most))}"
+                for name, most in hard.items()
+                if used.get(name) == most
+            ]
+            name = plain(str((one.get("metadata") or {}).get("name", "")))
+            if full:
+                yield warning(
+                    "quota", self._at, f"quota `{name}` is used up: {', '.join(full)}", "workflows wait until it is free"
+                )
+            else:
+                yield note("quota", self._at, f"quota `{name}` allows more pods", "")
+
+    def gpus(self, platform: str) -> Iterator[Finding]:
+        """Check that nodes of a platform exist and have its GPUs, if the nodes may be listed."""
+        settings = self.settings.platforms.get(platform, KubernetesPlatform())
+        wanted = settings.gpu_resource or self.settings.gpu_resource
+        selector = ",".join(f"{key}={value}" for key, value in settings.node_selector.items())
+        try:
+            answer = self._api.call("GET", "/api/v1/nodes", query={"labelSelector": selector} if selector else None)
+        except ApiError:
+            if not platform:
+                yield note("gpus", self._at, "the GPUs of the nodes were not checked: listing nodes is not allowed", "")
+            return
+        nodes = [one for one in answer.get("items") or [] if isinstance(one, dict)]
+        if not nodes:
+            yield error(
+                "platform", self._at, f"no node has the labels `{selector}`{_of(platform)}",
+                "change `node_selector` of the platform; `kubectl get nodes --show-labels` lists labels",
+            )  # fmt: skip
+            return
+        amounts = [(one.get("status") or {}).get("allocatable") or {} for one in nodes]
+        if any(str(amount.get(wanted, "0")) != "0" for amount in amounts):
+            return
+        known = sorted(
+            {plain(str(name)) for amount in amounts for name in amount if "/" in str(name) and "hugepages" not in str(name)}
+        )
+        has = f"its nodes have {listed(known)}" if known else "its nodes have no extended resources"
+        yield warning(
+            "gpus",
+            self._at,
+            f"no node has the resource `{wanted}`{_of(platform)}",
+            f"tasks that request GPUs cannot run; {has}",
+        )
+
+    def admission(self, platform: str) -> Iterator[Finding]:
+        """Let the API server check a pod without creating it: its template, pod security, quotas and webhooks."""
+        owner = {"metadata": {"name": "distflow-check", "uid": "00000000-0000-0000-0000-000000000000"}}
+        try:
+            pod = pod_manifest(self._pool, _request(platform), 0, owner, ["true"])
+            self._api.call("POST", self._api.path("pods"), query={"dryRun": "All"}, body=pod)
+        except RequestRefused as refused:
+            yield error("pod", self._at, refused.message, refused.hint)
+        except ApiError as refused:
+            hint = (
+                "add a `securityContext` to the pod template"
+                if "PodSecurity" in refused.message
+                else "change `kubernetes` of the pool"
+            )
+            yield error("pod", self._at, f"Kubernetes refuses a pod{_of(platform)}: {refused.message}", hint)
+        else:
+            yield note("pod", self._at, f"Kubernetes accepts a pod{_of(platform)}", "")
+
+    def python(self) -> Iterator[Finding]:
+        """Run the pool's Python in a pod with its image."""
+        python = (self._pool.template or ssh_node()).python
+        wanted = _request("")
+        owner = self._api.create("configmaps", owner_manifest(wanted, new_id(wanted.label)))
+        name = str(owner["metadata"]["name"])
+        try:
+            pod = self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, [*python_argv(python), "-c", _PROBE]))
+            yield self._outcome(python, str(pod["metadata"]["name"]))
+        except ApiError as refused:
+            yield error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
+        finally:
+            self._api.delete("configmaps", name)
+
+    def _outcome(self, python: str, name: str) -> Finding:
+        deadline, pause, last = Deadline(_POD_S), threading.Event(), "it did not start"
+        while not deadline.has_passed:
+            found = self._api.objects("pods", fields=f"metadata.name={name}")
+            if not found:
+                return warning("pod", self._at, "the pod of the check was deleted", "run the check again")
+            pod = Pod(found[0])
+            state = state_of(pod)
+            if state.phase is Phase.DONE:
+                version = _message(pod)
+                trouble = python_trouble(0, version)
+                if trouble:
+                    return error(
+                        "python", self._at, f"in `{pod.image}`, `{python}` {plain(trouble)}", "use an image with a newer Python"
+                    )
+                return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version}", "")
+            if state.phase is Phase.FAILED:
+                return error("image", self._at, f"a pod {state.message}", "change `image` or `python` of the pool")
+            last = state.message or last
+            pause.wait(_POLL_S)
+        return warning(
+            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}", "see whether the cluster has free nodes"
+        )
+
+
+def _message(pod: Pod) -> str:
+    text = str((pod.container("terminated") or {}).get("message", ""))
+    return text if re.fullmatch(r"[0-9a-z.+]{1,30}", text) else ""
+
+
+def _request(platform: str) -> AllocationRequest:
+    allocation = Allocation(workflow="check", group="check", attempt=0)
+    node = NodeRequest(task="check", platform=platform or None)
+    return AllocationRequest(allocation=allocation, label="distflow-check", nodes=(node,))
+
+
+def role_rules() -> list[Mapping[str, Any]]:
+    """Return the rules of the role that distflow needs, as in a manifest."""
+    rules: list[Mapping[str, Any]] = []
+    for resource, subresource, verbs in (*ROLE, *_OPTIONAL):
+        name = f"{resource}/{subresource}" if subresource else resource
+        rules.append({"apiGroups": [""], "resources": [name], "verbs": list(verbs)})
+    return rules

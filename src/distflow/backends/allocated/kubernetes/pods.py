@@ -1,0 +1,295 @@
+"""From a request for nodes to objects of Kubernetes: an owner, and one pod for each task."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, RequestRefused
+from distflow.documents.text import did_you_mean, plain
+from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+
+__all__ = [
+    "ALLOCATION",
+    "CONTAINER",
+    "INDEX",
+    "MANAGED",
+    "MARKER",
+    "SIZE",
+    "WORKFLOW",
+    "host_name",
+    "index_of_host",
+    "new_id",
+    "node_of_host",
+    "owner_manifest",
+    "pod_manifest",
+    "pod_name",
+]
+
+MANAGED = "app.kubernetes.io/managed-by=distflow"
+"""The label of all objects of distflow."""
+WORKFLOW = "distflow.dev/workflow"
+"""The label with the uuid of the workflow."""
+ALLOCATION = "distflow.dev/allocation"
+"""The label with the id of the allocation, which is the name of its owner object."""
+INDEX = "distflow.dev/index"
+"""The label with the position of the pod's task in the request."""
+SIZE = "distflow.dev/size"
+"""The label with the number of pods of the allocation."""
+MARKER = "distflow.dev/marker"
+"""The annotation with the marker of the allocation."""
+CONTAINER = "task"
+_LONGEST_LABEL = 63
+_STOP_S = 30
+
+
+def new_id(label: str) -> str:
+    """Return a new name for an allocation. ``label`` is ``<workflow id>/<group>``."""
+    words = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40].rstrip("-") or "distflow"
+    return f"{words if words[0].isalpha() else f'w-{words}'}-{secrets.token_hex(4)}"
+
+
+def pod_name(allocation_id: str, index: int) -> str:
+    """Return the name of the pod of the task at this position."""
+    return f"{allocation_id}-{index}"
+
+
+def host_name(node: str, index: int) -> str:
+    """Return how a pod's place is called: its node, and its position, because a node may have several pods of a gang."""
+    return f"{node}_{index}"  # names of nodes have no underscore
+
+
+def index_of_host(host: str) -> int:
+    """Return the position in the name of a pod's place. Raises ``ValueError`` for another name."""
+    return int(host.rpartition("_")[2])
+
+
+def node_of_host(host: str) -> str:
+    """Return the node in the name of a pod's place, or of a node."""
+    return re.sub(r"_[0-9]+$", "", host)
+
+
+def owner_manifest(wanted: AllocationRequest, allocation_id: str) -> dict[str, Any]:
+    """Return the object that owns the pods of an allocation: its deletion deletes them."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": allocation_id,
+            "labels": _labels(wanted, allocation_id),
+            "annotations": {MARKER: wanted.allocation.marker, "distflow.dev/group": plain(wanted.label)},
+        },
+        "data": {"about": "This object owns the pods of a distflow workflow. They end when it is deleted."},
+    }
+
+
+def pod_manifest(
+    pool: Pool,
+    wanted: AllocationRequest,
+    index: int,
+    owner: Mapping[str, Any],
+    command: Sequence[str],
+) -> dict[str, Any]:
+    """Return the pod of the task at position ``index``, merged with the pool's template.
+
+    Args:
+        pool: The pool, with its settings of Kubernetes.
+        wanted: The request.
+        index: The position of the task in the request.
+        owner: The owner object as the API server returned it.
+        command: The command of the container.
+
+    Raises:
+        RequestRefused: if no image is named, or the pool does not have the platform.
+
+    """
+    settings, node = pool.kubernetes or KubernetesSettings(), wanted.nodes[index]
+    allocation_id = str(owner["metadata"]["name"])
+    platform = _platform(pool.name, settings, node.platform)
+    template = json.loads(settings.pod_template)
+    containers = template.get("spec", {}).get("containers") or [{}]
+    image = node.image or settings.image or containers[0].get("image")
+    if not image:
+        raise RequestRefused(
+            f"task {node.task} has no container image", hint="set `image` of the task, or `kubernetes.image` of the pool"
+        )
+    ours: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(allocation_id, index),
+            "labels": {
+                **_labels(wanted, allocation_id),
+                INDEX: str(index),
+                SIZE: str(len(wanted.nodes)),
+                "distflow.dev/task": _label(node.task),
+                **_queue_labels(settings, allocation_id),
+            },
+            "annotations": {
+                MARKER: wanted.allocation.marker,
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+                **_queue_annotations(settings, len(wanted.nodes)),
+            },
+            "ownerReferences": [
+                {
+                    "apiVersion": "v1",
+                    "kind": "ConfigMap",
+                    "name": allocation_id,
+                    "uid": owner["metadata"]["uid"],
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": _spec(settings, platform, wanted, node),
+    }
+    ours["spec"]["containers"] = [_container(settings, platform, node, image, command)]
+    ours["spec"]["volumes"] = [
+        {"name": "distflow", "emptyDir": {}},
+        {"name": "distflow-shm", "emptyDir": {"medium": "Memory"}},
+        *(_host_volume(number, mount)[0] for number, mount in enumerate(node.mounts)),
+    ]
+    pod: dict[str, Any] = _merged(template, ours)
+    _drop_doubles(pod["spec"])
+    return pod
+
+
+def _spec(
+    settings: KubernetesSettings, platform: KubernetesPlatform, wanted: AllocationRequest, node: NodeRequest
+) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "serviceAccountName": settings.service_account,
+        "schedulerName": settings.scheduler,
+        "priorityClassName": settings.priority_classes.get(wanted.priority),
+        "hostNetwork": settings.host_network or None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
+        "nodeSelector": dict(platform.node_selector),
+        "tolerations": [dict(one) for one in platform.tolerations],
+        "affinity": _affinity(node.excluded),
+    }
+    return {
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _STOP_S,
+        **{key: value for key, value in given.items() if value},
+    }
+
+
+def _affinity(excluded: Sequence[str]) -> dict[str, Any]:
+    """Return the rule that excludes nodes."""
+    names = dict.fromkeys(map(node_of_host, excluded))
+    if not names:
+        return {}
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
+    rule = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": rule}}
+
+
+def _container(
+    settings: KubernetesSettings,
+    platform: KubernetesPlatform,
+    node: NodeRequest,
+    image: str,
+    command: Sequence[str],
+) -> dict[str, Any]:
+    gpu = platform.gpu_resource or settings.gpu_resource
+    requests = {
+        **({"cpu": str(node.cpus)} if node.cpus else {}),
+        **({"memory": str(node.memory)} if node.memory else {}),
+        **({gpu: str(node.gpus)} if node.gpus else {}),
+    }
+    limits = {name: value for name, value in requests.items() if name != "cpu"}  # a limit of CPUs would slow tasks down
+    return {
+        "name": CONTAINER,
+        "image": image,
+        "command": list(command),
+        "env": [
+            {"name": "DISTFLOW_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "DISTFLOW_POD", "value": "1"},  # a volume is writable for all users, but a pod has no other ones
+        ],
+        **({"resources": {"requests": requests, "limits": limits}} if requests else {}),
+        "volumeMounts": [
+            {"name": "distflow", "mountPath": "/distflow"},
+            {"name": "distflow-shm", "mountPath": "/dev/shm"},  # noqa: S108  workers of data loaders need more than 64 MiB
+            *(_host_volume(number, mount)[1] for number, mount in enumerate(node.mounts)),
+        ],
+    }
+
+
+def _host_volume(number: int, mount: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    source, _, target = mount.partition(":")
+    name = f"distflow-mount-{number}"
+    return {"name": name, "hostPath": {"path": source}}, {"name": name, "mountPath": target or source}
+
+
+def _labels(wanted: AllocationRequest, allocation_id: str) -> dict[str, str]:
+    name, _, value = MANAGED.partition("=")
+    return {name: value, WORKFLOW: wanted.allocation.workflow, ALLOCATION: allocation_id}
+
+
+def _queue_labels(settings: KubernetesSettings, allocation_id: str) -> dict[str, str]:
+    if settings.queue is None or settings.scheduler == "volcano":
+        return {}
+    return {"kueue.x-k8s.io/queue-name": settings.queue, "kueue.x-k8s.io/pod-group-name": allocation_id}
+
+
+def _queue_annotations(settings: KubernetesSettings, count: int) -> dict[str, str]:
+    if settings.scheduler == "volcano":
+        queue = {"scheduling.volcano.sh/queue-name": settings.queue} if settings.queue is not None else {}
+        return {**queue, "scheduling.volcano.sh/group-min-member": str(count)}
+    return {"kueue.x-k8s.io/pod-group-total-count": str(count)} if settings.queue is not None else {}
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:_LONGEST_LABEL].strip("-_.")
+
+
+def _platform(pool: str, settings: KubernetesSettings, name: str | None) -> KubernetesPlatform:
+    if name is None:
+        return KubernetesPlatform()
+    if name not in settings.platforms:
+        hint = did_you_mean(name, settings.platforms, what="platforms")
+        if not settings.platforms:
+            hint = f"add for example `platforms: {{{name}: {{node_selector: {{kind: {name}}}}}}}` to the pool"
+        raise RequestRefused(f"pool {pool} has no platform `{name}`", hint=hint)
+    return settings.platforms[name]
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Return two values of a pod as one: mappings are merged, lists are joined, and other values come from ``above``.
+
+    The first container of a template is merged with that of distflow; further ones are sidecars.
+    """
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        found = dict(below)
+        for key, value in above.items():
+            if key == "containers" and isinstance(below.get(key), list) and below[key]:
+                found[key] = [_merged(below[key][0], value[0]), *below[key][1:]]
+            elif key == "command":
+                found[key] = value
+            else:
+                found[key] = _merged(below[key], value) if key in below else value
+        return found
+    if isinstance(below, list) and isinstance(above, list):
+        return [*below, *above]
+    return above
+
+
+def _drop_doubles(spec: dict[str, Any]) -> None:
+    """Let the volumes and mounts of the template replace those of distflow with the same name or directory."""
+    container = spec["containers"][0]
+    container.pop("args", None)
+    container["volumeMounts"] = _unique(container["volumeMounts"], "mountPath")
+    used = {one.get("name") for one in container["volumeMounts"]}
+    spec["volumes"] = [
+        one for one in _unique(spec["volumes"], "name") if one["name"] in used or not one["name"].startswith("distflow")
+    ]
+
+
+def _unique(items: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
+    found: dict[Any, Mapping[str, Any]] = {}
+    for one in items:
+        found.setdefault(one.get(key), one)
+    return list(found.values())

@@ -1,0 +1,318 @@
+"""A real Kubernetes cluster for tests: one that a script starts on this machine, or one that a kubeconfig names.
+
+``DISTFLOW_TEST_KUBERNETES`` names a directory with the script ``cluster.sh``. ``cluster.sh up DIR N`` starts a cluster with N
+nodes, writes ``DIR/kubeconfig``, ``DIR/bin`` with the programs and ``DIR/pids`` with the ids of its daemons, and
+``cluster.sh down DIR`` removes it. ``DISTFLOW_TEST_KUBECONFIG`` names the kubeconfig of another cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distflow.testing.waiting import is_alive, wait_until
+
+__all__ = ["IMAGE", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template"]
+
+IMAGE = "docker.io/local/skel:1"
+"""An image without programs on every node of a cluster of its own. Pods mount ``/usr`` of the host to have them."""
+_PROGRAMS = ("etcd", "containerd", "runc", "busybox", "openssl", "curl", "xz", "ip")
+_PLUGIN = Path("/usr/lib/cni/bridge")
+_PACKAGES = "etcd-server containerd runc containernetworking-plugins busybox-static openssl curl xz-utils iproute2"
+_LOCK = Path("/tmp/distflow-test-kubernetes.lock")  # noqa: S108  two clusters on one machine would have the same addresses
+_DAEMONS = ("etcd", "apiserver", "controllers", "scheduler", "containerd1", "kubelet1", "containerd2", "kubelet2")
+"""In the order of ``DIR/pids``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSource:
+    """Where tests get a cluster from."""
+
+    script: Path | None = None
+    """``cluster.sh``, for a cluster of its own."""
+    kubeconfig: Path | None = None
+    """The kubeconfig of another cluster."""
+    missing: str = ""
+    """Why there is none; empty if there is one."""
+
+
+def find_kubernetes(environ: Mapping[str, str], repository: Path) -> KubernetesSource:
+    """Return where tests get a cluster from, by environment variables or ``shared`` next to the ``repository``."""
+    named = environ.get("DISTFLOW_TEST_KUBECONFIG")
+    if named:
+        return KubernetesSource(kubeconfig=Path(named))
+    folder = environ.get("DISTFLOW_TEST_KUBERNETES")
+    script = (Path(folder) if folder else repository.parent / "shared" / "kubernetes") / "cluster.sh"
+    if not script.is_file():
+        return KubernetesSource(missing="no Kubernetes cluster: set DISTFLOW_TEST_KUBERNETES or DISTFLOW_TEST_KUBECONFIG")
+    lacking = [name for name in _PROGRAMS if shutil.which(name) is None] + ([] if _PLUGIN.exists() else [str(_PLUGIN)])
+    if lacking:
+        return KubernetesSource(missing=f"{', '.join(lacking)} not found: apt-get install {_PACKAGES}")
+    if os.geteuid() != 0:
+        return KubernetesSource(missing="a Kubernetes cluster of its own needs root")
+    return KubernetesSource(script=script)
+
+
+class KubernetesCluster:
+    """A cluster that several processes of tests use at the same time.
+
+    The first process that enters it starts it, and the last one that leaves it removes it. A test either shares the cluster
+    (``shared``) or has it alone, to stop some of its parts (``alone``).
+    """
+
+    def __init__(self, folder: Path, source: KubernetesSource) -> None:
+        """Use ``folder``, which all processes that use the cluster know."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder / "cluster"
+        self.kubeconfig = source.kubeconfig or self.folder / "kubeconfig"
+        self.is_own = source.script is not None
+        """Whether this machine runs it, so that its parts can be stopped, and its nodes see the files of this machine."""
+        self._script = source.script
+        self._users = folder / "users"
+        self._counting = folder / "counting.lock"
+        self._using = folder / "using.lock"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> KubernetesCluster:
+        """Start it if it does not run yet."""
+        if self._script is not None:
+            with _locked(self._counting):
+                users = [pid for pid in self._user_pids() if is_alive(pid)]
+                if not users:
+                    self._up(self._script)
+                self._users.write_text("\n".join(map(str, [*users, os.getpid()])))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it if no other process uses it."""
+        if self._script is not None:
+            with _locked(self._counting):
+                users = [pid for pid in self._user_pids() if is_alive(pid) and pid != os.getpid()]
+                self._users.write_text("\n".join(map(str, users)))
+                if not users:
+                    _down(self._script, self.folder)
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                    for daemon in self._started:
+                        daemon.wait(20)
+                for daemon in self._started:
+                    daemon.returncode = daemon.returncode or 0  # the last user of the cluster ends those that still run
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Use it, possibly at the same time as other tests."""
+        with _locked(self._using, fcntl.LOCK_SH):
+            yield
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use it alone. What was stopped is started again at the end."""
+        with _locked(self._using):
+            try:
+                yield
+            finally:
+                for name in _DAEMONS:
+                    if not self.is_up(name):
+                        self.start(name)
+                self.wait_for_nodes()
+
+    def kubectl(self, *words: str, stdin: str = "", check: bool = True) -> str:
+        """Run ``kubectl`` and return its output. Raises ``RuntimeError`` with its errors."""
+        program = self.folder / "bin" / "kubectl" if self.is_own else "kubectl"
+        command = [str(program), "--kubeconfig", str(self.kubeconfig), *words]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+        if check and done.returncode != 0:
+            raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def objects(self, kind: str, namespace: str, *options: str) -> list[dict[str, Any]]:
+        """Return the objects of a kind, such as ``pods``."""
+        text = self.kubectl("get", kind, "-n", namespace, "-o", "json", *options)
+        found: list[dict[str, Any]] = json.loads(text)["items"]
+        return found
+
+    def create_namespace(self) -> str:
+        """Create a namespace with a service account, and return its name."""
+        name = f"distflow-test-{secrets.token_hex(4)}"
+        self.kubectl("create", "namespace", name)
+        return name
+
+    def delete_namespace(self, name: str) -> None:
+        """Delete a namespace with everything in it, and wait until its pods are gone."""
+        self.kubectl("delete", "pods", "--all", "-n", name, "--grace-period=0", "--force", check=False)
+        self.kubectl("delete", "namespace", name, "--wait=false", check=False)
+        wait_until(lambda: not self.kubectl("get", "pods", "-n", name, "-o", "name", check=False), 60, f"no pods in {name}")
+
+    def add_resource(self, name: str, amount: int) -> None:
+        """Let each node offer an extended resource, such as a GPU, of which only the number exists."""
+
+        def offers(node_name: str) -> bool:
+            node = json.loads(self.kubectl("get", "node", node_name, "-o", "json"))
+            if node["status"]["capacity"].get(name) == str(amount):
+                return True
+            for kind in ("capacity", "allocatable"):
+                node["status"][kind][name] = str(amount)
+            path = f"/api/v1/nodes/{node_name}/status"
+            self.kubectl("replace", "--raw", path, "-f", "-", stdin=json.dumps(node), check=False)
+            return False  # the kubelet may have changed the node in the meantime
+
+        for node_name in self.kubectl("get", "nodes", "-o", "name").split():
+            wait_until(partial(offers, node_name.partition("/")[2]), 60, f"{node_name} offers {name}")
+
+    def wait_for_nodes(self, timeout_s: float = 90.0) -> None:
+        """Wait until all nodes are ready."""
+
+        def ready() -> bool:
+            lines = self.kubectl("get", "nodes", "--no-headers", check=False).splitlines()
+            return bool(lines) and all(line.split()[1] == "Ready" for line in lines)
+
+        wait_until(ready, timeout_s, "all nodes are ready")
+
+    def is_up(self, name: str) -> bool:
+        """Return whether a daemon runs."""
+        return is_alive(self._pid(name))
+
+    def stop(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """End a daemon: ``apiserver``, ``controllers``, ``scheduler``, ``kubelet1`` and so on."""
+        pid = self._pid(name)
+        arguments, where = Path(f"/proc/{pid}/cmdline").read_bytes(), os.readlink(f"/proc/{pid}/cwd")
+        (self.folder / f"{name}.start").write_text(json.dumps([where, arguments.decode().split("\0")[:-1]]))
+        os.kill(pid, number)
+        wait_until(lambda: not is_alive(pid), 20, f"{name} has ended")
+
+    def start(self, name: str) -> None:
+        """Start a daemon again that ``stop`` has ended."""
+        where, arguments = json.loads((self.folder / f"{name}.start").read_text())
+        with (self.folder / "log" / f"{name}.log").open("ab") as log:
+            program = shutil.which(arguments[0], path=f"{self.folder / 'bin'}:{os.environ['PATH']}")
+            started = subprocess.Popen(
+                arguments,
+                executable=program,
+                cwd=where,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started.append(started)
+        pids = self.folder / "pids"
+        lines = pids.read_text().split()
+        lines[_DAEMONS.index(name)] = str(started.pid)
+        pids.write_text("\n".join(lines) + "\n")
+
+    def _pid(self, name: str) -> int:
+        return int((self.folder / "pids").read_text().split()[_DAEMONS.index(name)])
+
+    def _user_pids(self) -> list[int]:
+        return [int(word) for word in self._users.read_text().split()] if self._users.exists() else []
+
+    def _up(self, script: Path) -> None:
+        # All processes of the cluster inherit this lock, which is therefore held until they have ended.
+        lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _await_other_cluster(script, lock)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "folder": str(self.folder)}).encode(), 0)
+            self.folder.mkdir()
+            (self.folder / "port").write_text(str(_free_port()))
+            code = _run(script, "up", self.folder, "2", pass_fds=[lock])
+        finally:
+            os.close(lock)
+        if code != 0:
+            _down(script, self.folder)
+            log = (self.folder / "script.log").read_text()
+            raise RuntimeError(f"the Kubernetes cluster did not start: {log[-2000:]}; logs: {self.folder}/log")
+
+
+def pod_template(*folders: str) -> dict[str, Any]:
+    """Return a pod template for ``IMAGE``: its pods see the programs and these folders of this machine."""
+    shared = dict.fromkeys(("/usr", sys.base_prefix, os.path.dirname(os.path.dirname(sys.executable)), *folders))
+    names = {f"shared-{number}": path for number, path in enumerate(shared)}
+    mounts = [{"name": name, "mountPath": path} for name, path in names.items()]
+    volumes = [{"name": name, "hostPath": {"path": path}} for name, path in names.items()]
+    return {"spec": {"containers": [{"imagePullPolicy": "Never", "volumeMounts": mounts}], "volumes": volumes}}
+
+
+def _await_other_cluster(script: Path, lock: int) -> None:
+    """Wait until this machine has no other cluster, and remove one whose tests were killed."""
+
+    def is_free() -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with contextlib.suppress(ValueError, KeyError):
+                other = json.loads(os.pread(lock, 4096, 0))
+                if not is_alive(int(other["pid"])):
+                    _down(script, Path(other["folder"]))
+            return False
+        return True
+
+    wait_until(is_free, 900, "no other test cluster runs on this machine")
+
+
+def _down(script: Path, folder: Path) -> None:
+    """Remove a cluster, with the network namespaces of its pods."""
+    namespaces = _network_namespaces(folder)
+    _run(script, "down", folder)
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
+
+
+def _run(script: Path, action: str, folder: Path, *words: str, pass_fds: Sequence[int] = ()) -> int:
+    """Run the script, whose output is appended to ``script.log``, and return its exit code."""
+    command = ["bash", str(script), action, str(folder), *words]
+    # The names of its bridges contain the port.
+    environment = {**os.environ, "PORT": (folder / "port").read_text()}
+    with (folder / "script.log").open("ab") as log:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            timeout=150,
+            pass_fds=pass_fds,
+            check=False,
+        )
+    return done.returncode
+
+
+def _network_namespaces(folder: Path) -> set[str]:
+    """Return the network namespaces of pods that the cluster's own containers name."""
+    found = set()
+    for spec in folder.glob("node*/state/io.containerd.runtime.v2.task/k8s.io/*/config.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for one in json.loads(spec.read_text())["linux"]["namespaces"]:
+                path = Path(one.get("path", ""))
+                if one["type"] == "network" and path.name.startswith("cni-"):
+                    found.add(path.name)
+    return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def _free_port() -> int:
+    """Return the first of 20 consecutive ports that are free now."""
+    while True:
+        first = secrets.choice(range(20_000, 30_000))
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(20):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + number))
+            return first

@@ -1,0 +1,57 @@
+"""A distflow whose pool is a namespace of a real Kubernetes cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from scenarios.conftest import Cli
+
+__all__ = ["KubernetesPool"]
+
+
+class KubernetesPool:
+    """The pool ``pods`` of a distflow, and the namespace behind it."""
+
+    def __init__(self, cli: Cli, cluster: KubernetesCluster) -> None:
+        self.cli = cli
+        self.cluster = cluster
+        self.namespace = cluster.create_namespace()
+        self.configure()
+
+    def configure(self, *, folders: tuple[str, ...] = (), kubernetes: dict[str, Any] | None = None, **settings: Any) -> None:
+        """Write the configuration, with settings of the pool and its ``kubernetes``. Pods see ``folders`` of this machine."""
+        folder = self.cli.folder
+        given = {
+            "kubeconfig": str(self.cluster.kubeconfig),
+            "namespace": self.namespace,
+            "image": IMAGE,
+            "pod_template": "pod.json",
+        }
+        (folder / "pod.json").write_text(json.dumps(pod_template(*folders)))
+        pool = {"backend": "kubernetes", "python": sys.executable, "kubernetes": given | (kubernetes or {})}
+        text = json.dumps({"default_pool": "pods", "pools": {"pods": pool | settings}})
+        (folder / "distflow.yaml").write_text(text)
+
+    def pods(self) -> list[str]:
+        """The names of all pods that are not being deleted."""
+        found = self.cluster.objects("pods", self.namespace)
+        return [str(one["metadata"]["name"]) for one in found if "deletionTimestamp" not in one["metadata"]]
+
+    def owners(self) -> list[str]:
+        """The names of all allocations."""
+        found = self.cluster.objects("configmaps", self.namespace, "-l", "app.kubernetes.io/managed-by=distflow")
+        return [str(one["metadata"]["name"]) for one in found]
+
+    def await_nothing(self) -> None:
+        """Wait until no object of distflow is left."""
+        wait_until(lambda: not self.owners() and not self.pods(), 90, "no object of distflow is left in the namespace")
+
+    def close(self) -> None:
+        """Delete the namespace."""
+        self.cluster.delete_namespace(self.namespace)

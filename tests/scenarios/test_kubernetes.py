@@ -1,0 +1,285 @@
+"""Gangs in pods of a real Kubernetes cluster. Faults are real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.testing.kubernetes import KubernetesCluster, pod_template
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.kubernetes_pool import KubernetesPool
+from scenarios.lab import checkout, train
+
+pytestmark = pytest.mark.timeout(400)
+
+SPIN = """
+workflow:
+  name: spin
+  groups:
+  - name: train
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: [sh, -c, 'echo "master at $MASTER_ADDR"; sleep 600']}
+    - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
+  resources: {default: {cpu: 0}}
+"""
+
+
+@pytest.fixture
+def pool(cli: Cli, kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
+    made = KubernetesPool(cli, kubernetes)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lone_pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
+    """On a cluster whose parts the test stops."""
+    made = KubernetesPool(cli, lone_kubernetes)
+    yield made
+    for name in ("apiserver", "kubelet1", "kubelet2"):
+        if not lone_kubernetes.is_up(name):
+            lone_kubernetes.start(name)
+    lone_kubernetes.wait_for_nodes()
+    made.close()
+
+
+def _runs(pool: KubernetesPool, spec: str = SPIN) -> str:
+    """Submit a gang and wait until it runs."""
+    workflow = pool.cli.submit(pool.cli.spec(spec))
+    pool.cli.await_running(workflow, 90)
+    return workflow
+
+
+def _cause(answer: dict[str, Any]) -> str:
+    """The message of the first cause, or of the group if there is none."""
+    group = answer["groups"][0]
+    return f"{group['message']} {json.dumps(group.get('first_cause'))}"
+
+
+def _ends(pool: KubernetesPool, workflow: str, *statuses: str) -> dict[str, Any]:
+    """Wait until a workflow fails with one of these statuses and has left nothing."""
+    wait_until(lambda: pool.cli.query(workflow)["status"] not in ("PENDING", "RUNNING", "WAITING"), 150, "the workflow ends")
+    answer = pool.cli.query(workflow)
+    assert answer["status"] in statuses, _cause(answer)
+    pool.await_nothing()
+    return answer
+
+
+def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesPool, repository: Path) -> None:
+    cli = pool.cli
+    workflow = _runs(pool)
+    nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
+    assert len(nodes) == 2
+    assert {node.partition("@")[2] for node in nodes} == set(pool.owners())
+    assert "rank 1" in cli.await_log(workflow, "rank 1")
+    assert cli.run("workflow", "exec", workflow, "worker", "--entry", "hostname").out.strip() == f"{pool.owners()[0]}-1"
+    assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    pool.await_nothing()
+    done = cli.run("workflow", "submit", str(checkout(cli, repository) / "hello_world.yaml"), "--wait")
+    assert done.code == 0, done.err + done.out
+    assert "rank 0 of 2" in done.out
+    assert "rank 1 of 2" in done.out
+    pool.await_nothing()
+
+
+@pytest.mark.torch
+def test_a_training_spec_completes(pool: KubernetesPool, repository: Path) -> None:
+    spec = checkout(pool.cli, repository) / "pytorch_dist.yaml"
+    tasks, finished = train(pool.cli, spec, epochs=6)
+    assert finished["accuracy"] > 0.95
+    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+
+
+def test_pool_check_finds_the_image_and_missing_permissions(pool: KubernetesPool) -> None:
+    done = pool.cli.run("pool", "check")
+    assert done.code == 0, done.out + done.err
+    assert "is Python 3." in done.out
+    pool.configure(kubernetes={"image": "docker.io/local/missing:1"})
+    done = pool.cli.run("pool", "check")
+    assert (done.code, "docker.io/local/missing:1" in done.out) == (3, True), done.out
+    pool.configure(kubernetes={"namespace": "nowhere"})
+    assert pool.cli.run("pool", "check").code == 3
+    pool.await_nothing()
+
+
+def test_a_gang_that_cannot_be_scheduled_shows_the_reason_and_ends_by_its_queue_timeout(pool: KubernetesPool) -> None:
+    cli = pool.cli
+    spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 8s}\n", 1).replace("{cpu: 0}", "{cpu: 500}")
+    workflow = cli.submit(cli.spec(spec))
+    wait_until(lambda: "Insufficient cpu" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
+    second = cli.submit(cli.spec(spec.replace("8s", "1h"), "second.yaml"))
+    wait_until(lambda: len(pool.owners()) == 2, 60, "both wait")
+    assert cli.run("workflow", "cancel", second, "--wait", "60").code == 0
+    answer = _ends(pool, workflow, "FAILED_QUEUE_TIMEOUT")
+    assert "queue_timeout" in _cause(answer)
+
+
+@pytest.mark.parametrize(
+    ("image", "python", "status", "words"),
+    [
+        ("docker.io/local/missing:1", "python3", "FAILED_IMAGE_PULL", "docker.io/local/missing:1"),
+        ("docker.io/local/skel:1", "python4", "FAILED_START_ERROR", "has no such Python"),
+    ],
+)
+def test_an_image_that_is_missing_or_has_no_python_is_named(
+    pool: KubernetesPool, image: str, python: str, status: str, words: str
+) -> None:
+    pool.configure(kubernetes={"image": image}, python=python)
+    workflow = pool.cli.submit(pool.cli.spec(SPIN))
+    assert words in _cause(_ends(pool, workflow, status))
+
+
+def test_a_killed_rank_stops_the_gang(pool: KubernetesPool) -> None:
+    workflow = _runs(pool, SPIN.replace('echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600', "sleep 3; kill -9 $$"))
+    answer = _ends(pool, workflow, "FAILED")
+    assert answer["groups"][0]["first_cause"]["task"] == "worker", answer
+
+
+def test_a_pod_that_is_deleted_from_outside_is_the_cause(pool: KubernetesPool) -> None:
+    workflow = _runs(pool)
+    pool.cluster.kubectl("delete", "pod", f"{pool.owners()[0]}-1", "-n", pool.namespace, "--wait=false")
+    answer = _ends(pool, workflow, "FAILED_CANCELED")
+    assert "was deleted" in _cause(answer)
+
+
+def test_a_task_that_uses_too_much_memory_is_named(pool: KubernetesPool) -> None:
+    eat = "import time; data = bytearray(1_500_000_000); time.sleep(60)"
+    spec = SPIN.replace("sleep 600']}\n  resources", f'python3 -c "{eat}"\']}}\n  resources').replace(
+        "{cpu: 0}", "{memory: 300Mi}"
+    )
+    pool.configure(enforce_limits=False)
+    workflow = pool.cli.submit(pool.cli.spec(spec))
+    _ends(pool, workflow, "FAILED_EVICTED", "FAILED")
+
+
+def test_reap_deletes_the_pods_of_ended_workflows(pool: KubernetesPool) -> None:
+    cli = pool.cli
+    done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
+    assert done.code == 0, done.err
+    pool.await_nothing()
+    uuid = cli.query("spin-1")["uuid"]
+    for name, workflow in (("ours", uuid), ("foreign", "a" * 32)):
+        manifest = {
+            "apiVersion": "v1", "kind": "ConfigMap",
+            "metadata": {
+                "name": name, "labels": {"app.kubernetes.io/managed-by": "distflow", "distflow.dev/workflow": workflow},
+                "annotations": {"distflow.dev/marker": f"distflow:{workflow}/train/0"},
+            },
+        }  # fmt: skip
+        pool.cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(manifest))
+    shown = cli.run("node", "reap").out
+    assert "ours" in shown
+    assert "skipped" in shown
+    assert pool.owners() == ["foreign"]
+
+
+def test_a_killed_supervisor_loses_nothing(pool: KubernetesPool) -> None:
+    cli = pool.cli
+    shared = cli.folder / "shared"
+    shared.mkdir()
+    pool.configure(folders=(str(shared),))
+    workflow = _runs(pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
+    owners = pool.owners()
+    cli.kill_supervisor()
+    (shared / "go").touch()
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"
+    assert cli.logs(workflow).count("late") == 2
+    assert {task["node_name"].partition("@")[2] for task in cli.tasks(workflow).values()} == set(owners)
+    pool.await_nothing()
+
+
+def test_an_api_server_that_is_away_for_a_while_loses_nothing(lone_pool: KubernetesPool) -> None:
+    cli = lone_pool.cli
+    shared = cli.folder / "shared"
+    shared.mkdir()
+    lone_pool.configure(folders=(str(shared),))
+    workflow = _runs(lone_pool, SPIN.replace("sleep 600", f"while [ ! -e {shared}/go ]; do sleep 0.2; done; echo late"))
+    lone_pool.cluster.stop("apiserver")
+    wait_until(lambda: "unreachable" in cli.run("workflow", "events", workflow).out, 90, "the nodes are unreachable")
+    (shared / "go").touch()
+    lone_pool.cluster.start("apiserver")
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
+    assert cli.logs(workflow).count("late") == 2
+    lone_pool.await_nothing()
+
+
+def test_a_node_whose_kubelet_is_gone_is_lost(lone_pool: KubernetesPool) -> None:
+    lone_pool.configure(node_lost_after="15s")
+    workflow = _runs(lone_pool)
+    node = next(task["node_name"] for task in lone_pool.cli.tasks(workflow).values()).partition("_")[0]
+    lone_pool.cluster.stop(node.replace("node", "kubelet"))
+    wait_until(lambda: lone_pool.cli.query(workflow)["status"] == "FAILED_BACKEND_ERROR", 150, "the node is lost")
+    assert lone_pool.cli.query(workflow)["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
+
+
+def test_a_gang_waits_for_its_quota(pool: KubernetesPool) -> None:
+    cli = pool.cli
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
+    pool.cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(quota))
+    wait_until(lambda: pool.cluster.objects("resourcequotas", pool.namespace)[0].get("status", {}).get("hard"), 60, "it holds")
+    workflow = cli.submit(cli.spec(SPIN.replace("sleep 600", "true")))
+    wait_until(lambda: "quota" in cli.query(workflow)["groups"][0]["message"], 60, "the reason is shown")
+    assert "allows more pods" in (shown := cli.run("pool", "check").out) or "is used up" in shown
+    pool.cluster.kubectl("delete", "resourcequota", "few", "-n", pool.namespace)
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
+    pool.await_nothing()
+
+
+def test_a_gang_of_which_only_a_part_gets_nodes_gives_them_back(pool: KubernetesPool) -> None:
+    cli = pool.cli
+    pool.configure(start_barrier="5s", platforms={"none": {"node_selector": {"kind": "none"}}})
+    spec = SPIN.replace("{cpu: 0}", "{cpu: 0}, rare: {cpu: 0, platform: none}").replace(
+        "{name: worker,", "{name: worker, resource: rare,"
+    )
+    workflow = cli.submit(cli.spec(spec))
+    wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
+    first = pool.owners()
+    wait_until(lambda: "only 1 of 2 pods got a node" in cli.run("workflow", "events", workflow).out, 60, "the reason is shown")
+    wait_until(lambda: first[0] not in pool.owners(), 60, "the first pods are deleted")
+    assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    pool.await_nothing()
+
+
+def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: KubernetesPool, repository: Path) -> None:
+    """Kubernetes 1.20 has no Indexed Jobs, so the test gives the pods their positions."""
+    cli = pool.cli
+    done = cli.run(
+        "workflow",
+        "export",
+        str(checkout(cli, repository) / "hello_world.yaml"),
+        "--to",
+        "kubernetes",
+        "--indexed-job",
+        "--pool",
+        "pods",
+    )
+    assert done.code == 0, done.err
+    settings, service, job = yaml.safe_load_all(done.out)
+    template = pod_template()["spec"]
+    for index in range(job["spec"]["completions"]):
+        spec = json.loads(json.dumps(job["spec"]["template"]["spec"]))
+        (container,) = spec["containers"]
+        container["env"].append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
+        container["imagePullPolicy"] = "Never"
+        container["volumeMounts"] += template["containers"][0]["volumeMounts"]
+        spec["volumes"] += template["volumes"]
+        spec["hostname"] = f"{job['metadata']['name']}-{index}"
+        metadata = {"name": spec["hostname"], "namespace": pool.namespace}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        for one in (settings, service, pod):
+            pool.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(one))
+    wait_until(
+        lambda: {one["status"]["phase"] for one in pool.cluster.objects("pods", pool.namespace)} == {"Succeeded"},
+        90,
+        "both end",
+    )
+    for index in range(2):
+        printed = pool.cluster.kubectl("logs", f"hello-world-{index}", "-n", pool.namespace)
+        assert f"Hello from hello-world-{index}, node {index} of 2\nrank {index} of 2\n" in printed
+        assert "the master is at hello-world-0.hello-world, port 29500" in printed

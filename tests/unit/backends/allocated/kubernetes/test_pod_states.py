@@ -1,0 +1,166 @@
+"""What the states of pods mean: a corpus of statuses as kubelets and schedulers of several releases write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distflow.backends.allocated.kubernetes.pod_states import (
+    FAILURES,
+    TERMINATIONS,
+    WAITING,
+    Phase,
+    Pod,
+    exit_of,
+    state_of,
+    vanished,
+)
+from distflow.lifecycle.states import Reason
+
+
+def pod(status: dict[str, Any], *, node: str = "n1", deleted: bool = False) -> Pod:
+    metadata: dict[str, Any] = {"name": "p-0", "uid": "u", "labels": {"distflow.dev/index": "0"}}
+    if deleted:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    spec = {"containers": [{"name": "task", "image": "i:1"}]} | ({"nodeName": node} if node else {})
+    return Pod({"metadata": metadata, "spec": spec, "status": status})
+
+
+def container(phase: str, **state: Any) -> dict[str, Any]:
+    return {
+        "phase": phase,
+        "containerStatuses": [{"name": "sidecar", "state": {"running": {}}}, {"name": "task", "state": state}],
+    }
+
+
+UNSCHEDULABLE = {
+    "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+    "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu.",
+}  # fmt: skip
+NO_PYTHON = (
+    "failed to create containerd task: OCI runtime create failed: container_linux.go:380: starting container process caused: "
+    'exec: "python3": executable file not found in $PATH: unknown'
+)
+GATED = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "Scheduling is blocked"}
+
+
+def disrupted(reason: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": reason}]}
+
+
+@pytest.mark.parametrize(
+    ("found", "phase", "reason", "words"),
+    [
+        (pod({"phase": "Pending"}, node=""), Phase.QUEUED, None, "waits to be scheduled"),
+        (
+            pod({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, node=""),
+            Phase.QUEUED,
+            None,
+            "2 Insufficient nvidia.com/gpu",
+        ),
+        (pod({"phase": "Pending", "conditions": [GATED]}, node=""), Phase.QUEUED, None, "waits for its queue"),
+        (pod({"phase": "Pending"}), Phase.STARTING, None, "is being created"),
+        (pod(container("Pending", waiting={"reason": "ContainerCreating"})), Phase.STARTING, None, "is being created"),
+        (pod(container("Pending", waiting={"reason": "BrandNew"})), Phase.STARTING, None, "is being created"),
+        (
+            pod(container("Pending", waiting={"reason": "ErrImagePull", "message": "dial tcp: i/o timeout"})),
+            Phase.STARTING,
+            Reason.IMAGE_PULL,
+            "i:1",
+        ),
+        (
+            pod(container("Pending", waiting={"reason": "ErrImagePull", "message": "docker.io/i:1: not found"})),
+            Phase.FAILED,
+            Reason.IMAGE_PULL,
+            "i:1",
+        ),
+        (pod(container("Pending", waiting={"reason": "ErrImageNeverPull"})), Phase.FAILED, Reason.IMAGE_PULL, "pull policy"),
+        (
+            pod(container("Pending", waiting={"reason": "RunContainerError", "message": NO_PYTHON})),
+            Phase.FAILED,
+            Reason.START_ERROR,
+            "`i:1` has no such Python",
+        ),
+        (pod(container("Running", running={})), Phase.RUNNING, None, ""),
+        (pod(container("Running", running={}), deleted=True), Phase.ENDING, None, "deleted"),
+        (
+            pod(container("Running", running={}) | {"conditions": [{"type": "Ready", "status": "False"}]}, deleted=True),
+            Phase.ENDING,
+            Reason.NODE_LOST,
+            "deleted",
+        ),
+        (
+            pod(container("Running", running={}) | disrupted("PreemptionByScheduler"), deleted=True),
+            Phase.ENDING,
+            Reason.PREEMPTED,
+            "",
+        ),
+        (
+            pod(container("Running", running={}) | disrupted("DeletionByTaintManager"), deleted=True),
+            Phase.ENDING,
+            Reason.NODE_LOST,
+            "",
+        ),
+        (pod(container("Succeeded", terminated={"reason": "Completed", "exitCode": 0})), Phase.DONE, None, ""),
+        (
+            pod(container("Failed", terminated={"reason": "OOMKilled", "exitCode": 137})),
+            Phase.FAILED,
+            Reason.OOM_KILLED,
+            "memory",
+        ),
+        (
+            pod(container("Failed", terminated={"reason": "StartError", "exitCode": 128, "message": NO_PYTHON})),
+            Phase.FAILED,
+            Reason.START_ERROR,
+            "`i:1` has no such Python",
+        ),
+        (
+            pod(container("Failed", terminated={"reason": "Error", "exitCode": 1})),
+            Phase.FAILED,
+            Reason.START_ERROR,
+            "exit code 1",
+        ),
+        (
+            pod({"phase": "Failed", "reason": "Evicted", "message": "low on resource: memory"}),
+            Phase.FAILED,
+            Reason.EVICTED,
+            "memory",
+        ),
+        (pod({"phase": "Failed"}, deleted=True), Phase.ENDING, None, "deleted"),
+        (pod({"phase": "Failed", "reason": "Shutdown"}), Phase.FAILED, Reason.NODE_LOST, "shut down"),
+        (pod({"phase": "Failed", "reason": "OutOfcpu"}, node="n1"), Phase.FAILED, Reason.NODE_LOST, "too few CPUs"),
+        (pod({"phase": "Failed", "reason": "Unheard"}), Phase.FAILED, Reason.START_ERROR, "Unheard"),
+    ],
+)
+def test_states_of_pods(found: Pod, phase: Phase, reason: Reason | None, words: str) -> None:
+    state = state_of(found)
+    assert (state.phase, state.reason) == (phase, reason)
+    assert words in state.message
+
+
+@pytest.mark.parametrize("word", [*FAILURES, *TERMINATIONS, *WAITING, "", "Unheard"])
+def test_each_word_has_a_meaning_everywhere(word: str) -> None:
+    for found in (
+        pod({"phase": "Failed", "reason": word, "message": "m"}),
+        pod(container("Failed", terminated={"reason": word, "exitCode": 1, "message": "m"})),
+        pod(container("Pending", waiting={"reason": word, "message": "m"})),
+    ):
+        assert state_of(found).phase in (Phase.FAILED, Phase.STARTING)
+    reason, text = exit_of(word, "m")
+    assert isinstance(reason, Reason)
+    assert text
+
+
+@pytest.mark.parametrize("status", [None, [], {"phase": 3}, {"containerStatuses": {}}, {"conditions": [3], "phase": "Running"}])
+def test_a_hostile_status_is_no_traceback(status: Any) -> None:
+    assert state_of(Pod({"metadata": None, "spec": [], "status": status})).phase in Phase
+
+
+def test_a_pod_that_vanished_is_explained_by_its_last_state_then_by_events() -> None:
+    lost = state_of(pod(container("Running", running={}) | disrupted("DeletionByPodGC"), deleted=True))
+    assert vanished(lost, [])[0] is Reason.NODE_LOST
+    assert vanished(None, [{"reason": "Scheduled"}, {"reason": "Preempted"}])[0] is Reason.PREEMPTED
+    assert vanished(None, [])[0] is Reason.CANCELED
+    evicted = state_of(pod({"phase": "Failed", "reason": "Evicted"}))
+    assert vanished(evicted, [])[0] is Reason.EVICTED

@@ -1,0 +1,108 @@
+"""The objects that distflow creates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
+from distflow.backends.allocated.kubernetes.pods import (
+    host_name,
+    index_of_host,
+    new_id,
+    node_of_host,
+    owner_manifest,
+    pod_manifest,
+)
+from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+
+OWNER = {"metadata": {"name": "train-3-1a2b3c4d", "uid": "u"}}
+
+
+def wanted(*nodes: NodeRequest, priority: str = "NORMAL") -> AllocationRequest:
+    allocation = Allocation(workflow="a" * 32, group="g", attempt=0)
+    return AllocationRequest(allocation=allocation, label="train-3/g", nodes=nodes, priority=priority)
+
+
+def made(node: NodeRequest, settings: KubernetesSettings, priority: str = "NORMAL") -> dict[str, Any]:
+    pool = Pool(name="k", backend="kubernetes", nodes=(), kubernetes=settings)
+    return pod_manifest(pool, wanted(node, NodeRequest(task="other"), priority=priority), 0, OWNER, ["python3"])
+
+
+def test_a_pod_has_what_the_task_requests() -> None:
+    platform = KubernetesPlatform(node_selector={"kind": "h"}, tolerations=({"key": "gpu"},))
+    settings = KubernetesSettings(
+        image="i:1", service_account="train", priority_classes={"HIGH": "urgent"}, platforms={"h": platform}
+    )
+    node = NodeRequest(
+        task="w_0", gpus=8, cpus=4, memory=2**30, platform="h", excluded=("n1_0", "10.0.0.1"), image="j:2", mounts=("/data:/d",)
+    )
+    pod = made(node, settings, "HIGH")
+    spec, container = pod["spec"], pod["spec"]["containers"][0]
+    assert (spec["serviceAccountName"], spec["priorityClassName"], spec["nodeSelector"]) == ("train", "urgent", {"kind": "h"})
+    assert container["image"] == "j:2"
+    assert container["resources"]["requests"] == {"cpu": "4", "memory": str(2**30), "nvidia.com/gpu": "8"}
+    assert container["resources"]["limits"] == {"memory": str(2**30), "nvidia.com/gpu": "8"}
+    terms = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert [one["values"] for one in terms[0]["matchFields"]] == [["n1"], ["10.0.0.1"]]
+    assert {"name": "distflow-mount-0", "mountPath": "/d"} in container["volumeMounts"]
+    assert pod["metadata"]["ownerReferences"][0]["name"] == OWNER["metadata"]["name"]
+
+
+@pytest.mark.parametrize("release", ["1.25", "1.37"])
+def test_objects_are_valid_in_other_releases(release: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    node = NodeRequest(task="w", gpus=8, cpus=4, memory=2**30, excluded=("n1_0",), mounts=("/data",))
+    validate.validate(made(node, KubernetesSettings(image="i:1", queue="q", host_network=True)), release, strict=True)
+    validate.validate(owner_manifest(wanted(node), "train-3-1a2b3c4d"), release, strict=True)
+
+
+def test_a_template_is_merged_and_its_mounts_count() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a"}},
+        "spec": {
+            "securityContext": {"runAsUser": 1000},
+            "containers": [{"args": ["x"], "volumeMounts": [{"name": "mine", "mountPath": "/dev/shm"}]}, {"name": "sidecar"}],
+            "volumes": [{"name": "mine", "emptyDir": {}}],
+        },
+    }
+    pod = made(NodeRequest(task="w"), KubernetesSettings(image="i:1", pod_template=json.dumps(template)))
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert [one["name"] for one in pod["spec"]["containers"]] == ["task", "sidecar"]
+    assert "args" not in pod["spec"]["containers"][0]
+    assert [one["name"] for one in pod["spec"]["volumes"]] == ["mine", "distflow"]
+    assert pod["spec"]["securityContext"] == {"runAsUser": 1000}
+
+
+def test_queues_admit_the_pods_of_a_group_together() -> None:
+    pod = made(NodeRequest(task="w"), KubernetesSettings(image="i:1", queue="team-a"))
+    assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+    pod = made(NodeRequest(task="w"), KubernetesSettings(image="i:1", queue="q", scheduler="volcano"))
+    assert pod["spec"]["schedulerName"] == "volcano"
+    assert pod["metadata"]["annotations"]["scheduling.volcano.sh/group-min-member"] == "2"
+    assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"]
+
+
+def test_a_task_without_an_image_or_with_an_unknown_platform_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="task w has no container image"):
+        made(NodeRequest(task="w"), KubernetesSettings())
+    with pytest.raises(RequestRefused, match="has no platform `h200`"):
+        made(NodeRequest(task="w", platform="h200"), KubernetesSettings(image="i:1"))
+
+
+@pytest.mark.parametrize("label", ["train-3/g", "Ünï_code/x", "3/4", "x" * 90 + "/y", "/"])
+def test_names_are_valid(label: str) -> None:
+    name = new_id(label)
+    assert name == name.lower()
+    assert len(f"{name}-123456") <= 63
+    assert name[0].isalpha()
+    owner = owner_manifest(wanted(), name)
+    assert owner["metadata"]["labels"]["distflow.dev/allocation"] == name
+
+
+def test_places_of_pods() -> None:
+    assert host_name("10.0.0.1", 12) == "10.0.0.1_12"
+    assert (index_of_host("10.0.0.1_12"), node_of_host("10.0.0.1_12"), node_of_host("10.0.0.1")) == (12, "10.0.0.1", "10.0.0.1")
