@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         read_versions,
         upload_data,
     )
-    from distflow.client.export import export_to_osmo, export_to_slurm
+    from distflow.client.export import export_to_kubernetes, export_to_osmo, export_to_slurm
     from distflow.client.failures import diagnose_groups, explain_failures
     from distflow.client.logs import stream_logs
     from distflow.client.measurements.metrics import find_metrics
@@ -90,6 +90,7 @@ __all__ = [
     "download_dataset",
     "draft_run",
     "explain_failures",
+    "export_to_kubernetes",
     "export_to_osmo",
     "export_to_slurm",
     "fetch_output_files",

@@ -1,4 +1,4 @@
-"""Write a spec for other systems: as a script for Slurm, or in the language of OSMO."""
+"""Write a spec for other systems: as a script for Slurm, as manifests of Kubernetes, or in the language of OSMO."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from distflow.client.submission import SubmitRequest, with_environment
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
 from distflow.plan.compile import compile_plan
+from distflow.plan.kubernetes_manifests import Kind, kubernetes_manifests
+from distflow.plan.model import Plan
 from distflow.plan.osmo_spec import osmo_spec
 from distflow.plan.slurm_script import slurm_script
 from distflow.pools.hostfile import choose_pool
@@ -21,7 +23,7 @@ from distflow.pools.model import Pool, ssh_node
 from distflow.spec.files import bundle_files
 from distflow.structs import replace
 
-__all__ = ["Exported", "export_to_osmo", "export_to_slurm"]
+__all__ = ["Exported", "export_to_kubernetes", "export_to_osmo", "export_to_slurm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +59,7 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
     checked = with_environment(checked, pool.given.environment)
     with tempfile.TemporaryDirectory() as folder:
         blobs = Path(folder)
-        bundles, problems = bundle_files(checked.spec, blobs)
-        if problems:
-            raise ProblemsFound([*problems, *checked.warnings])
-        plan = compile_plan(
-            checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(request.overrides.secrets),
-            datasets=client.datasets_url(client.configuration()), venv=pool.given.venv or checked.spec.venv or pool.venv,
-        )  # fmt: skip
-        contents = {digest: (blobs / digest).read_bytes() for digest in plan.blobs}
+        plan, contents = _planned(client, request, checked, pool, blobs)
         name = file.name if file is not None else f"{plan.name}.{'sh' if len(plan.groups) > 1 else 'sbatch'}"
         script = slurm_script(plan, checked.spec, pool, contents, name=name, files_next_to_it=file is not None)
         written: list[Path] = []
@@ -72,6 +67,43 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
             large = {file.with_name(f"{file.name}.files") / one: blobs / digest for one, digest in script.files.items()}
             written = _write(file, script.text, large, force=force)
     return Exported(text=script.text, warnings=(*in_document_order(checked.warnings), *script.warnings), files=tuple(written))
+
+
+def export_to_kubernetes(
+    client: Client, request: SubmitRequest, *, kind: Kind = "jobset", file: Path | None = None, force: bool = False
+) -> Exported:
+    """Write a spec as manifests of Kubernetes that need no distflow in the cluster.
+
+    Args:
+        client: The client whose configuration the spec may use.
+        request: The spec, the values for its template, and the settings of the nodes. A pool with ``backend: kubernetes`` has
+            the settings of pods. Default: that of the spec, if it is such a pool.
+        kind: ``jobset``, or ``job`` for plain Indexed Jobs.
+        file: The file to write. Default: no file is written.
+        force: Whether to replace an existing file.
+
+    Raises:
+        InputError: if the pool is not one of Kubernetes, the file cannot be written, or manifests cannot express the spec.
+        NotFound: if the pool or the workflow to export does not exist.
+        ProblemsFound: if the spec has errors. It contains all findings.
+
+    """
+    checked = _checked(client, request)
+    configuration = client.configuration()
+    wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
+    pool = choose_pool(configuration, given=request.pool, wanted=wanted)
+    if pool.kubernetes is None:
+        if request.pool is not None:
+            hint = "name a pool with `backend: kubernetes`, or omit --pool"
+            raise InputError(f"the pool `{pool.name}` has no settings of Kubernetes", hint=hint)
+        pool = Pool(name="kubernetes", backend="kubernetes", nodes=(), template=ssh_node())
+    pool = pool.with_settings(request.settings)
+    checked = with_environment(checked, pool.given.environment)
+    with tempfile.TemporaryDirectory() as folder:
+        plan, contents = _planned(client, request, checked, pool, Path(folder))
+    text = kubernetes_manifests(plan, pool, contents, kind=kind)
+    written = [] if file is None else _write(file, text, {}, force=force)
+    return Exported(text=text, warnings=tuple(in_document_order(checked.warnings)), files=tuple(written))
 
 
 def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
@@ -111,6 +143,20 @@ def _checked(client: Client, request: SubmitRequest) -> CheckedSpec:
         return previous.checked
     notify = own_targets(client, client.configuration())
     return check_spec(client, request.spec, request.overrides, text=request.text, is_tolerant=True, notify=notify)
+
+
+def _planned(
+    client: Client, request: SubmitRequest, checked: CheckedSpec, pool: Pool, blobs: Path
+) -> tuple[Plan, dict[str, bytes]]:
+    """Return the plan of a spec, and the content of each of its files by digest. The files are also put into ``blobs``."""
+    bundles, problems = bundle_files(checked.spec, blobs)
+    if problems:
+        raise ProblemsFound([*problems, *checked.warnings])
+    plan = compile_plan(
+        checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(request.overrides.secrets),
+        datasets=client.datasets_url(client.configuration()), venv=pool.given.venv or checked.spec.venv or pool.venv,
+    )  # fmt: skip
+    return plan, {digest: (blobs / digest).read_bytes() for digest in plan.blobs}
 
 
 def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:

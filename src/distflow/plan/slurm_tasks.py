@@ -116,16 +116,24 @@ def here_document(text: str, *, is_expanded: bool = False) -> str:
     return f"<<{end if is_expanded else repr(end)}\n{text}{end}"
 
 
-def task_script(group: GroupPlan, pool: Pool, files: Mapping[str, str]) -> str:
+def task_script(
+    group: GroupPlan,
+    pool: Pool,
+    files: Mapping[str, str],
+    *,
+    position: str = "SLURM_PROCID",
+    restarts: str = "SLURM_RESTART_COUNT",
+) -> str:
     """Return the script that runs once on each node.
 
+    ``position`` and ``restarts`` are the variables with the position of the node and the number of earlier attempts.
     ``files`` are the names of blobs in the directory of the run, by digest. Raises ``InputError`` if a variable of the spec has
     the name of a variable of the script.
     """
     launches = ordered(group)
     _check_names(launches)
     kinds = _kinds(launches)
-    lines = ["#!/bin/bash", "umask 077", "retry_id=${SLURM_RESTART_COUNT:-0}", *_who(launches)]
+    lines = ["#!/bin/bash", "umask 077", f"retry_id=${{{restarts}:-0}}", *_who(launches, position)]
     lines += [
         "task_dir=$run_dir/$task",
         'mkdir -p "$task_dir/work" "$task_dir/output" || exit',
@@ -162,7 +170,7 @@ def _check_names(launches: Sequence[Launch]) -> None:
         raise InputError(f"the script uses the variable `{taken[0]}` itself", hint="rename it in `environment` of the spec")
 
 
-def _who(launches: Sequence[Launch]) -> list[str]:
+def _who(launches: Sequence[Launch], position: str) -> list[str]:
     """Return the lines that set the name of the task, its node rank and its first rank."""
 
     def values(launch: Launch) -> str:
@@ -171,7 +179,7 @@ def _who(launches: Sequence[Launch]) -> list[str]:
 
     if len(launches) == 1:
         return [values(launches[0])]
-    return ["case $SLURM_PROCID in", *(f"{number}) {values(launch)} ;;" for number, launch in enumerate(launches)), "esac"]
+    return [f"case ${position} in", *(f"{number}) {values(launch)} ;;" for number, launch in enumerate(launches)), "esac"]
 
 
 # -- equal tasks ------------------------------------------------------------------------------------------------------

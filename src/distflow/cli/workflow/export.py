@@ -6,7 +6,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ from distflow.cli.workflow.submit import (
     read_stdin,
     warn,
 )
-from distflow.client.export import Exported, export_to_osmo, export_to_slurm
+from distflow.client.export import Exported, export_to_kubernetes, export_to_osmo, export_to_slurm
 from distflow.client.submission import SubmitRequest
 from distflow.documents.text import plain_lines
 from distflow.errors import InputError
@@ -33,6 +33,7 @@ app = command_app()
 
 class _Target(str, Enum):
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
     OSMO = "osmo"
 
 
@@ -40,6 +41,7 @@ class _Target(str, Enum):
     "export",
     epilog="Examples: distflow workflow export train.yaml --to slurm > train.sbatch"
     "  ·  distflow workflow export train.yaml --to slurm --pool cluster --output train.sbatch"
+    "  ·  distflow workflow export train.yaml --to kubernetes --pool pods > jobset.yaml"
     "  ·  distflow workflow export train.yaml --to osmo > osmo.yaml",
 )
 def export_workflow(
@@ -64,28 +66,40 @@ def export_workflow(
     pool: Annotated[
         str | None,
         typer.Option(
-            "--pool", "-p", help="A pool with `backend: slurm`, for partition, account …", autocompletion=complete_pool
+            "--pool",
+            "-p",
+            help="A pool with `backend: slurm` or `kubernetes`, for partition, account, image …",
+            autocompletion=complete_pool,
         ),
     ] = None,
     python: PythonOption = None,
     setup: SetupOption = None,
     env: EnvOption = None,
+    indexed_job: Annotated[
+        bool, typer.Option("--indexed-job", help="For Kubernetes: write plain Indexed Jobs instead of JobSets.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a spec as a script for Slurm, or without the keys that OSMO does not have.
+    """Write a spec as a script for Slurm, as manifests of Kubernetes, or without the keys that OSMO does not have.
 
-    The script needs no distflow on the cluster. Parts of the spec that the other system cannot do are warnings here, and
-    comments in what is written. Secrets are never written.
+    The script or the manifests need no distflow on the cluster. Parts of the spec that Slurm or OSMO cannot do are warnings
+    here, and comments in what is written. Those that manifests cannot express are errors. Secrets are never written.
     """
     if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
+    if indexed_job and to is not _Target.KUBERNETES:
+        raise InputError("--indexed-job is for --to kubernetes", hint="omit --indexed-job")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env)
     with open_client() as client:
         request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
-        export = export_to_osmo if to is _Target.OSMO else export_to_slurm
-        exported = export(client, request, file=output, force=force)
+        if to is _Target.KUBERNETES:
+            kind: Literal["jobset", "job"] = "job" if indexed_job else "jobset"
+            exported = export_to_kubernetes(client, request, kind=kind, file=output, force=force)
+        else:
+            export = export_to_osmo if to is _Target.OSMO else export_to_slurm
+            exported = export(client, request, file=output, force=force)
     if format_type is Format.JSON:
         print(json.dumps(_as_json(to, exported), indent=2))
         return

@@ -1,0 +1,254 @@
+"""Write a plan as manifests of Kubernetes that run without distflow: a JobSet, or a plain Indexed Job, for each group."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from distflow.errors import InputError
+from distflow.plan.model import GroupPlan, Launch, Plan
+from distflow.plan.slurm_tasks import ends_with_lead, ordered, shared_files, task_script, without_member_files
+from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+
+__all__ = ["Kind", "kubernetes_manifests", "manifest_objects"]
+
+Kind = Literal["jobset", "job"]
+_LARGEST = 900_000
+"""Bytes of files in a ConfigMap, whose limit is 1 MiB."""
+_RUN = "/distflow/run"
+_PORT = 29500
+_POSITION = "JOB_COMPLETION_INDEX"
+_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+_LONGEST_NAME = 40
+
+
+def kubernetes_manifests(plan: Plan, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> str:
+    """Return the manifests of a plan as YAML.
+
+    Args:
+        plan: The plan.
+        pool: The settings of pods (``kubernetes``) and of nodes (``template``).
+        contents: The content of each blob of the plan, by its digest.
+        kind: A JobSet, whose controller must be installed, or an Indexed Job (Kubernetes 1.24 or newer).
+
+    Raises:
+        InputError: if manifests cannot express the workflow.
+
+    """
+    objects = manifest_objects(plan, pool, contents, kind=kind)
+    head = f"# {plan.name}: run with `kubectl create --filename FILE`. distflow is not needed in the cluster.\n"
+    return head + yaml.dump_all(objects, sort_keys=False, Dumper=_Dumper, explicit_start=True, width=128)
+
+
+def manifest_objects(plan: Plan, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> list[dict[str, Any]]:
+    """Return the objects of ``kubernetes_manifests``."""
+    found: list[dict[str, Any]] = []
+    for group in plan.groups:
+        name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
+        found += _Group(plan, without_member_files(group), pool, name, kind).objects(contents)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    plan: Plan
+    group: GroupPlan
+    pool: Pool
+    name: str
+    kind: Kind
+
+    def objects(self, contents: Mapping[str, bytes]) -> list[dict[str, Any]]:
+        launches = ordered(self.group)
+        self._require_expressible(launches)
+        files = shared_files(self.plan)
+        script = self._script(files)
+        used = {file.blob for launch in launches for file in launch.files if file.blob is not None}
+        size = len(script) + sum(len(contents[digest]) for digest in used)
+        if size > _LARGEST:
+            raise InputError(
+                f"the files of group {self.group.name} ({size / 2**20:.1f} MiB) do not fit into a ConfigMap",
+                hint="put them into the image",
+            )
+        binary = {files[digest]: base64.b64encode(contents[digest]).decode() for digest in sorted(used)}
+        settings: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self._metadata(),
+            "data": {"task.sh": script},
+            **({"binaryData": binary} if binary else {}),
+        }
+        pod = self._pod(launches)
+        job = self._job(pod, len(launches))
+        if self.kind == "job":
+            metadata = {**self._metadata(), **({"labels": self._queue()} if self._queue() else {})}
+            return [settings, self._service(), {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}]
+        return [settings, self._job_set(job)]
+
+    def _script(self, files: Mapping[str, str]) -> str:
+        script = task_script(self.group, self.pool, files, position=_POSITION, restarts="restart_attempt")
+        return script.replace("${SLURMD_NODENAME}", "${node_name}")
+
+    def _require_expressible(self, launches: Sequence[Launch]) -> None:
+        """Raise ``InputError`` for what manifests cannot express."""
+        group = self.group
+        what = ""
+        if group.upstream or any(launch.inputs for launch in launches):
+            what = "inputs from other groups"
+        elif any(launch.url_inputs or launch.earlier_inputs or launch.url_outputs for launch in launches):
+            what = "inputs or outputs at URLs"
+        elif any(launch.credentials or launch.secret_names for launch in launches):
+            what = "credentials"
+        elif ends_with_lead(group):
+            what = "tasks that are stopped when the lead has completed"
+        elif group.venv is not None:
+            what = "a `venv`; install the packages in the image"
+        if what:
+            raise InputError(f"a manifest cannot express this part of group {group.name}: {what}", hint="run it with distflow")
+        shapes = {(one.resource, self._image(one), one.mounts) for one in launches}
+        if len(shapes) > 1:
+            raise InputError(
+                f"the tasks of group {group.name} have different resources, images or mounts",
+                hint="give all tasks of the group the same ones: all pods of an Indexed Job are equal",
+            )
+
+    def _image(self, launch: Launch) -> str:
+        settings = self.pool.kubernetes or KubernetesSettings()
+        if not (image := launch.image or settings.image):
+            raise InputError(
+                f"task {launch.task} has no container image",
+                hint="set `image` of the task, or name a pool with `kubernetes: {image: …}` by --pool",
+            )
+        return image
+
+    def _metadata(self) -> dict[str, Any]:
+        namespace = (self.pool.kubernetes or KubernetesSettings()).namespace
+        return {"name": self.name, **({"namespace": namespace} if namespace else {})}
+
+    def _queue(self) -> dict[str, str]:
+        queue = (self.pool.kubernetes or KubernetesSettings()).queue
+        return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+
+    def _host(self, position: int) -> str:
+        """Return the name by which the other pods find one."""
+        return f"{self.name}-{position}.{self.name}" if self.kind == "job" else f"{self.name}-task-0-{position}.{self.name}"
+
+    def _service(self) -> dict[str, Any]:
+        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": self.name}}
+        return {"apiVersion": "v1", "kind": "Service", "metadata": self._metadata(), "spec": spec}
+
+    def _job(self, pod: dict[str, Any], count: int) -> dict[str, Any]:
+        limit_s = self.group.timeouts.exec_s
+        return {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": 0,
+            **({"activeDeadlineSeconds": math.ceil(limit_s)} if limit_s else {}),
+            "template": {"spec": pod},
+        }
+
+    def _job_set(self, job: dict[str, Any]) -> dict[str, Any]:
+        spec = {
+            "failurePolicy": {"maxRestarts": self.group.retry.limit if self._is_rescheduled else 0},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": self.name},
+            "replicatedJobs": [{"name": "task", "replicas": 1, "template": {"spec": job}}],
+        }
+        metadata = {**self._metadata(), **({"labels": self._queue()} if self._queue() else {})}
+        return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+    @property
+    def _is_rescheduled(self) -> bool:
+        """Whether the spec asks for another attempt after some exit codes."""
+        return any(launch.exit_actions.reschedule for launch in self.group.launches)
+
+    def _pod(self, launches: Sequence[Launch]) -> dict[str, Any]:
+        settings = self.pool.kubernetes or KubernetesSettings()
+        resource = launches[0].resource
+        platform = settings.platforms.get(resource.platform or "", KubernetesPlatform())
+        requests = {
+            **({"cpu": str(resource.cpu)} if resource.cpu else {}),
+            **({"memory": str(resource.memory)} if resource.memory else {}),
+            **({platform.gpu_resource or settings.gpu_resource: str(resource.gpu)} if resource.gpu else {}),
+        }
+        limits = {name: amount for name, amount in requests.items() if name != "cpu"}
+        mounts = [mount.partition(":") for mount in launches[0].mounts]
+        container: dict[str, Any] = {
+            "name": "task",
+            "image": self._image(launches[0]),
+            "command": ["bash", f"{_RUN}/files/task.sh"],
+            "env": [
+                *({"name": name, "value": value} for name, value in self._environment(launches).items()),
+                _field("node_name", "spec.nodeName"),
+                *([_field("restart_attempt", _ATTEMPT)] if self.kind == "jobset" else []),
+            ],
+            **({"resources": {"requests": requests, **({"limits": limits} if limits else {})}} if requests else {}),
+            "volumeMounts": [
+                {"name": "run", "mountPath": _RUN},
+                {"name": "files", "mountPath": f"{_RUN}/files"},
+                {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  workers of data loaders need more than 64 MiB
+                *({"name": f"mount-{at}", "mountPath": to or source} for at, (source, _, to) in enumerate(mounts)),
+            ],
+        }
+        given: dict[str, Any] = {
+            "subdomain": self.name if self.kind == "job" else None,
+            "serviceAccountName": settings.service_account,
+            "schedulerName": settings.scheduler,
+            "hostNetwork": settings.host_network or None,
+            "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
+            "nodeSelector": dict(platform.node_selector),
+            "tolerations": [dict(one) for one in platform.tolerations],
+        }
+        return {
+            "restartPolicy": "Never",
+            **{key: value for key, value in given.items() if value},
+            "containers": [container],
+            "volumes": [
+                {"name": "run", "emptyDir": {}},
+                {"name": "files", "configMap": {"name": self.name}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                *({"name": f"mount-{at}", "hostPath": {"path": source}} for at, (source, _, _) in enumerate(mounts)),
+            ],
+        }
+
+    def _environment(self, launches: Sequence[Launch]) -> dict[str, str]:
+        """Return the variables that the script needs."""
+        world, tasks = self.group.world, [launch.task for launch in launches]
+        found = {
+            "run_dir": _RUN,
+            "workflow_id": self.plan.name,
+            "master_addr": self._host(tasks.index(self.group.master)),
+            "master_port": str((world.port if world is not None and isinstance(world.port, int) else None) or _PORT),
+        }
+        script = self._script({})
+        for position, task in enumerate(tasks):
+            variable = f"address_{re.sub('[^A-Za-z0-9]', '_', task)}"
+            if variable in script:
+                found[variable] = self._host(position)
+        return found
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _name(text: str) -> str:
+    """Return a name for objects: a DNS label that leaves room for the positions of pods."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LONGEST_NAME].strip("-") or "workflow"
+    return words if words[0].isalpha() else f"w-{words}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
