@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from distflow.testing.kubernetes import KubernetesCluster, KubernetesSource, find_kubernetes
+from distflow.testing.ray import RayCluster, missing_ray
 from distflow.testing.slurm import Slurm, missing_slurm
 
 gc.disable()  # until all tests are collected: the garbage collector finds nothing there, and takes a fifth of the time
@@ -162,6 +163,22 @@ def lone_kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[Kubernete
         pytest.skip("the parts of a cluster of somebody else cannot be stopped")
     with kubernetes_cluster.alone():
         yield kubernetes_cluster
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    """The cluster of `ray`. It ends with the module, because its processes use 1 GB in each worker of pytest-xdist."""
+    if why := missing_ray():
+        pytest.skip(why)
+    with RayCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray(ray_cluster: RayCluster) -> Iterator[RayCluster]:
+    """A Ray cluster with two idle nodes. All tests share it, so a test that kills a node starts it again."""
+    yield ray_cluster
+    ray_cluster.remove_all()
 
 
 @pytest.fixture

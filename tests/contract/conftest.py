@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, Engine, Granted, NodeRequest
+from distflow.backends.allocated.engines import open_engine
+from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
 from distflow.backends.allocated.slurm.commands import step_words
@@ -22,8 +25,12 @@ from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
+from distflow.pools.model import KubernetesSettings, Pool, RaySettings, ssh_node
 from distflow.runtime.files.root_directory import PRIVATE, mark
+from distflow.structs import replace
+from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.nodes import install_runtime
+from distflow.testing.ray import RayCluster
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import is_alive, wait_until
@@ -59,6 +66,26 @@ def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyP
     return lambda: RelayTransport(
         LocalTransport("login"), slurm_job, "n2", sys.executable, prefix=partial(step_words, slurm_job, "n2")
     )
+
+
+@pytest.fixture(scope="module")
+def over_ray(ray_cluster: RayCluster) -> Iterator[Callable[[], Transport]]:
+    """A way to make transports that reach this machine as the second node of a placement group."""
+    settings = RaySettings(address=ray_cluster.address, python=sys.executable)
+    engine = RayEngine(Pool(name="p", backend="ray", nodes=(), template=ssh_node(), ray=settings), LocalTransport("login"))
+    wanted = Allocation(workflow="1" * 32, group="g", attempt=0)
+    nodes = (NodeRequest(task="a", gpus=1), NodeRequest(task="b", gpus=1))
+    group = engine.request(AllocationRequest(allocation=wanted, label="w/g", nodes=nodes))
+
+    def granted() -> Granted | None:
+        state = engine.states({group: ("a", "b")})[group]
+        return state if isinstance(state, Granted) else None
+
+    host = wait_until(granted, 60, "the placement group is granted").hosts["b"]
+    yield lambda: engine.transport(group, host)
+    engine.release([group])
+    engine.close()
+    ray_cluster.await_empty()
 
 
 def submit(cluster: Slurm, script: str, *options: str) -> str:
@@ -246,3 +273,44 @@ def processes_with(marker: str) -> list[int]:
 def marker() -> str:
     """A word that only this test's processes carry."""
     return f"marker-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def kubernetes_node(kubernetes_cluster: KubernetesCluster) -> Iterator[tuple[Engine, str, str]]:
+    """An engine, and the id and host of a pod that has the network and the files of this machine."""
+    if not kubernetes_cluster.is_own:
+        pytest.skip("pods of a cluster of somebody else do not run on this machine")
+    with kubernetes_cluster.shared():
+        namespace = kubernetes_cluster.create_namespace()
+        settings = KubernetesSettings(
+            kubeconfig=str(kubernetes_cluster.kubeconfig), namespace=namespace, image=IMAGE, host_network=True,
+            pod_template=json.dumps(pod_template(tempfile.gettempdir())),
+        )  # fmt: skip
+        pool = Pool(
+            name="pods", backend="kubernetes", nodes=(), kubernetes=settings,
+            template=replace(ssh_node(), python=sys.executable, root="/distflow"),
+        )  # fmt: skip
+        engine = open_engine(pool)
+        request = AllocationRequest(
+            allocation=Allocation(workflow=uuid.uuid4().hex, group="g", attempt=0),
+            label="contract/g",
+            nodes=(NodeRequest(task="t"),),
+        )
+        allocation = engine.request(request)
+        granted = wait_until(lambda: _granted(engine, allocation), 90, "the pod runs")
+        yield engine, allocation, granted.hosts["t"]
+        engine.release([allocation])
+        engine.close()
+        kubernetes_cluster.delete_namespace(namespace)
+
+
+def _granted(engine: Engine, allocation: str) -> Granted | None:
+    state = engine.states({allocation: ("t",)})[allocation]
+    return state if isinstance(state, Granted) else None
+
+
+@pytest.fixture
+def over_kubernetes(kubernetes_node: tuple[Engine, str, str]) -> Callable[[], Transport]:
+    """A way to make transports that reach this machine through a pod."""
+    engine, allocation, host = kubernetes_node
+    return lambda: engine.transport(allocation, host)

@@ -1,4 +1,7 @@
-"""The contract of backends (``backends.base.Backend``), held by the fake and by the machines backend on this machine."""
+"""The contract of backends (``backends.base.Backend``): in memory, on this machine, and on nodes of a real Slurm or Ray.
+
+Every bench has two GPUs. A test learns its nodes from the lease, because engines choose them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import pytest
 
 from contract.test_runtime_faults import kill_together
 from distflow.backends import steady
+from distflow.backends.allocated.backend import open_backend
 from distflow.backends.base import (
     Absent,
     AttemptKey,
@@ -31,6 +35,7 @@ from distflow.backends.base import (
     Leased,
     LeaseRefused,
     LeaseRequest,
+    LeaseWaits,
     LogComplete,
     NodeDown,
     NodeUp,
@@ -52,11 +57,14 @@ from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
-from distflow.pools.model import Node, Pool
+from distflow.pools.model import KubernetesSettings, Node, Pool, RaySettings, SlurmSettings
 from distflow.runtime.files.root_directory import PRIVATE
 from distflow.structs import replace
 from distflow.testing.backend import Behavior, FakeBackend
+from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.nodes import write_skewed_python
+from distflow.testing.ray import RayCluster, missing_ray
+from distflow.testing.slurm import Slurm, missing_slurm
 from distflow.testing.waiting import wait_until
 
 BEHIND_S = 1000.0
@@ -74,11 +82,31 @@ class Bench:
     """A backend under test, and everything it said."""
 
     backend: Backend
-    node: Node
+    nodes: tuple[Node, ...] = ()
+    """The nodes of its pool; empty if an engine allocates them."""
     tick: Callable[[], object] = lambda: None
     seen: list[Observation] = field(default_factory=list)
     logs: dict[tuple[str, str], bytes] = field(default_factory=dict)
     beats: list[tuple[str, float]] = field(default_factory=list)
+    _leases: dict[str, Leased] = field(default_factory=dict)
+
+    @property
+    def node(self) -> Node:
+        """The only node of its pool."""
+        (node,) = self.nodes
+        return node
+
+    def connect(self) -> None:
+        """Connect to the nodes of its pool."""
+        self.backend.connect(self.nodes)
+        for node in self.nodes:
+            self.await_one(NodeUp, node=node.name)
+
+    def take(self, seen: Observation) -> None:
+        """Record an observation."""
+        self.seen.append(seen)
+        if isinstance(seen, Leased):
+            self._leases[seen.workflow] = seen
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
         return f"output.{kind}", len(self.logs.get((key.name, f"output.{kind}"), b""))
@@ -102,25 +130,54 @@ class Bench:
                     return one
             return None
 
-        return wait_until(find, 30, f"{kind.__name__} {match}")
+        return wait_until(find, 120, f"{kind.__name__} {match}")  # an engine starts pods and actors before
 
     def key(self, task: str = "t", attempt: int = 0, workflow: str = W1) -> AttemptKey:
-        return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=self.node.name)
+        """The key of an attempt, on its own node or on another one of its gang."""
+        leased = self._leases.get(workflow)
+        if leased is None:
+            return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=self.node.name)
+        tasks = leased.binding.tasks
+        node = tasks[task].node if task in tasks else next(iter(tasks.values())).node
+        return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=node)
+
+    def keep(self, *workflows: str) -> None:
+        """Give back what other workflows have leased."""
+        self.backend.keep([AttemptKey(workflow=one, group="g", task="", attempt=0, node="") for one in workflows])
 
     def request(self, *tasks: str, gpus: int = 0, workflow: str = W1, port: int | str | None = "any") -> LeaseRequest:
         return LeaseRequest(
-            workflow=workflow, group="g", attempt=0, nodes=dict.fromkeys(tasks, self.node.name),
+            workflow=workflow, group="g", attempt=0, nodes=dict.fromkeys(tasks, self.node.name if self.nodes else ""),
             gpus=dict.fromkeys(tasks, gpus), master=tasks[0], port=port, start_timeout_s=30,
         )  # fmt: skip
 
+    def lease(self, *tasks: str, gpus: int = 0, workflow: str = W1) -> Leased:
+        """Lease a gang."""
+        self.backend.lease(self.request(*tasks, gpus=gpus, workflow=workflow))
+        return self.await_one(Leased, workflow=workflow)
+
+    def await_denial(self, workflow: str) -> str:
+        """Wait until a gang does not get its nodes now, which may change; return why."""
+
+        def find() -> str:
+            self.tick()
+            for one in self.seen:
+                if isinstance(one, LeaseRefused) and one.workflow == workflow:
+                    assert not one.is_final
+                    return "; ".join(one.nodes.values())
+                if isinstance(one, LeaseWaits) and one.workflow == workflow:
+                    return one.message
+            return ""
+
+        return wait_until(find, 120, "the gang does not get its nodes")
+
     def launch(self, script: str, task: str = "t") -> BoundLaunch:
-        return BoundLaunch(task=task, node=self.node.name, argv=("sh", "-c", script), environment={"A": "b c"})
+        return BoundLaunch(task=task, node=self.key(task).node, argv=("sh", "-c", script), environment={"A": "b c"})
 
     def begin(self, script: str, task: str = "t") -> AttemptKey:
         """Lease, prepare and start one attempt."""
+        self.lease(task)
         key = self.key(task)
-        self.backend.lease(self.request(task))
-        self.await_one(Leased)
         self.backend.prepare(key, self.launch(script, task), GivenSecrets(), 5.0)
         self.await_one(Prepared, key=key)
         self.backend.start(key)
@@ -135,55 +192,144 @@ def _node(folder: Path) -> Node:
     )  # fmt: skip
 
 
-def _fake(folder: Path, **settings: Any) -> Bench:
-    node = _node(folder)
-    pool = Pool(name="p", backend="local", nodes=(node,))
+def _bench(*nodes: Node) -> Bench:
+    return Bench(backend=None, nodes=nodes)  # type: ignore[arg-type]
+
+
+def _fake(folder: Path, *, behind_s: float = 0.0) -> Bench:
+    bench = _bench(_node(folder))
+    pool = Pool(name="p", backend="local", nodes=bench.nodes)
 
     def behave(key: AttemptKey) -> Behavior:
         if key.task in ("long", "stubborn"):
             return Behavior(seconds=float("inf"), obeys_term=key.task == "long")
         return Behavior(seconds=0.1, exit_code=3, output=b"out\nerr\n")
 
-    bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
-    fake = FakeBackend(pool, now=steady.now, sink=bench.seen.append, logs=bench, behavior=behave, **settings)
+    clocks = {"local": Clock(offset_s=-behind_s, uncertainty_s=0.0)}
+    fake = FakeBackend(pool, now=steady.now, sink=bench.take, logs=bench, behavior=behave, clocks=clocks)
     bench.backend, bench.tick = fake, fake.tick
     return bench
 
 
-def _machines(folder: Path, **settings: Any) -> Bench:
-    node = _node(folder)
+def _machines(folder: Path, *, behind_s: float = 0.0, **settings: Any) -> Bench:
+    node = replace(_node(folder), python=_python(folder, behind_s))
     pool = Pool(name="p", backend="local", nodes=(node,), **settings)
-    bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
+    bench = _bench(node)
     (folder / "blobs").mkdir()
-    bench.backend = MachinesBackend(pool, blobs=folder / "blobs", sink=bench.seen.append, logs=bench)
+    bench.backend = MachinesBackend(pool, blobs=folder / "blobs", sink=bench.take, logs=bench)
     return bench
 
 
-def _late_fake(folder: Path) -> Bench:
-    return _fake(folder, clocks={"local": Clock(offset_s=-BEHIND_S, uncertainty_s=0.0)})
+def _python(folder: Path, behind_s: float) -> str:
+    return write_skewed_python(folder / "python", -behind_s) if behind_s else sys.executable
 
 
-def _late_machines(folder: Path) -> Bench:
-    bench = _machines(folder)
-    bench.node = replace(bench.node, python=write_skewed_python(folder / "python", -BEHIND_S))
-    return bench
+@pytest.fixture(scope="module")
+def slurm_with_two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two nodes with one GPU each."""
+    if why := missing_slurm():
+        pytest.skip(why)
+    with Slurm(tmp_path_factory.mktemp("slurm"), gpus=1) as made:
+        yield made
 
 
-@pytest.fixture(params=[_fake, _machines], ids=["fake", "local"])
+@pytest.fixture
+def on_slurm(slurm_with_two_gpus: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """A way to make benches whose nodes a real Slurm allocates. Their jobs end with the test."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm_with_two_gpus.config))
+    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
+
+    def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
+        node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))
+        pool = Pool(name="p", backend="slurm", nodes=(), template=node, slurm=SlurmSettings(idle_release_s=30.0))
+        bench = _bench()
+        (folder / "blobs").mkdir()
+        bench.backend = open_backend(pool, blobs=folder / "blobs", sink=bench.take, logs=bench)
+        return bench
+
+    yield make
+    slurm_with_two_gpus.cancel_jobs()
+
+
+@pytest.fixture(scope="module")
+def ray_with_two_gpus() -> Iterator[RayCluster]:
+    """Two nodes with one GPU each."""
+    if why := missing_ray():
+        pytest.skip(why)
+    with RayCluster(gpus=1) as made:
+        yield made
+
+
+@pytest.fixture
+def on_ray(ray_with_two_gpus: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """A way to make benches whose nodes a real Ray cluster allocates. Their placement groups end with the test."""
+    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
+
+    def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
+        node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))
+        settings = RaySettings(address=ray_with_two_gpus.address, python=sys.executable, idle_release_s=30.0)
+        pool = Pool(name="p", backend="ray", nodes=(), template=node, ray=settings)
+        bench = _bench()
+        (folder / "blobs").mkdir()
+        bench.backend = open_backend(pool, blobs=folder / "blobs", sink=bench.take, logs=bench)
+        return bench
+
+    yield make
+    ray_with_two_gpus.remove_all()
+
+
+@pytest.fixture
+def on_kubernetes(kubernetes: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """A way to make benches whose nodes are pods of a real Kubernetes. They end with the test."""
+    if not kubernetes.is_own:
+        pytest.skip("pods of a cluster of somebody else do not run on this machine")
+    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
+    namespace = kubernetes.create_namespace()
+    gpu = f"example.com/{namespace}"  # for this test alone, because others use the cluster at the same time
+    kubernetes.add_resource(gpu, 1)
+
+    def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
+        node = replace(_node(folder), name="", host="", gpus=1, address=None, python=_python(folder, behind_s))
+        settings = KubernetesSettings(
+            kubeconfig=str(kubernetes.kubeconfig), namespace=namespace, image=IMAGE, idle_release_s=30.0,
+            gpu_resource=gpu, pod_template=json.dumps(pod_template(str(folder))),
+        )  # fmt: skip
+        pool = Pool(name="p", backend="kubernetes", nodes=(), template=node, kubernetes=settings)
+        bench = _bench()
+        (folder / "blobs").mkdir()
+        bench.backend = open_backend(pool, blobs=folder / "blobs", sink=bench.take, logs=bench)
+        return bench
+
+    yield make
+    kubernetes.delete_namespace(namespace)
+
+
+RAY = pytest.param("ray", marks=pytest.mark.slow)
+KUBERNETES = pytest.param("kubernetes", marks=pytest.mark.slow)
+BENCHES: dict[str, Callable[..., Bench]] = {"fake": _fake, "local": _machines}
+"""Name → a way to make one; ``on_slurm``, ``on_ray`` and ``on_kubernetes`` are further ones."""
+
+
+def _maker(request: pytest.FixtureRequest) -> Callable[..., Bench]:
+    made: Callable[..., Bench] = BENCHES.get(request.param) or request.getfixturevalue(f"on_{request.param}")
+    return made
+
+
+@pytest.fixture(params=[*BENCHES, "slurm", RAY, KUBERNETES])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    yield from _connected(request.param(tmp_path))
+    yield from _connected(_maker(request)(tmp_path))
 
 
-@pytest.fixture(params=[_late_fake, _late_machines], ids=["fake", "local"])
+@pytest.fixture(params=[*BENCHES, "slurm", RAY, KUBERNETES])
 def late_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    """One whose node's clock is behind ours."""
-    yield from _connected(request.param(tmp_path))
+    """One whose nodes' clocks are behind ours."""
+    yield from _connected(_maker(request)(tmp_path, behind_s=BEHIND_S))
 
 
 def _connected(made: Bench) -> Iterator[Bench]:
-    made.backend.connect([made.node])
-    made.await_one(NodeUp)
+    made.connect()
     yield made
+    made.keep()
     made.backend.close()
     made.backend.close()
 
@@ -191,6 +337,9 @@ def _connected(made: Bench) -> Iterator[Bench]:
 def test_no_command_blocks(bench: Bench) -> None:
     begin = time.monotonic()
     bench.backend.lease(bench.request("t"))
+    assert time.monotonic() - begin < 5
+    bench.await_one(Leased)
+    begin = time.monotonic()
     bench.backend.release(bench.key("t"))
     assert time.monotonic() - begin < 5
 
@@ -217,7 +366,7 @@ def test_a_late_watcher_also_gets_the_start_of_an_ended_attempt(bench: Bench) ->
     assert (again.started_at, again.pid, again.directory) == (told.started_at, told.pid, told.directory)
 
 
-@pytest.mark.parametrize("bench", [_machines], indirect=True, ids=["local"])
+@pytest.mark.parametrize("bench", ["local"], indirect=True)
 def test_an_attempt_with_a_complete_report_is_no_longer_polled(bench: Bench) -> None:
     backend = bench.backend
     assert isinstance(backend, MachinesBackend)
@@ -250,7 +399,7 @@ def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
 
 
 def test_a_recalled_attempts_start_is_in_local_time(tmp_path: Path) -> None:
-    for bench in _connected(_late_machines(tmp_path)):
+    for bench in _connected(_machines(tmp_path, behind_s=BEHIND_S)):
         begun = steady.now()
         bench.begin("sleep 0.1")
         pool = Pool(name="p", backend="local", nodes=(bench.node,))
@@ -273,42 +422,48 @@ def test_commands_may_be_repeated(bench: Bench) -> None:
     assert end["started_at"] == started
 
 
+def _gpus(leased: Leased) -> list[tuple[str, int]]:
+    """The GPUs of a gang, each with its node."""
+    return sorted((one.node, gpu) for one in leased.binding.tasks.values() for gpu in one.gpu_ids)
+
+
 def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
-    bench.backend.lease(bench.request("a", gpus=2))
-    granted = bench.await_one(Leased).binding
-    assert granted.tasks["a"].gpu_ids == (0, 1)
-    assert isinstance(granted.port, int)
-    bench.backend.lease(bench.request("b", "c", gpus=1, workflow=W2))
-    refused = bench.await_one(LeaseRefused)
-    assert not refused.is_final
-    assert list(refused.nodes) == [bench.node.name]
-    assert all(refused.nodes.values())
-    bench.backend.release(bench.key("a"))
-    bench.await_one(Released, key=bench.key("a"))
+    granted = bench.lease("a", "b", gpus=1)
+    assert len(set(_gpus(granted))) == 2
+    assert isinstance(granted.binding.port, int)
+    bench.backend.lease(bench.request("c", "d", gpus=1, workflow=W2))
+    assert bench.await_denial(W2)
+    for task in ("a", "b"):
+        bench.backend.release(bench.key(task))
+        bench.await_one(Released, key=bench.key(task))
+    bench.keep(W2)
     bench.seen.clear()
-    bench.backend.lease(bench.request("b", "c", gpus=1, workflow=W2))
-    again = bench.await_one(Leased).binding
-    assert sorted(gpu for one in again.tasks.values() for gpu in one.gpu_ids) == [0, 1]
-    for task in ("b", "c"):
+    assert len(set(_gpus(bench.lease("c", "d", gpus=1, workflow=W2)))) == 2
+    for task in ("c", "d"):
         bench.backend.release(bench.key(task, workflow=W2))
         bench.await_one(Released, key=bench.key(task, workflow=W2))
 
 
 def test_leases_of_a_refused_gang_can_be_requested_at_once(bench: Bench) -> None:
-    key = bench.key("a")
+    bench.lease("other", gpus=1, workflow=W2)
     for _ in range(10):
         bench.seen.clear()
-        bench.backend.lease(bench.request("a", "b", gpus=2))
-        assert not bench.await_one(LeaseRefused).is_final
-        bench.backend.lease(bench.request("a", gpus=2))
-        assert bench.await_one(Leased).binding.tasks["a"].gpu_ids == (0, 1)
+        bench.backend.lease(bench.request("a", "b", gpus=1))
+        bench.await_denial(W1)
+        bench.keep(W2)
+        assert len(_gpus(bench.lease("a", gpus=1))) == 1
+        key = bench.key("a")
         bench.backend.prepare(key, bench.launch("true", "a"), GivenSecrets(), 5.0)
         bench.await_one(Prepared, key=key)
         bench.backend.release(key)
         bench.await_one(Released, key=key)
+        bench.keep(W2)
+    bench.backend.release(bench.key("other", workflow=W2))
+    bench.await_one(Released, key=bench.key("other", workflow=W2))
 
 
 def test_an_unknown_attempt_is_absent(bench: Bench) -> None:
+    bench.lease("t")
     bench.backend.watch([bench.key("unknown")])
     bench.await_one(Absent, key=bench.key("unknown"))
 
@@ -341,14 +496,14 @@ def test_the_output_of_an_ended_attempt_is_collected(bench: Bench) -> None:
 
 
 def test_an_output_that_is_not_there_is_not_collected(bench: Bench) -> None:
+    bench.lease("t")
     bench.backend.collect(bench.key("unknown"))
     assert "no longer exists" in bench.await_one(CollectFailed, key=bench.key("unknown")).message
 
 
 def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     output = tmp_path / "node" / PRIVATE / bench.key().name / "output"
     output.mkdir(parents=True)
     with (output / "big").open("wb") as file:
@@ -374,8 +529,7 @@ def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fetch)
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     try:
         for task in ("first", "second", "second", "last"):
             bench.backend.collect(bench.key(task))
@@ -389,8 +543,7 @@ def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeyp
 
 def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     (tmp_path / "node" / PRIVATE / bench.key().name / "output").mkdir(parents=True)
     (tmp_path / "blobs").rmdir()
     (tmp_path / "blobs").touch()
@@ -415,8 +568,7 @@ def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch
     pause = threading.Event()
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", endless)
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     bench.backend.collect(bench.key())
     assert bench.await_one(Collecting).is_packed is False
     bench.backend.close()
@@ -433,8 +585,7 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", slow)
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     try:
         for number in range(100):
             bench.backend.collect(bench.key(f"earlier{number}"))
@@ -453,8 +604,7 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
 
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", ends)
     bench = _machines(tmp_path, node_lost_after_s=0.0)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     for number in range(1, 6):
         bench.backend.collect(bench.key())
         wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
@@ -476,8 +626,7 @@ def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path:
 
     monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fetch)
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     for number in range(1, 21):
         bench.backend.collect(bench.key())
         wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
@@ -506,10 +655,8 @@ def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: 
 
 def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = _machines(tmp_path)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
-    bench.backend.lease(bench.request("t"))
-    bench.await_one(Leased)
+    bench.connect()
+    bench.lease("t")
 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("bad launch")
@@ -563,11 +710,9 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
     blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data * 64).hexdigest(), size=len(data) * 64)
     # A pipe in place of the blob: it goes as fast as we write.
     os.mkfifo(tmp_path / "blobs" / str(blob.blob))
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     key = bench.key()
-    bench.backend.lease(bench.request("t"))
-    bench.await_one(Leased)
+    bench.lease("t")
 
     def prepare() -> None:
         bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
@@ -614,8 +759,7 @@ def test_a_lease_whose_answer_was_lost_is_returned_after_the_reconnect(tmp_path:
             take(link, message)
 
     monkeypatch.setattr(AgentLink, "_take", deaf)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     bench.backend.lease(bench.request("t"))
     record = tmp_path / "node" / PRIVATE / bench.key("t").name / "runner.json"
     wait_until(record.exists, 20)
@@ -629,8 +773,7 @@ def test_a_lease_whose_answer_was_lost_is_returned_after_the_reconnect(tmp_path:
 def test_a_silent_node_is_noticed_long_before_it_is_given_up(tmp_path: Path) -> None:
     """The interval of heartbeats follows ``node_lost_after``, however long ``ping`` is."""
     bench = _machines(tmp_path, ping_s=60.0, node_lost_after_s=3.0)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     wait_until(lambda: len(_agents(tmp_path)) == 1, 20)
     (agent,) = _agents(tmp_path)
     os.kill(agent, signal.SIGSTOP)
@@ -743,8 +886,7 @@ def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Pat
     data = os.urandom(100_000)
     blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data).hexdigest(), size=len(data))
     (tmp_path / "blobs" / str(blob.blob)).write_bytes(data)
-    bench.backend.connect([bench.node])
-    bench.await_one(NodeUp)
+    bench.connect()
     key = bench.key()
     for _ in range(2):
         bench.seen.clear()

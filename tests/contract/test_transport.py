@@ -27,15 +27,27 @@ HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n",
 
 
 ON_SSH = pytest.mark.ssh
+RAY = pytest.param("ray", marks=pytest.mark.slow)
+KUBERNETES = pytest.param("kubernetes", marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=ON_SSH), "hub", pytest.param("hub over ssh", marks=ON_SSH), "slurm"])
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("ssh", marks=ON_SSH),
+        "hub",
+        pytest.param("hub over ssh", marks=ON_SSH),
+        "slurm",
+        RAY,
+        KUBERNETES,
+    ]
+)
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A transport to this machine."""
     over_ssh: Callable[[], Transport] | None = request.getfixturevalue("over_ssh") if "ssh" in request.param else None
     made: Transport = LocalTransport() if over_ssh is None else over_ssh()
-    if request.param == "slurm":
-        made = request.getfixturevalue("over_slurm")()
+    if request.param in ("slurm", "ray", "kubernetes"):
+        made = request.getfixturevalue(f"over_{request.param}")()
     if "hub" in request.param:
         made = MultiplexedTransport(made, python=sys.executable)
     yield made

@@ -23,6 +23,7 @@ from distflow.state.store import Store
 from distflow.supervisor.process import is_running
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.nodes import install_runtime
+from distflow.testing.ray import RayCluster
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
@@ -30,6 +31,7 @@ from distflow.testing.waiting import wait_until
 from scenarios.cluster import Cluster
 from scenarios.commands import Commands, Done
 from scenarios.lab import Lab
+from scenarios.raypool import RayPool
 
 __all__ = ["Cli", "Done"]
 
@@ -276,6 +278,34 @@ def far_cluster(cli: Cli, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory
 def any_cluster(request: pytest.FixtureRequest) -> Cluster:
     """The same on this machine, and through a login node."""
     made: Cluster = request.getfixturevalue(request.param)
+    return made
+
+
+@pytest.fixture
+def ray_pool(cli: Cli, ray: RayCluster) -> Iterator[RayPool]:
+    """A pool ``ray`` of a real Ray cluster, which runs on this machine."""
+    made = RayPool(cli, ray)
+    yield made
+    ray.await_empty()
+
+
+@pytest.fixture
+def far_ray_pool(cli: Cli, ray: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayPool]:
+    """The same through an OpenSSH server on a node of the cluster."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    folder = tmp_path_factory.mktemp("login")
+    with Sshd(folder, "127.0.1.8", alias="head", user_key=key, options={"SetEnv": f"HOME={folder / 'home'}"}) as server:
+        made = RayPool(cli, ray, server)
+        yield made
+        ray.await_empty()
+
+
+@pytest.fixture(params=["ray_pool", pytest.param("far_ray_pool", marks=pytest.mark.ssh)])
+def any_ray_pool(request: pytest.FixtureRequest) -> RayPool:
+    """Both."""
+    made: RayPool = request.getfixturevalue(request.param)
     return made
 
 

@@ -22,6 +22,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "ssh": "distflow.backends.machines.backend",
         "slurm": "distflow.backends.allocated.backend",
         "kubernetes": "distflow.backends.allocated.backend",
+        "ray": "distflow.backends.allocated.backend",
     }
 )
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
@@ -32,7 +33,7 @@ def preload(names: Iterable[str]) -> None:
     for name in names:
         if name in BACKENDS:
             importlib.import_module(BACKENDS[name])
-        if name in ("ssh", "slurm"):
+        if name in ("ssh", "slurm", "ray"):
             load_ssh()
 
 

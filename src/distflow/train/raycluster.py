@@ -4,6 +4,9 @@ The head starts Ray, waits until all nodes have joined, and becomes the command,
 worker tries to join until the head answers, and stays as long as Ray does. Neither stops anything: the tasks of a gang are
 ended by distflow, with all their processes, and ``ray stop`` would end every Ray of the machine.
 
+``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
+runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
+
 Exit codes: the command's; 1 when the nodes did not come together in time; 127 when Ray or the command is not there.
 """
 

@@ -27,4 +27,4 @@ def test_a_mac_can_submit_but_run_no_tasks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unknown_backend_is_refused_with_those_that_exist() -> None:
     with pytest.raises(InputError, match="no backend 'cloud'") as caught:
         require_supported(pool("cloud"))
-    assert caught.value.hint == "available: local, ssh, slurm, kubernetes"
+    assert caught.value.hint == "available: local, ssh, slurm, kubernetes, ray"

@@ -9,6 +9,7 @@ from distflow.backends.allocated.engine import Engine
 from distflow.backends.allocated.kubernetes.kubernetes_engine import KubernetesEngine
 from distflow.backends.allocated.kubernetes.pods import index_of_host
 from distflow.backends.allocated.nodes import Engines
+from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_command, resident_script
 from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
@@ -38,7 +39,13 @@ def _open_kubernetes(pool: Pool) -> Engine:
     return KubernetesEngine(pool, command=resident_command, relay=relay)
 
 
-_ENGINES: Mapping[str, Callable[[Pool], Engine]] = MappingProxyType({"slurm": _open_slurm, "kubernetes": _open_kubernetes})
+def _open_ray(pool: Pool) -> Engine:
+    return RayEngine(pool, _login(pool))
+
+
+_ENGINES: Mapping[str, Callable[[Pool], Engine]] = MappingProxyType(
+    {"slurm": _open_slurm, "kubernetes": _open_kubernetes, "ray": _open_ray}
+)
 """Backend → function that opens its engine."""
 _SHARED = Engines(open_engine)
 

@@ -1,0 +1,97 @@
+"""A way to a node of a Ray cluster: through a machine of the cluster, to the port where the actor of a task listens."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import threading
+from collections.abc import Callable, Sequence
+
+from distflow.backends.allocated.ray.states import Door
+from distflow.backends.machines.connection.bootstrap import python_argv
+from distflow.errors import NodeUnreachable
+from distflow.transports.base import Channel, Completed, Stream, Transport
+
+__all__ = ["DoorTransport"]
+
+_TEST_S = 10.0
+
+
+class DoorTransport:
+    """Starts programs of the node's own Python interpreter; the inner transport of a ``MultiplexedTransport``.
+
+    It opens channels only. ``hang_up`` and ``close`` concern this node: the transport to the login node belongs to the engine.
+    """
+
+    reached_address: str | None = None
+    named_addresses: tuple[str, ...] = ()
+
+    def __init__(self, name: str, login: Transport, find: Callable[[], Door], python: str) -> None:
+        """Run programs on node ``name``.
+
+        ``find`` returns its door. It is called for each channel, and may block or raise ``NodeUnreachable``. ``python`` is the
+        interpreter behind ``login``.
+        """
+        self.name = name
+        self._login = login
+        self._find = find
+        self._python = python
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self._is_suspect = False
+        self._is_closed = False
+
+    def open(self, argv: Sequence[str]) -> Channel:
+        """Start a program of the node's interpreter. ``argv[0]`` is ignored: the actor's interpreter takes its place."""
+        if self._is_closed:
+            raise NodeUnreachable(self.name, "the transport is closed")
+        try:
+            if self._is_suspect:
+                self._test_login()
+            door = self._find()
+            channel = self._login.open([*python_argv(self._python), "-I", "-S", "-c", _source()])
+            asked = {"address": door.address, "port": door.port, "token": door.token, "argv": list(argv[1:])}
+            channel.write(json.dumps(asked).encode() + b"\n")
+        except NodeUnreachable as error:
+            raise type(error)(self.name, f"its login node {error}", hint=error.hint) from error
+        with self._lock:
+            self._channels = [one for one in self._channels if one.exit_code is None] + [channel]
+        return channel
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        """Not supported: commands run over a channel."""
+        raise NotImplementedError
+
+    def dial(self, port: int, *, timeout_s: float) -> Stream:
+        """Not supported: connections are made over a channel."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        """Close the channels. The next one first tests the connection to the login node."""
+        self._is_suspect = True
+        self._close_channels()
+
+    def close(self) -> None:
+        """Close the channels for good."""
+        self._is_closed = True
+        self._close_channels()
+
+    def _test_login(self) -> None:
+        try:
+            self._login.run(["true"], timeout_s=_TEST_S)
+        except NodeUnreachable:
+            self._login.hang_up()
+            raise
+        self._is_suspect = False
+
+    def _close_channels(self) -> None:
+        with self._lock:
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+
+@functools.cache
+def _source() -> str:
+    return importlib.resources.files("distflow.runtime.services").joinpath("door_client.py").read_text()

@@ -1,0 +1,133 @@
+"""Questions to the program on a node of the Ray cluster (``cluster_program.py``), over a transport to that node."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.resources
+import json
+import threading
+from typing import Any
+
+from distflow.backends.allocated.engine import RequestRefused
+from distflow.backends.machines.connection.bootstrap import python_argv
+from distflow.documents.text import plain
+from distflow.errors import NodeUnreachable
+from distflow.runtime.untrusted import decode_object
+from distflow.transports.base import Channel, Deadline, Transport
+
+__all__ = ["ClusterProgram", "RayMissing"]
+
+_LOADER = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())), 'distflow', 'exec'))"
+"""Ray stores the command of each program that connects to it, so that has to be short."""
+_START_S = 60.0
+_ANSWER_S = 40.0
+_LONGEST_ANSWER = 64 << 20
+_SHOWN = 1000
+
+
+class RayMissing(NodeUnreachable):
+    """The machine's Python does not have Ray."""
+
+
+class ClusterProgram:
+    """The program, which is started with the first question, and again after it has ended. Thread-safe."""
+
+    def __init__(self, login: Transport, *, python: str, address: str) -> None:
+        """``python``: the cluster's interpreter behind ``login``. ``address``: that of the cluster, as in ``ray.init``."""
+        self._login = login
+        self._python = python
+        self._address = address
+        self._asking = threading.Lock()
+        self._channel: Channel | None = None
+        self._received = b""
+        self.versions: dict[str, Any] = {}
+        """Those of ``ray`` and ``python``, once it has been started."""
+
+    def ask(self, name: str, *, timeout_s: float = _ANSWER_S, **arguments: object) -> Any:
+        """Return the answer to a request: a method of ``Cluster``.
+
+        Raises ``NodeUnreachable``, and ``RequestRefused`` if Ray will never do it.
+        """
+        with self._asking:
+            if self._channel is not None and self._channel.exit_code is not None:
+                self._end()  # it has ended since the last question
+            channel = self._channel or self._start()
+            try:
+                channel.write(json.dumps({"do": name, "with": arguments}).encode() + b"\n")
+                answer = self._answer(channel, Deadline(timeout_s))
+            except BaseException:
+                self._end()
+                raise
+        if answer.get("kind") == "refused":
+            raise RequestRefused(f"Ray refused the request: {_text(answer)}", hint="change the resources in the spec")
+        if "answer" not in answer:
+            raise NodeUnreachable(self._login.name, f"Ray could not do `{name}`: {_text(answer)}")
+        return answer["answer"]
+
+    def close(self) -> None:
+        """End the program."""
+        channel = self._channel
+        if channel is not None:
+            channel.close()  # also wakes a question that waits
+
+    def _start(self) -> Channel:
+        channel = self._login.open([*python_argv(self._python), "-c", _LOADER, self._address])
+        self._channel, self._received = channel, b""
+        try:
+            with contextlib.suppress(NodeUnreachable):  # it has ended, and its messages say why
+                channel.write(b"%d\n" % len(_source()) + _source())
+            answer = self._answer(channel, Deadline(_START_S), f"Ray at `{self._address}`")
+        except BaseException:
+            self._end()
+            raise
+        if "answer" in answer:
+            self.versions = answer["answer"] if isinstance(answer["answer"], dict) else {}
+            return channel
+        self._end()
+        if answer.get("kind") == "no ray":
+            raise RayMissing(
+                self._login.name, f"its Python has no Ray: {_text(answer)}",
+                hint="set `ray.python` of the pool to the interpreter of the Ray cluster, and `login` to one of its nodes",
+            )  # fmt: skip
+        raise NodeUnreachable(
+            self._login.name, f"Ray at `{self._address}` did not answer: {_text(answer)}",
+            hint="`ray status` on that machine shows whether its cluster runs; `login` and `ray.address` of the pool choose it",
+        )  # fmt: skip
+
+    def _answer(self, channel: Channel, deadline: Deadline, who: str = "Ray") -> dict[str, Any]:
+        timer = threading.Timer(deadline.left(), channel.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            while b"\n" not in self._received:
+                data = channel.read()
+                if not data and deadline.has_passed:
+                    raise NodeUnreachable(self._login.name, f"{who} did not answer within {deadline.seconds:g} s")
+                if not data or len(self._received) > _LONGEST_ANSWER:
+                    tail = plain(channel.stderr_tail().strip())[-_SHOWN:]
+                    raise NodeUnreachable(self._login.name, f"`{self._python}` ended without an answer: {tail or 'no message'}")
+                self._received += data
+        finally:
+            timer.cancel()
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            answer: dict[str, Any] = decode_object(line, max_bytes=_LONGEST_ANSWER)
+        except ValueError as error:
+            raise NodeUnreachable(self._login.name, f"Ray's answer could not be read: {error}") from error
+        return answer
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(NodeUnreachable):
+                self._channel.close()
+        self._channel = None
+
+
+def _text(answer: dict[str, Any]) -> str:
+    return plain(" ".join(str(answer.get("error", "no reason")).split()))[:_SHOWN]
+
+
+@functools.cache
+def _source() -> bytes:
+    return importlib.resources.files("distflow.backends.allocated.ray").joinpath("cluster_program.py").read_bytes()

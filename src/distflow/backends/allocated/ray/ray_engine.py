@@ -1,0 +1,176 @@
+"""Ray as a cluster engine: placement groups with an actor for each task."""
+
+from __future__ import annotations
+
+import importlib.resources
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from distflow.backends.allocated.engine import (
+    NO_CODES,
+    Allocation,
+    AllocationRequest,
+    AllocationState,
+    Granted,
+    NodeRequest,
+    Over,
+    RequestRefused,
+    node_name,
+)
+from distflow.backends.allocated.ray.door import DoorTransport
+from distflow.backends.allocated.ray.program import ClusterProgram
+from distflow.backends.allocated.ray.ray_checks import check_ray
+from distflow.backends.allocated.ray.states import Door, parse_allocation
+from distflow.backends.machines.checks.findings import Finding
+from distflow.documents.text import did_you_mean, plain
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool, RaySettings, ssh_node
+from distflow.transports.base import BorrowedTransport, Transport
+from distflow.transports.multiplexed import MultiplexedTransport
+
+__all__ = ["RayEngine", "bundle_of"]
+
+
+class RayEngine:
+    """Allocates nodes as placement groups of a Ray cluster (contract: ``allocated.engine.Engine``)."""
+
+    def __init__(self, pool: Pool, login: Transport) -> None:
+        """Ask the cluster's own Python over ``login``, which ``close`` closes."""
+        self._pool = pool
+        self._settings = pool.ray or RaySettings()
+        self._template = pool.template or ssh_node()
+        self._login = login
+        self._program = ClusterProgram(login, python=self._settings.python, address=self._settings.address)
+        self._state = threading.Lock()
+        """Guards everything below."""
+        self._doors: dict[tuple[str, str], Door] = {}
+        """Allocation and host → door."""
+        self._over: dict[str, Over] = {}
+        """Ended allocations: Ray may give other reasons after they were released."""
+        self._notices: dict[str, str] = {}
+
+    def request(self, wanted: AllocationRequest) -> str:
+        """Create a placement group with its actors, or return the one that exists already for this allocation."""
+        bundles = [bundle_of(self._pool.name, self._settings, node) for node in wanted.nodes]
+        answer = self._program.ask(
+            "request", marker=wanted.allocation.marker, bundles=bundles, strategy=self._settings.strategy,
+            excluded=[[_of_ray(host) for host in node.excluded] for node in wanted.nodes], resident=_resident(),
+            idle_release_s=self._settings.idle_release_s,
+        )  # fmt: skip
+        try:
+            found = str(answer["id"])
+            with self._state:
+                self._notices[found] = plain(str(answer["notice"]))
+        except (KeyError, TypeError) as error:
+            raise self._strange(error) from error
+        return found
+
+    def notice(self, allocation_id: str) -> str:
+        """Return a warning about how an allocation was requested; empty if there is none."""
+        with self._state:
+            return self._notices.get(allocation_id, "")
+
+    def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        """Return the state of each allocation, with one question. What remains of ended ones is removed."""
+        with self._state:
+            found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
+        asked = [one for one in ids if one not in found]
+        if not asked:
+            return found
+        answer = self._program.ask("states", ids=asked)
+        ended = []
+        try:
+            for one in asked:
+                state, doors = parse_allocation(answer["states"][one], answer["nodes"], ids[one], one)
+                found[one] = state
+                with self._state:
+                    if isinstance(state, Granted):
+                        self._doors |= {(one, host): door for host, door in doors.items()}
+                    elif isinstance(state, Over):
+                        self._over[one] = state
+                        ended.append(one)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise self._strange(error) from error
+        if ended:
+            self.release(ended)
+        return found
+
+    def allocations(self) -> Mapping[str, Allocation]:
+        """Return all placement groups that carry a marker."""
+        answer = self._program.ask("allocations")
+        try:
+            names = {str(one): Allocation.of_marker(str(name)) for one, name in answer.items()}
+        except AttributeError as error:
+            raise self._strange(error) from error
+        return {one: allocation for one, allocation in names.items() if allocation is not None}
+
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:  # noqa: ARG002  Ray keeps no accounts
+        """Remove placement groups and their actors, and with them all of their processes."""
+        self._program.ask("release", ids=list(ids))
+        with self._state:
+            self._doors = {key: door for key, door in self._doors.items() if key[0] not in ids}
+            for one in ids:
+                self._notices.pop(one, None)
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        """Return a transport to a node of an allocation, without connecting."""
+        door = DoorTransport(
+            node_name(host, allocation_id), self._login, lambda: self._door(allocation_id, host), self._settings.python,
+        )  # fmt: skip
+        return MultiplexedTransport(door, ping_s=self._pool.ping_s)
+
+    def login_transport(self) -> Transport:
+        """Return a transport to the machine with the cluster's Python."""
+        return BorrowedTransport(self._login)
+
+    def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
+        """Return the findings about the cluster and the pool's settings."""
+        return list(check_ray(self._pool, self._login.name, self._program, on_progress))
+
+    def close(self) -> None:
+        """Close the connection to the cluster. Allocations stay."""
+        self._program.close()
+        self._login.close()
+
+    def _door(self, allocation_id: str, host: str) -> Door:
+        """Return the door of a node. Raises ``NodeUnreachable`` if the allocation does not have it."""
+        key = (allocation_id, host)
+        with self._state:
+            door = self._doors.get(key)
+        if door is None:
+            state = self.states({allocation_id: ()})[allocation_id]
+            with self._state:
+                door = self._doors.get(key)
+            if door is None:
+                said = f" ({state.message})" if isinstance(state, Over) else ""
+                raise NodeUnreachable(node_name(host, allocation_id), f"placement group {allocation_id} does not have it{said}")
+        return door
+
+    def _strange(self, error: Exception) -> NodeUnreachable:
+        return NodeUnreachable(
+            self._login.name, f"Ray's answer makes no sense: {type(error).__name__}: {plain(str(error))[:200]}"
+        )
+
+
+def bundle_of(pool: str, settings: RaySettings, node: NodeRequest) -> dict[str, float]:
+    """Return the resources of a task as a bundle of a placement group. Raises ``RequestRefused``."""
+    others: Mapping[str, float] = {}
+    if node.platform is not None:
+        if node.platform not in settings.platforms:
+            hint = did_you_mean(node.platform, settings.platforms, what="platforms")
+            if not settings.platforms:
+                example = f'{{{node.platform}: {{resources: {{"accelerator_type:H100": 0.001}}}}}}'
+                hint = f"add for example `platforms: {example}` to the pool"
+            raise RequestRefused(f"pool {pool} has no platform `{node.platform}`", hint=hint)
+        others = settings.platforms[node.platform].resources
+    given = {"CPU": float(node.cpus or 1), "GPU": float(node.gpus), "memory": float(node.memory), **others}
+    return {name: amount for name, amount in given.items() if amount}
+
+
+def _of_ray(host: str) -> str:
+    """Return the name of a Ray node from that of a host, which has a number for further tasks on one node."""
+    return host.partition("+")[0]
+
+
+def _resident() -> str:
+    return importlib.resources.files("distflow.runtime.services").joinpath("resident.py").read_text()

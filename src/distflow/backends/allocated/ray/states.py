@@ -1,0 +1,187 @@
+"""What Ray reports about placement groups and actors, and what it means. Pure.
+
+Words are those of Ray 2.9 to 2.60 (``gcs.proto`` and ``common.proto`` in its sources). Unknown words fall back to waiting for
+placement groups and actors, and to a lost node for ends.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from distflow.backends.allocated.engine import AllocationState, Granted, Over, Queued
+from distflow.documents.quantities import bytes_text
+from distflow.documents.text import few, plain
+from distflow.lifecycle.states import Reason
+
+__all__ = ["ACTOR_STATES", "DEATHS", "GROUP_STATES", "SCHEDULING", "Door", "hosts_of", "parse_allocation"]
+
+GROUP_STATES = ("PENDING", "PREPARED", "CREATED", "REMOVED", "RESCHEDULING")
+ACTOR_STATES = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING", "DEAD")
+
+SCHEDULING: Mapping[str, str] = MappingProxyType(
+    {
+        "QUEUED": "waits to be scheduled",
+        "SCHEDULING_STARTED": "is being scheduled",
+        "NO_RESOURCES": "waits for free resources",
+        "INFEASIBLE": "cannot be placed on the nodes that the cluster has now",
+        "FAILED_TO_COMMIT_RESOURCES": "waits for another attempt to reserve its resources",
+        "FINISHED": "has its nodes",
+        "REMOVED": "is being removed",
+    }
+)
+"""States of the scheduling of placement groups, as the end of a sentence."""
+
+DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
+    {
+        "WORKER_DIED": (Reason.NODE_LOST, "its actor's process ended"),
+        "OWNER_DIED": (Reason.NODE_LOST, "the owner of its actor ended"),
+        "NODE_DIED": (Reason.NODE_LOST, "its Ray node died"),
+        "RAY_KILL": (Reason.CANCELED, "its actor was killed with `ray.kill`, not by distflow"),
+        "OUT_OF_SCOPE": (Reason.CANCELED, "its actor was released, not by distflow"),
+        "REF_DELETED": (Reason.CANCELED, "its actor was released, not by distflow"),
+        "UNSPECIFIED": (Reason.NODE_LOST, "its actor ended"),
+    }
+)
+"""Ray's reasons for the death of an actor."""
+_OTHER_DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
+    {
+        "oom_context": (Reason.OOM_KILLED, "Ray killed its actor, because its node was out of memory"),
+        "runtime_env_failed_context": (Reason.START_ERROR, "Ray could not create the environment of its actor"),
+        "actor_unschedulable_context": (Reason.NODE_LOST, "Ray could not place its actor"),
+        "creation_task_failure_context": (Reason.START_ERROR, "its actor could not start"),
+    }
+)
+_PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
+_AMOUNTS = ("CPU", "GPU", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where an actor listens for connections."""
+
+    address: str
+    port: int
+    token: str
+
+
+def parse_allocation(
+    found: Mapping[str, Any] | None, nodes: Sequence[Mapping[str, Any]], tasks: Sequence[str], name: str
+) -> tuple[AllocationState, Mapping[str, Door]]:
+    """Return the state of an allocation, and the door of each host if it is granted.
+
+    ``found`` is what the program on the cluster reports about it; ``None`` if Ray does not know it. ``nodes`` are those of the
+    cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError`` or another error for a report without sense.
+    """
+    if found is None:
+        return Over(reason=Reason.NODE_LOST, message=f"Ray no longer knows placement group {name}: was its head restarted?"), {}
+    actors = sorted(found["actors"], key=lambda one: int(one["index"]))
+    names = {str(one["id"]): plain(str(one["name"])) for one in nodes}
+    dead = sorted((one for one in actors if one["state"] == "DEAD"), key=lambda one: float(one["ended"] or 0))
+    if found["state"] == "REMOVED":
+        message = (
+            f"placement group {name} was removed, not by distflow, or no supervisor used it for the time of `idle_release`"
+        )
+        return Over(reason=Reason.CANCELED, message=message, may_be_late=True), {}
+    if dead:
+        return _death(_first(dead), tasks, names), {}
+    if found["state"] != "CREATED":
+        return Queued(_pending(found, nodes)), {}
+    doors = [_door(one) for one in actors]
+    if len(doors) < len(found["bundles"]) or any(one["state"] != "ALIVE" for one in actors) or None in doors:
+        return Queued("has its nodes, and Ray starts distflow's actors there"), {}
+    hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
+    return Granted(hosts=dict(zip(tasks or map(str, range(len(hosts))), hosts, strict=False))), {
+        host: door for host, door in zip(hosts, doors, strict=True) if door is not None
+    }
+
+
+def hosts_of(names: Sequence[str]) -> list[str]:
+    """Return a host name for each task: several tasks on one node get ``n1``, ``n1+2`` and so on."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        host = "".join(character if character.isalnum() or character in "._-" else "-" for character in name)[:200] or "node"
+        found.append(host if seen[name] == 1 else f"{host}+{seen[name]}")
+    return found
+
+
+def _first(dead: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the actor that explains the end: one whose node died, or else the first one."""
+    return next((one for one in dead if (one["cause"] or {}).get("reason") == "NODE_DIED"), dead[0])
+
+
+def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, str]) -> Over:
+    cause = actor["cause"] or {}
+    kind, detail = str(cause.get("kind", "")), str(cause.get("message", ""))
+    reason, text = _OTHER_DEATHS.get(kind) or DEATHS.get(str(cause.get("reason")), DEATHS["UNSPECIFIED"])
+    if "placement group is removed" in detail or "placement group was removed" in detail:
+        reason, text = Reason.CANCELED, "its placement group was removed"
+    if cause.get("node") == _PREEMPTED:
+        reason, text = Reason.PREEMPTED, "its Ray node was preempted"
+    index = int(actor["index"])
+    task = tasks[index] if 0 <= index < len(tasks) else f"number {index}"
+    host = names.get(str(actor["node"]), "")
+    message = f"task {task}{f' on {host}' if host else ''}: {text}"
+    said = _last_line(detail)
+    return Over(
+        reason=reason,
+        message=f"{message} ({said})" if said else message,
+        hosts=(host,) if host and reason is Reason.NODE_LOST else (),
+        is_failure=reason is Reason.START_ERROR,
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return plain(lines[-1])[:300] if lines else ""
+
+
+def _door(actor: Mapping[str, Any]) -> Door | None:
+    given = actor.get("door")
+    if not isinstance(given, Mapping):
+        return None
+    port = int(given["port"])
+    if not 0 < port < 65536:
+        raise ValueError("a port that does not exist")
+    bytes.fromhex(str(given["token"]))
+    ipaddress.ip_address(str(given["address"]))
+    return Door(address=str(given["address"]), port=port, token=str(given["token"]))
+
+
+def _pending(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
+    word = str(found["scheduling"])
+    if found["state"] == "RESCHEDULING":
+        return "has lost a node, and Ray looks for another one (RESCHEDULING)"
+    text = SCHEDULING.get(word, "waits")
+    asked = Counter(_resources(one) for one in found["bundles"])
+    wanted = " and ".join(f"{number} × {one or 'nothing'}" for one, number in asked.items())
+    free = few([f"{plain(str(one['name']))} {_free(one)}" for one in nodes if one["is_alive"]], "; ")
+    return f"{text} ({plain(word)[:40]}); requested with {plain(str(found['strategy']))}: {wanted}; free: {free or 'no node'}"
+
+
+def _resources(bundle: Mapping[str, Any]) -> str:
+    return ", ".join(_amount(name, float(amount)) for name, amount in sorted(bundle.items()) if amount)
+
+
+def _amount(name: str, amount: float) -> str:
+    return f"{bytes_text(int(amount))} memory" if name == "memory" else f"{amount:g} {plain(name)}"
+
+
+def _free(node: Mapping[str, Any]) -> str:
+    return ", ".join(_of(name, float(node["free"][name]), float(node["total"][name])) for name in _kinds(node))
+
+
+def _of(name: str, free: float, total: float) -> str:
+    if name == "memory":
+        return f"{bytes_text(int(free))} of {bytes_text(int(total))} memory"
+    return f"{free:g} of {total:g} {name}"
+
+
+def _kinds(node: Mapping[str, Any]) -> Iterable[str]:
+    return [name for name in _AMOUNTS if node["total"][name] and (name != "memory" or node["free"][name] < node["total"][name])]

@@ -1,0 +1,79 @@
+"""Join standard input and output to a command on a node of a cluster, over a TCP connection that a token protects.
+
+It runs on a machine that reaches the node, such as the head of a Ray cluster. The first line of its standard input is a JSON
+object with ``address``, ``port``, ``token`` and ``argv``, the arguments of the Python interpreter that the node runs. The node
+(``backends/allocated/ray/cluster_program.py``) sends a nonce, and the answer is an HMAC of nonce and request with the token.
+All further bytes are those of the command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+from typing import Callable
+
+__all__ = ["main"]
+
+_READ = 65536
+_CONNECT_S = 15.0
+_LONGEST_NONCE = 128
+
+
+def main() -> int:
+    """Join both until one of them ends."""
+    request = json.loads(_line(lambda: os.read(0, 1), 1 << 20).decode("utf-8"))
+    where = (request["address"], request["port"])
+    try:
+        peer = socket.create_connection(where, timeout=_CONNECT_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = _line(lambda: peer.recv(1), _LONGEST_NONCE)
+    except (OSError, EOFError) as error:
+        sys.stderr.write("{}:{}: {}\n".format(where[0], where[1], getattr(error, "strerror", None) or error))
+        return 1
+    asked = json.dumps({"argv": request["argv"]}).encode("utf-8")
+    mac = hmac.new(bytes.fromhex(request["token"]), nonce + asked, hashlib.sha256).hexdigest().encode("ascii")
+    peer.settimeout(None)
+    peer.sendall(mac + b" " + asked + b"\n")
+    threading.Thread(target=_send, args=(peer,), daemon=True).start()
+    while True:
+        data = peer.recv(_READ)
+        if not data:
+            return 0
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def _line(read: Callable[[], bytes], longest: int) -> bytes:
+    data = b""
+    while len(data) < longest:
+        one = read()
+        if not one:
+            raise EOFError("the connection ended early")
+        if one == b"\n":
+            return data
+        data += one
+    raise EOFError("the line does not end")
+
+
+def _send(peer: socket.socket) -> None:
+    try:
+        while True:
+            data = os.read(0, _READ)
+            if not data:
+                break
+            peer.sendall(data)
+    except OSError:
+        pass
+    os._exit(0)  # the node sees the end of the connection
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(1)

@@ -1,0 +1,238 @@
+"""A real Ray cluster for tests: a head and further nodes, all on this machine, with GPUs that do not exist.
+
+It starts in about 10 s. ``stop`` ends all of its processes and removes its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from distflow.backends.allocated.ray.program import ClusterProgram
+from distflow.errors import DistflowError, NodeUnreachable
+from distflow.testing.sshd import die_with_parent
+from distflow.testing.waiting import is_alive, wait_until
+from distflow.transports.local import LocalTransport
+
+__all__ = ["RayCluster", "missing_ray"]
+
+_MARK = "TEST_RAY_CLUSTER"
+_SETTINGS = {
+    # A node is lost after 3 s, and not after 15 s.
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+_PRELUDE = """\
+import ray
+ray.init(address={address!r}, namespace="distflow", log_to_driver=False, logging_level="ERROR")
+"""
+
+
+def missing_ray() -> str:
+    """Return why no cluster can be started here; empty if one can."""
+    return "" if _ray().exists() else "ray not found: pip install ray"
+
+
+def _ray() -> Path:
+    return Path(sys.executable).parent / "ray"
+
+
+class RayCluster:
+    """One cluster; a context manager. Its nodes are ``n1``, which is the head, ``n2`` and so on."""
+
+    def __init__(self, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
+        """Choose ports and a directory. Each node has ``cpus`` CPUs and ``gpus`` GPUs, whatever this machine has."""
+        self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
+        # It contains Unix sockets, whose paths must be shorter than 108 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
+        self._name = secrets.token_hex(8)
+        self._port, self._client_port, self._dashboard_port = _free_ports(3)
+        self.address = f"{_own_address()}:{self._port}"
+        self._resources = [f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--object-store-memory=80000000"]
+        self._environment = os.environ | _SETTINGS
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._program = ClusterProgram(LocalTransport("ray"), python=sys.executable, address=self.address)
+
+    def __enter__(self) -> RayCluster:
+        """Start."""
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop."""
+        self.stop()
+
+    def start(self) -> None:
+        """Start all nodes, and wait until the head knows them."""
+        for node in self.nodes:
+            self.start_node(node)
+
+    def stop(self) -> None:
+        """Kill all of its processes, with those of its actors. May be called twice."""
+        self._program.close()
+        for node in reversed(self.nodes):
+            self.kill_node(node)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start_node(self, node: str) -> None:
+        """Start a node that is not running, and wait until the head knows it."""
+        is_head = node == self.nodes[0]
+        place = (
+            [
+                "--head", f"--port={self._port}", f"--temp-dir={self.folder}", "--include-dashboard=false",
+                f"--ray-client-server-port={self._client_port}", f"--dashboard-port={self._dashboard_port}",
+            ]
+            if is_head
+            else [f"--address={self.address}", f"--node-ip-address=127.0.0.{self.nodes.index(node) + 1}"]
+        )  # fmt: skip
+        with (self.folder / f"{node}.log").open("ab") as log:
+            self._daemons[node] = subprocess.Popen(
+                [_ray(), "start", "--block", "--disable-usage-stats", f"--node-name={node}", *place, *self._resources],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.folder,
+                env=self._environment | {_MARK: f"{self._name}/{node}"},
+                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
+            )
+        if is_head:
+            self._program.close()
+        wait_until(lambda: self._is_up(node), 90, f"node {node} is up; its log: {self.folder}/{node}.log")
+
+    def kill_node(self, node: str) -> None:
+        """Kill a node as a power failure does: Ray's processes, and those of its actors."""
+        daemon = self._daemons.pop(node, None)
+        if daemon is not None:
+            daemon.kill()
+            daemon.wait(20)
+        wait_until(lambda: not _kill(self.processes(node)), 30, f"all processes of {node} have ended")
+
+    def restart_head(self) -> None:
+        """Kill the head as a power failure does, and start a new cluster at its address, which knows nothing of the old one."""
+        self.kill_node(self.nodes[0])
+        # The other nodes end by themselves. The new head would take them for another cluster at its address.
+        wait_until(lambda: not any(_is_raylet(pid) for pid in self.processes()), 90, "the nodes have lost their head")
+        for node in self.nodes:
+            self.kill_node(node)
+        self.start()
+
+    def kill_raylet(self, node: str) -> None:
+        """Kill Ray's daemon of a node, and nothing else."""
+        for pid in self.processes(node):
+            if _is_raylet(pid):
+                _kill([pid])
+
+    def ask(self, name: str, **arguments: Any) -> Any:
+        """Ask distflow's own program for Ray (a method of ``cluster_program.Cluster``)."""
+        try:
+            return self._program.ask(name, **arguments)
+        except NodeUnreachable:  # the program was killed
+            return self._program.ask(name, **arguments)
+
+    def run(self, code: str) -> str:
+        """Run Python code that is connected to the cluster as ``ray``, and return its output."""
+        command = [sys.executable, "-c", _PRELUDE.format(address=self.address) + code]
+        return subprocess.run(command, capture_output=True, check=True, timeout=60, text=True, cwd=self.folder).stdout
+
+    def kill_programs(self) -> int:
+        """Kill all programs by which distflow asks this cluster, also that of ``ask``. Returns their number."""
+        mark = f"'distflow', 'exec'))\0{self.address}\0"
+        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and mark in _command(int(name))]
+        return len(_kill(found))
+
+    def allocations(self) -> list[str]:
+        """Return the ids of distflow's placement groups that were not removed."""
+        return sorted(self.ask("allocations"))
+
+    def await_empty(self, timeout: float = 30) -> None:
+        """Wait until neither a placement group of distflow nor one of its programs is left."""
+        wait_until(lambda: not self.allocations() and not self.residents(), timeout, "nothing of distflow is left in Ray")
+
+    def remove_all(self) -> None:
+        """Remove everything of distflow, so that the next test begins with an idle cluster."""
+        self.ask("release", ids=self.allocations())
+        self.await_empty()
+
+    def residents(self, node: str = "") -> list[int]:
+        """Return the ids of the resident programs, on one node or on all."""
+        return [pid for pid in self.processes(node) if "\0tied\0distflow-" in _command(pid)]
+
+    def processes(self, node: str = "") -> list[int]:
+        """Return the ids of its processes and of those of its actors, on one node or on all."""
+        mark = f"\0{_MARK}={self._name}/{node}".encode()
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and is_alive(int(name)):
+                with contextlib.suppress(OSError):
+                    text = b"\0" + Path("/proc", name, "environ").read_bytes() + b"\0"
+                    if mark + b"\0" in text if node else mark in text:
+                        found.append(int(name))
+        return found
+
+    def _is_up(self, node: str) -> bool:
+        daemon = self._daemons[node]
+        if daemon.poll() is not None:
+            raise RuntimeError(f"{node} ended: {(self.folder / f'{node}.log').read_text()[-2000:]}")
+        try:
+            with socket.create_connection((self.address.partition(":")[0], self._port), timeout=1):
+                pass
+            return any(one["name"] == node and one["is_alive"] for one in self.ask("nodes"))
+        except (OSError, DistflowError):
+            return False
+
+
+def _own_address() -> str:
+    """Return the address that Ray gives to this machine: the one on the route to other networks."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("8.8.8.8", 80))  # sends nothing
+            return str(one.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_raylet(pid: int) -> bool:
+    return "/raylet\0" in _command(pid)[:4096]
+
+
+def _kill(pids: list[int]) -> list[int]:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,119 @@
+"""Questions to the program on the Ray cluster, when its answers are wrong or missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.backends.allocated.engine import Allocation as Wanted
+from distflow.backends.allocated.engine import AllocationRequest, RequestRefused
+from distflow.backends.allocated.ray.program import ClusterProgram, RayMissing
+from distflow.backends.allocated.ray.ray_engine import RayEngine
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Pool, RaySettings, ssh_node
+from distflow.transports.local import LocalTransport
+
+READY = json.dumps({"answer": {"ray": "2.60.0", "python": "3.11.7"}})
+Given = Callable[..., str]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Given:
+    """An interpreter that prints these lines, whatever it is asked, and goes on reading."""
+
+    def made(*lines: str, ends: bool = False) -> str:
+        (tmp_path / "lines").write_text("".join(f"{line}\n" for line in lines))
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n{'echo it failed >&2' if ends else 'exec cat >/dev/null'}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return made
+
+
+def program(python: str) -> ClusterProgram:
+    return ClusterProgram(LocalTransport("head"), python=python, address="auto")
+
+
+def engine(python: str) -> RayEngine:
+    pool = Pool(name="r", backend="ray", nodes=(), template=ssh_node(), ray=RaySettings(python=python))
+    return RayEngine(pool, LocalTransport("head"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "head: Ray's answer could not be read"),
+        ("[1]", "head: Ray's answer could not be read"),
+        ("[" * 100, "head: Ray's answer could not be read"),
+        ('{"kind": "failed", "error": "GcsError: \\u001b[31mgone\\nfor ever"}', "head: Ray could not do `nodes`: GcsError:"),
+        ("{}", "head: Ray could not do `nodes`: no reason"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_without_control_characters(python: Given, line: str, message: str) -> None:
+    one = program(python(READY, line))
+    with pytest.raises(NodeUnreachable) as caught:
+        one.ask("nodes")
+    one.close()
+    assert message in str(caught.value)
+    assert caught.value.message.isprintable()
+
+
+def test_a_refusal_is_final(python: Given) -> None:
+    one = program(python(READY, '{"kind": "refused", "error": "ValueError: bundles must not be empty"}'))
+    with pytest.raises(RequestRefused, match="bundles must not be empty"):
+        one.ask("request")
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ((["not an answer"], False), NodeUnreachable, "could not be read"),
+        (([], True), NodeUnreachable, "ended without an answer: it failed"),
+        ((['{"kind": "no ray", "error": "No module named ray"}'], False), RayMissing, "its Python has no Ray"),
+        ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "Ray at `auto` did not answer: x"),
+    ],
+)
+def test_a_program_that_does_not_start_says_why(
+    python: Given, given: tuple[list[str], bool], kind: type[NodeUnreachable], message: str
+) -> None:
+    lines, ends = given
+    one = program(python(*lines, ends=ends))
+    for _ in range(2):  # it is started again
+        with pytest.raises(kind, match=message):
+            one.ask("nodes")
+    one.close()
+
+
+def test_an_interpreter_that_does_not_exist_is_named() -> None:
+    with pytest.raises(NodeUnreachable, match="/no/python"):
+        program("/no/python").ask("nodes")
+
+
+@pytest.mark.parametrize(
+    "answer", [1, None, [], {}, {"states": []}, {"states": {"abc": 1}, "nodes": []}, {"states": {"abc": {}}}]
+)
+def test_states_without_sense_are_an_error_and_not_an_end(python: Given, answer: Any) -> None:
+    one = engine(python(READY, json.dumps({"answer": answer})))
+    with pytest.raises(NodeUnreachable, match="makes no sense"):
+        one.states({"abc": ("a",)})
+    one.close()
+
+
+def test_other_answers_without_sense_are_errors(python: Given) -> None:
+    wanted = AllocationRequest(allocation=Wanted(workflow="u", group="g", attempt=0), label="w/g", nodes=())
+    asks: tuple[Callable[[RayEngine], Any], ...] = (
+        lambda one: one.request(wanted),
+        lambda one: one.allocations(),
+        lambda one: one.check(),
+    )
+    for ask in asks:
+        one = engine(python(READY, '{"answer": 5}'))
+        with pytest.raises(NodeUnreachable, match="makes no sense"):
+            ask(one)
+        one.close()

@@ -1,0 +1,149 @@
+"""What Ray's reports mean: all of its states, and reports without sense."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from distflow.backends.allocated.engine import AllocationState, Granted, NodeRequest, Over, Queued, RequestRefused
+from distflow.backends.allocated.ray.ray_engine import bundle_of
+from distflow.backends.allocated.ray.states import (
+    _OTHER_DEATHS,
+    ACTOR_STATES,
+    DEATHS,
+    GROUP_STATES,
+    SCHEDULING,
+    Door,
+    hosts_of,
+    parse_allocation,
+)
+from distflow.lifecycle.states import Reason
+from distflow.pools.model import RayPlatform, RaySettings
+
+gcs_pb2: Any = importlib.import_module("ray.core.generated.gcs_pb2")
+common_pb2: Any = importlib.import_module("ray.core.generated.common_pb2")
+NODES = [
+    {
+        "id": f"id{number}", "name": f"n{number}", "is_alive": True,
+        "total": {"CPU": 8.0, "GPU": 2.0, "memory": 2.0**34}, "free": {"CPU": 6.0, "GPU": 0.0, "memory": 2.0**34},
+    }
+    for number in (1, 2)
+]  # fmt: skip
+DOOR = {"address": "10.0.0.1", "port": 4242, "token": "ab" * 32}
+
+
+def actor(index: int, state: str = "ALIVE", cause: Any = None, ended: float = 0, **changes: Any) -> dict[str, Any]:
+    named = {"name": f"distflow:u/g/0/{index}@abc", "index": index, "node": f"id{index + 1}", "door": DOOR}
+    return named | {"state": state, "cause": cause, "ended": ended} | changes
+
+
+def found(state: str = "CREATED", scheduling: str = "FINISHED", actors: Any = None) -> dict[str, Any]:
+    bundles = [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}]
+    actors = [actor(0), actor(1)] if actors is None else actors
+    return {"state": state, "scheduling": scheduling, "strategy": "STRICT_SPREAD", "bundles": bundles, "actors": actors}
+
+
+def state_of(given: Any) -> AllocationState:
+    return parse_allocation(given, NODES, ("master", "worker"), "abc")[0]
+
+
+def died(reason: str = "", kind: str = "actor_died_error_context", node: str = "", message: str = "") -> dict[str, str]:
+    return {"kind": kind, "reason": reason, "node": node, "message": message}
+
+
+def test_rays_own_words_are_all_known() -> None:
+    assert set(GROUP_STATES) == set(gcs_pb2.PlacementGroupTableData.PlacementGroupState.keys())
+    assert set(SCHEDULING) == set(gcs_pb2.PlacementGroupStats.SchedulingState.keys())
+    assert set(ACTOR_STATES) == set(gcs_pb2.ActorTableData.ActorState.keys())
+    assert set(DEATHS) == set(common_pb2.ActorDiedErrorContext.Reason.keys())
+    contexts = {field.name for field in common_pb2.ActorDeathCause.DESCRIPTOR.fields}
+    assert contexts == {*_OTHER_DEATHS, "actor_died_error_context"}
+    assert "AUTOSCALER_DRAIN_PREEMPTED" in set(common_pb2.NodeDeathInfo.Reason.keys())
+
+
+def test_a_placement_group_is_granted_when_all_actors_answer() -> None:
+    state, doors = parse_allocation(found(), NODES, ("master", "worker"), "abc")
+    assert state == Granted(hosts={"master": "n1", "worker": "n2"})
+    assert doors["n2"] == Door(address="10.0.0.1", port=4242, token="ab" * 32)
+    for actors in ([actor(0)], [actor(0), actor(1, door=None)], [actor(0), actor(1, "PENDING_CREATION")]):
+        assert isinstance(state_of(found(actors=actors)), Queued)
+
+
+@pytest.mark.parametrize("state", [*GROUP_STATES, "SOMETHING_NEW"])
+@pytest.mark.parametrize("one", [*ACTOR_STATES, "SOMETHING_NEW"])
+def test_every_state_means_something(state: str, one: str) -> None:
+    given = state_of(found(state, actors=[actor(0), actor(1, one)]))
+    if state == "REMOVED":
+        assert isinstance(given, Over)
+        assert (given.reason, given.may_be_late) == (Reason.CANCELED, True)
+    elif one == "DEAD":
+        assert isinstance(given, Over)
+    else:
+        assert isinstance(given, Granted if (state, one) == ("CREATED", "ALIVE") else Queued)
+
+
+@pytest.mark.parametrize("word", [*SCHEDULING, "SOMETHING_NEW"])
+def test_waiting_is_explained_with_rays_numbers(word: str) -> None:
+    given = state_of(found("PENDING", word))
+    assert isinstance(given, Queued)
+    numbers = "requested with STRICT_SPREAD: 2 × 1 CPU, 2 GPU; free: n1 6 of 8 CPU, 0 of 2 GPU; n2 6 of 8 CPU, 0 of 2 GPU"
+    assert given.why == f"{SCHEDULING.get(word, 'waits')} ({word}); {numbers}"
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason", "text"),
+    [
+        (died("NODE_DIED"), Reason.NODE_LOST, "task worker on n2: its Ray node died"),
+        (died("WORKER_DIED", message="a\nexit code 1"), Reason.NODE_LOST, "its actor's process ended (exit code 1)"),
+        (died("RAY_KILL"), Reason.CANCELED, "was killed with `ray.kill`"),
+        (died("NODE_DIED", node="AUTOSCALER_DRAIN_PREEMPTED"), Reason.PREEMPTED, "its Ray node was preempted"),
+        (died(kind="oom_context"), Reason.OOM_KILLED, "out of memory"),
+        (died("WORKER_DIED", message="because its placement group is removed"), Reason.CANCELED, "was removed"),
+        (died(kind="creation_task_failure_context", message="OSError: no"), Reason.START_ERROR, "could not start (OSError"),
+        (died("SOMETHING_NEW"), Reason.NODE_LOST, "its actor ended"),
+        (None, Reason.NODE_LOST, "its actor ended"),
+    ],
+)  # fmt: skip
+def test_ends_have_a_reason(cause: Any, reason: Reason, text: str) -> None:
+    given = state_of(found(actors=[actor(0), actor(1, "DEAD", cause, 5)]))
+    assert isinstance(given, Over)
+    assert given.reason is reason
+    assert text in given.message
+    assert given.is_failure is (reason is Reason.START_ERROR)
+
+
+def test_a_lost_node_explains_actors_that_ended_before() -> None:
+    actors = [actor(0, "DEAD", died("WORKER_DIED"), 5), actor(1, "DEAD", died("NODE_DIED"), 6)]
+    given = state_of(found("RESCHEDULING", actors=actors))
+    assert isinstance(given, Over)
+    assert (given.reason, given.hosts) == (Reason.NODE_LOST, ("n2",))
+    assert "task worker" in given.message
+
+
+def test_an_unknown_placement_group_is_lost() -> None:
+    given = state_of(None)
+    assert isinstance(given, Over)
+    assert given.reason is Reason.NODE_LOST
+
+
+@pytest.mark.parametrize(
+    "door", [DOOR | {"port": 0}, DOOR | {"port": "x"}, DOOR | {"address": "-oProxyCommand=x"}, DOOR | {"token": "?"}, {}]
+)
+def test_a_door_without_sense_is_an_error(door: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        state_of(found(actors=[actor(0), actor(1, door=door)]))
+
+
+def test_tasks_on_one_node_have_names_of_their_own() -> None:
+    assert hosts_of(["n1", "n1", "10.0.0.2", "n1", "a b@c"]) == ["n1", "n1+2", "10.0.0.2", "n1+3", "a-b-c"]
+
+
+def test_a_bundle_has_the_resources_of_task_and_platform() -> None:
+    settings = RaySettings(platforms={"h100": RayPlatform(resources={"accelerator_type:H100": 0.001})})
+    asked = NodeRequest(task="a", gpus=2, memory=1 << 30, platform="h100")
+    assert bundle_of("ray", settings, asked) == {"CPU": 1, "GPU": 2, "memory": 1 << 30, "accelerator_type:H100": 0.001}
+    assert bundle_of("ray", settings, NodeRequest(task="a", cpus=4)) == {"CPU": 4}
+    with pytest.raises(RequestRefused, match="pool ray has no platform `h10`"):
+        bundle_of("ray", settings, NodeRequest(task="a", platform="h10"))
