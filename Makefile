@@ -44,7 +44,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 # mypy uses one core, so lint runs while the tests run. Its output comes last.
 check: $(STAMP)
 	@$(MAKE) --no-print-directory lint >.lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not ssh and not torch" tests/unit tests/contract $(ARGS); tests=$$?; \
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not ssh and not torch and not slow" tests/unit tests/contract $(ARGS); tests=$$?; \
 	wait $$lint; lint=$$?; cat .lint.log; rm .lint.log; [ $$tests -eq 0 ] && [ $$lint -eq 0 ]
 
 test: $(STAMP)

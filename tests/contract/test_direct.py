@@ -23,6 +23,8 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
 
+pytestmark = pytest.mark.slow
+
 CANARY = f"canary-{os.urandom(8).hex()}"
 Deliver = Callable[..., Delivered]
 

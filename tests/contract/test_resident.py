@@ -96,6 +96,7 @@ def test_an_agent_and_its_task_use_the_job(slurm: Slurm, reach: Reach, tmp_path:
         transport.run(["true"], timeout_s=20)
 
 
+@pytest.mark.slow
 def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Path, marker: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = start(slurm, "--nodes=2", idle_s=4)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     Suspend: TypeAlias = Callable[[NodeUnderTest, str, str], list[int]]
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("DISTFLOW_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
 
 # Daemons as bad as they come: double-forked, each in a session of its own, without an environment, deaf to TERM. `still` ones

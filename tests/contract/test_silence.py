@@ -26,6 +26,7 @@ def here(tmp_path: Path) -> NodeUnderTest:
     return NodeUnderTest(LocalTransport(), tmp_path)
 
 
+@pytest.mark.slow
 def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
     def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> Channel:
         opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=20, bundle=bundle)
@@ -65,7 +66,7 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
 
     wait_until(all_were_seen, what="a process for each service")
     started -= before
-    wait_until(lambda: not started & set(processes_with(str(here.top))), 60, "all services are gone")
+    wait_until(lambda: not started & set(processes_with(str(here.top))), 120, "all services are gone")
     assert here.record(running) is None
     for channel in channels:
         channel.close()

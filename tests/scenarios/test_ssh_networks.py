@@ -322,14 +322,14 @@ def _stopping(cli: Cli, workflow: str) -> str:
 def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s")
-    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
+    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 192)
     workflow = cli.submit(cli.spec(BLOB))
     wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
     far_lab.await_message(workflow, "gpu2 has been unreachable since")
     hosts["gpu2"].heal()
     cli.await_status(workflow, "COMPLETED", timeout=90)
-    assert cli.logs(workflow).count(str(48 << 20)) == 2
+    assert cli.logs(workflow).count(str(192 << 20)) == 2
 
 
 def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
