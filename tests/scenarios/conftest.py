@@ -137,7 +137,12 @@ class Cli:
             with Store(StateDirectory(self.state).store) as store:
                 return condition(store.find(workflow))
 
-        wait_until(is_fulfilled, timeout)
+        try:
+            wait_until(is_fulfilled, timeout)
+        except TimeoutError as error:
+            answer = self.query(workflow)
+            shown = {group["name"]: group["message"] for group in answer["groups"]}
+            raise TimeoutError(f"{error}: {workflow} is {answer['status']} {shown}") from None
 
     def await_log(self, workflow: str, text: str, timeout: float = 60.0) -> str:
         """Wait until the logs hold a text, and return them."""

@@ -20,7 +20,7 @@ _LONGEST_LOG = 2000
 """Bytes of a job's messages."""
 _SCRIPT = r"""
 for job in "$@"; do
-  scontrol show job -o "$job" 2>&1
+  scontrol show job -d -o "$job" 2>&1
   echo '{separator}'
   account=$(timeout 10 sacct --noheader --allocations --parsable2 --jobs="$job" --format=State,ExitCode,NodeList 2>/dev/null)
   printf '%s\n' "$account" '{separator}'
@@ -51,6 +51,13 @@ _OUT_OF_MEMORY = re.compile(
     r"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:exceeded .*memory limit|out of memory|oom.?kill)"
 )
 """Matches a message about a step that used too much memory, with its node. The job itself ends as ``FAILED``."""
+
+_NO_GPUS = re.compile(r" JOB_GRES=\S*:0\s")
+"""Matches what ``scontrol`` prints about a job that Slurm started without the GPUs that it requested.
+
+Slurm 22.05 does that if it starts the job after a restart of ``slurmctld`` but before the nodes have registered again. Such a
+job cannot create steps.
+"""
 
 
 def account_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
@@ -109,8 +116,8 @@ class Account:
             text += f" of {seconds_text(limit)}"
         if state == "FAILED":
             text += self._exit()
-        # If Slurm ended the job while its script started, the script failed because of that.
-        is_failure = state == "FAILED" and "already completing" not in self.log
+        # If Slurm ended the job while its script started, or granted no GPUs, the script failed because of that.
+        is_failure = state == "FAILED" and "already completing" not in self.log and _NO_GPUS.search(self.job) is None
         return Over(reason=reason, message=f"Slurm job {job} {text}", hosts=hosts, is_failure=is_failure)
 
     def _lost(self, components: Sequence[Component], down: Collection[str]) -> tuple[str, ...]:

@@ -156,6 +156,11 @@ def test_ends_name_their_causes() -> None:
     found = over("FAILED", code="1:0", log=log)
     assert isinstance(found, Over)
     assert not found.is_failure
+    log = "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n"
+    for granted, is_failure in (("gpu:h100:0", False), ("gpu:h100:4", True)):
+        found = over("FAILED", code="1:0", more=f"JOB_GRES={granted}   Nodes=n[1-2] GRES= MinCPUsNode=1", log=log)
+        assert isinstance(found, Over)
+        assert found.is_failure == is_failure
     assert over("FAILED", reason="BadConstraints", code="0:1") == Over(
         reason=None, message="Slurm job 5 failed by signal 1 (BadConstraints)", is_failure=True
     )
