@@ -93,18 +93,20 @@ class KubernetesApi:
         items = self.call("GET", self.path(kind), query=query).get("items")
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
-    def create(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object of the core API."""
-        return self.call("POST", self.path(kind), body=body)
+    def create(self, kind: str, body: Mapping[str, Any], *, is_dry: bool = False) -> dict[str, Any]:
+        """Create an object of the API that ``body`` names. ``is_dry``: only check whether the API server would accept it."""
+        query = {"dryRun": "All"} if is_dry else None
+        return self.call("POST", self.path(kind, api=body["apiVersion"]), query=query, body=body)
 
     def delete(self, kind: str, name: str) -> None:
         """Delete an object, and in the background all objects that it owns. Does nothing if it does not exist."""
         with contextlib.suppress(_Gone):
             self.call("DELETE", self.path(kind, name), body={"propagationPolicy": "Background"})
 
-    def path(self, kind: str, name: str = "") -> str:
+    def path(self, kind: str, name: str = "", *, api: str = "v1") -> str:
         """Return the path of objects in the namespace, or of one of them."""
-        return f"/api/v1/namespaces/{quote(self.namespace, safe='')}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
+        start = f"/api/{api}" if "/" not in api else f"/apis/{api}"
+        return f"{start}/namespaces/{quote(self.namespace, safe='')}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
 
     def exec(self, node: str, pod: str, container: str, command: Sequence[str]) -> socket.socket:
         """Start a command in a container, and return the socket of its WebSocket. Raises ``NodeUnreachable`` for ``node``."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
 from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
 from distflow.backends.allocated.kubernetes.pod_states import Phase, Pod, state_of
-from distflow.backends.allocated.kubernetes.pods import new_id, owner_manifest, pod_manifest
+from distflow.backends.allocated.kubernetes.pods import NO_VOLCANO, new_id, owner_manifest, pod_group_manifest, pod_manifest
 from distflow.backends.machines.checks.findings import Finding, error, note, warning
 from distflow.backends.machines.checks.measured import python_trouble
 from distflow.backends.machines.connection.bootstrap import python_argv
@@ -18,15 +18,17 @@ from distflow.documents.text import listed, plain
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool, ssh_node
 from distflow.transports.base import Deadline
 
-__all__ = ["ROLE", "check_kubernetes", "role_rules"]
+__all__ = ["check_kubernetes"]
 
-ROLE: Sequence[tuple[str, str, tuple[str, ...]]] = (
+_Rules: TypeAlias = Sequence[tuple[str, str, tuple[str, ...]]]
+_ROLE: _Rules = (
     ("configmaps", "", ("create", "list", "delete")),
     ("pods", "", ("create", "list")),
     ("pods", "exec", ("get", "create")),
 )
 """Resource, subresource and verbs that distflow needs in the namespace."""
-_OPTIONAL: Sequence[tuple[str, str, tuple[str, ...]]] = (("events", "", ("list",)),)
+_VOLCANO: _Rules = (("podgroups", "", ("create",)),)
+_OPTIONAL: _Rules = (("events", "", ("list",)),)
 _POD_S = 90.0
 _POLL_S = 1.0
 _PROBE = "import sys; open('/dev/termination-log', 'w').write(sys.version.split()[0])"
@@ -76,7 +78,9 @@ class _Check:
 
     def access(self) -> Iterator[Finding]:
         """Ask for each verb whether it is allowed."""
-        missing, optional = self._refused(ROLE), self._refused(_OPTIONAL)
+        missing, optional = self._refused(_ROLE), self._refused(_OPTIONAL)
+        if self.settings.scheduler == "volcano":
+            missing += self._refused(_VOLCANO, "scheduling.volcano.sh")
         if missing:
             yield error(
                 "rbac", self._at, f"these calls are not allowed in namespace `{self._api.namespace}`: {listed(missing)}",
@@ -85,11 +89,12 @@ class _Check:
         if optional:
             yield note("rbac", self._at, f"{listed(optional)} is not allowed, so some causes of failures are not known", "")
 
-    def _refused(self, wanted: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[str]:
+    def _refused(self, wanted: _Rules, group: str = "") -> list[str]:
         found: list[str] = []
         for resource, subresource, verbs in wanted:
             for verb in verbs:
-                attributes = {"namespace": self._api.namespace, "verb": verb, "resource": resource, "subresource": subresource}
+                attributes = {"namespace": self._api.namespace, "verb": verb, "group": group, "resource": resource}
+                attributes["subresource"] = subresource
                 body = {
                     "apiVersion": "authorization.k8s.io/v1",
                     "kind": "SelfSubjectAccessReview",
@@ -160,17 +165,20 @@ class _Check:
     def admission(self, platform: str) -> Iterator[Finding]:
         """Let the API server check a pod without creating it: its template, pod security, quotas and webhooks."""
         owner = {"metadata": {"name": "distflow-check", "uid": "00000000-0000-0000-0000-000000000000"}}
+        wanted = _request(platform)
         try:
-            pod = pod_manifest(self._pool, _request(platform), 0, owner, ["true"])
-            self._api.call("POST", self._api.path("pods"), query={"dryRun": "All"}, body=pod)
+            self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, ["true"]), is_dry=True)
+            together = pod_group_manifest(self.settings, wanted, owner)
+            if together is not None:
+                self._api.create("podgroups", together, is_dry=True)
         except RequestRefused as refused:
             yield error("pod", self._at, refused.message, refused.hint)
         except ApiError as refused:
-            hint = (
-                "add a `securityContext` to the pod template"
-                if "PodSecurity" in refused.message
-                else "change `kubernetes` of the pool"
-            )
+            hint = "change `kubernetes` of the pool"
+            if "PodSecurity" in refused.message:
+                hint = "add a `securityContext` to the pod template"
+            elif refused.status == 404 and self.settings.scheduler == "volcano":
+                hint = NO_VOLCANO
             yield error("pod", self._at, f"Kubernetes refuses a pod{_of(platform)}: {refused.message}", hint)
         else:
             yield note("pod", self._at, f"Kubernetes accepts a pod{_of(platform)}", "")
@@ -223,12 +231,3 @@ def _request(platform: str) -> AllocationRequest:
     allocation = Allocation(workflow="check", group="check", attempt=0)
     node = NodeRequest(task="check", platform=platform or None)
     return AllocationRequest(allocation=allocation, label="distflow-check", nodes=(node,))
-
-
-def role_rules() -> list[Mapping[str, Any]]:
-    """Return the rules of the role that distflow needs, as in a manifest."""
-    rules: list[Mapping[str, Any]] = []
-    for resource, subresource, verbs in (*ROLE, *_OPTIONAL):
-        name = f"{resource}/{subresource}" if subresource else resource
-        rules.append({"apiGroups": [""], "resources": [name], "verbs": list(verbs)})
-    return rules

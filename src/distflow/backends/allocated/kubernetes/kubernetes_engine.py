@@ -30,10 +30,12 @@ from distflow.backends.allocated.kubernetes.pods import (
     CONTAINER,
     MANAGED,
     MARKER,
+    NO_VOLCANO,
     WORKFLOW,
     index_of_host,
     new_id,
     owner_manifest,
+    pod_group_manifest,
     pod_manifest,
     pod_name,
 )
@@ -189,14 +191,23 @@ class KubernetesEngine:
     def _create_pods(self, wanted: AllocationRequest, owner: Mapping[str, Any]) -> None:
         name = str(owner["metadata"]["name"])
         python, idle_release_s = self._template.python, self._settings.idle_release_s
+        together = pod_group_manifest(self._settings, wanted, owner)
+        if together is not None:
+            self._create("podgroups", together)
         for index in range(len(wanted.nodes)):
             # The host is not known before the pod has a node, so the resident program has the name of the pod.
             command = self._command(python, name, str(index), idle_release_s)
-            try:
-                self._api.create("pods", pod_manifest(self._pool, wanted, index, owner, command))
-            except ApiError as error:
-                if error.status != 409:
-                    raise
+            self._create("pods", pod_manifest(self._pool, wanted, index, owner, command))
+
+    def _create(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Create an object, unless it exists already."""
+        try:
+            self._api.create(kind, body)
+        except ApiError as error:
+            if error.status == 404 and kind == "podgroups":
+                raise RequestRefused("the cluster does not have Volcano's PodGroups", hint=NO_VOLCANO) from None
+            if error.status != 409:
+                raise
 
     # Questions.
 

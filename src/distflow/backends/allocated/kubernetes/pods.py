@@ -18,6 +18,7 @@ __all__ = [
     "INDEX",
     "MANAGED",
     "MARKER",
+    "NO_VOLCANO",
     "SIZE",
     "WORKFLOW",
     "host_name",
@@ -25,6 +26,7 @@ __all__ = [
     "new_id",
     "node_of_host",
     "owner_manifest",
+    "pod_group_manifest",
     "pod_manifest",
     "pod_name",
 ]
@@ -42,6 +44,8 @@ SIZE = "distflow.dev/size"
 MARKER = "distflow.dev/marker"
 """The annotation with the marker of the allocation."""
 CONTAINER = "task"
+NO_VOLCANO = "remove `scheduler: volcano` from the pool's `kubernetes`, or ask for Volcano with scheduling.volcano.sh/v1beta1"
+"""The hint if the cluster does not know the objects of ``pod_group_manifest``."""
 _LONGEST_LABEL = 63
 _STOP_S = 30
 
@@ -83,6 +87,29 @@ def owner_manifest(wanted: AllocationRequest, allocation_id: str) -> dict[str, A
             "annotations": {MARKER: wanted.allocation.marker, "distflow.dev/group": plain(wanted.label)},
         },
         "data": {"about": "This object owns the pods of a distflow workflow. They end when it is deleted."},
+    }
+
+
+def pod_group_manifest(
+    settings: KubernetesSettings, wanted: AllocationRequest, owner: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the object by which Volcano schedules the pods of an allocation together; ``None`` for other schedulers.
+
+    Volcano would make one for pods of an unknown owner itself, but for one pod at a time.
+    """
+    if settings.scheduler != "volcano":
+        return None
+    given = {"queue": settings.queue, "priorityClassName": settings.priority_classes.get(wanted.priority)}
+    allocation_id = str(owner["metadata"]["name"])
+    return {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": {
+            "name": allocation_id,
+            "labels": _labels(wanted, allocation_id),
+            "ownerReferences": [_owner_reference(owner)],
+        },
+        "spec": {"minMember": len(wanted.nodes), **{key: value for key, value in given.items() if value}},
     }
 
 
@@ -131,17 +158,9 @@ def pod_manifest(
             "annotations": {
                 MARKER: wanted.allocation.marker,
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-                **_queue_annotations(settings, len(wanted.nodes)),
+                **_queue_annotations(settings, allocation_id, len(wanted.nodes)),
             },
-            "ownerReferences": [
-                {
-                    "apiVersion": "v1",
-                    "kind": "ConfigMap",
-                    "name": allocation_id,
-                    "uid": owner["metadata"]["uid"],
-                    "controller": True,
-                }
-            ],
+            "ownerReferences": [_owner_reference(owner)],
         },
         "spec": _spec(settings, platform, wanted, node),
     }
@@ -229,17 +248,24 @@ def _labels(wanted: AllocationRequest, allocation_id: str) -> dict[str, str]:
     return {name: value, WORKFLOW: wanted.allocation.workflow, ALLOCATION: allocation_id}
 
 
+def _owner_reference(owner: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = owner["metadata"]
+    return {"apiVersion": "v1", "kind": "ConfigMap", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
+
+
 def _queue_labels(settings: KubernetesSettings, allocation_id: str) -> dict[str, str]:
     if settings.queue is None or settings.scheduler == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": settings.queue, "kueue.x-k8s.io/pod-group-name": allocation_id}
 
 
-def _queue_annotations(settings: KubernetesSettings, count: int) -> dict[str, str]:
+def _queue_annotations(settings: KubernetesSettings, allocation_id: str, count: int) -> dict[str, str]:
     if settings.scheduler == "volcano":
-        queue = {"scheduling.volcano.sh/queue-name": settings.queue} if settings.queue is not None else {}
-        return {**queue, "scheduling.volcano.sh/group-min-member": str(count)}
-    return {"kueue.x-k8s.io/pod-group-total-count": str(count)} if settings.queue is not None else {}
+        return {"scheduling.k8s.io/group-name": allocation_id}
+    if settings.queue is None:
+        return {}
+    # Kueue would otherwise wait for another pod in the place of one that failed, and keep the pods and their quota until then.
+    return {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/retriable-in-group": "false"}
 
 
 def _label(text: str) -> str:

@@ -14,6 +14,7 @@ from distflow.backends.allocated.kubernetes.pods import (
     new_id,
     node_of_host,
     owner_manifest,
+    pod_group_manifest,
     pod_manifest,
 )
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
@@ -76,14 +77,34 @@ def test_a_template_is_merged_and_its_mounts_count() -> None:
     assert pod["spec"]["securityContext"] == {"runAsUser": 1000}
 
 
-def test_queues_admit_the_pods_of_a_group_together() -> None:
-    pod = made(NodeRequest(task="w"), KubernetesSettings(image="i:1", queue="team-a"))
-    assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
-    pod = made(NodeRequest(task="w"), KubernetesSettings(image="i:1", queue="q", scheduler="volcano"))
+def test_kueue_admits_the_pods_of_a_group_together_and_releases_them_together() -> None:
+    settings = KubernetesSettings(image="i:1", queue="team-a")
+    metadata = made(NodeRequest(task="w"), settings)["metadata"]
+    given = {name: value for name, value in (metadata["labels"] | metadata["annotations"]).items() if "kueue" in name}
+    assert given == {
+        "kueue.x-k8s.io/queue-name": "team-a",
+        "kueue.x-k8s.io/pod-group-name": OWNER["metadata"]["name"],
+        "kueue.x-k8s.io/pod-group-total-count": "2",
+        "kueue.x-k8s.io/retriable-in-group": "false",
+    }
+    # Kueue reads these as labels, the others as annotations.
+    assert {"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"} == {
+        name for name in metadata["labels"] if "kueue" in name
+    }
+    assert pod_group_manifest(settings, wanted(), OWNER) is None
+
+
+def test_volcano_schedules_the_pods_of_a_group_together() -> None:
+    settings = KubernetesSettings(image="i:1", queue="q", scheduler="volcano", priority_classes={"HIGH": "urgent"})
+    pod = made(NodeRequest(task="w"), settings)
+    group = pod_group_manifest(settings, wanted(NodeRequest(task="w"), NodeRequest(task="x"), priority="HIGH"), OWNER)
+    assert group is not None
+    assert group["apiVersion"] == "scheduling.volcano.sh/v1beta1"
+    assert group["spec"] == {"minMember": 2, "queue": "q", "priorityClassName": "urgent"}
     assert pod["spec"]["schedulerName"] == "volcano"
-    assert pod["metadata"]["annotations"]["scheduling.volcano.sh/group-min-member"] == "2"
-    assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"]
+    assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+    assert pod["metadata"]["ownerReferences"] == group["metadata"]["ownerReferences"]
+    assert not [name for name in pod["metadata"]["labels"] if "kueue" in name]
 
 
 def test_a_task_without_an_image_or_with_an_unknown_platform_is_refused() -> None:
