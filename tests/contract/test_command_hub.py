@@ -79,8 +79,18 @@ def test_a_reader_that_waits_stops_no_other(make: Callable[..., MultiplexedTrans
     assert not writer.is_alive()
 
 
-def test_a_hub_reads_no_more_output_than_its_submitter_takes(make: Callable[..., MultiplexedTransport], tmp_path: Path) -> None:
+@pytest.fixture
+def held_fifo(tmp_path: Path) -> Iterator[int]:
+    """The open file ``fifo`` in ``tmp_path``, for several readers: none of them waits for a writer that has gone."""
     os.mkfifo(tmp_path / "fifo")
+    held = os.open(tmp_path / "fifo", os.O_RDWR)
+    yield held
+    os.close(held)
+
+
+def test_a_hub_reads_no_more_output_than_its_submitter_takes(
+    make: Callable[..., MultiplexedTransport], tmp_path: Path, held_fifo: int
+) -> None:
     transport = make()
     hub = hub_of(transport)
     channels = [transport.open(["sh", "-c", f"read word < {tmp_path}/fifo; exec cat /dev/zero"]) for _ in range(40)]
@@ -95,7 +105,7 @@ def test_a_hub_reads_no_more_output_than_its_submitter_takes(make: Callable[...,
 
     wait_until(lambda: len(children.read_text().split()) == len(channels), what="all commands run")
     with connection.lock:  # so that nothing is taken
-        (tmp_path / "fifo").write_text("go\n")
+        os.write(held_fifo, b"go\n" * len(channels))
         wait_until(lambda: all(wait_all() for _ in range(20)), what="all commands wait")
     status = Path(f"/proc/{hub}/status").read_text()
     assert int(status.partition("VmHWM:")[2].split()[0]) < 40_000  # KiB; all windows together are 80 MiB
@@ -109,9 +119,8 @@ def test_a_hub_runs_more_commands_than_the_login_may_open_files(make: Callable[.
 
 
 def test_a_killed_hub_ends_its_channels_but_no_command(
-    make: Callable[..., MultiplexedTransport], marker: str, tmp_path: Path
+    make: Callable[..., MultiplexedTransport], marker: str, tmp_path: Path, held_fifo: int
 ) -> None:
-    os.mkfifo(tmp_path / "fifo")
     transport = make()
     hub = hub_of(transport)
     channel = transport.open(["sh", "-c", f"echo up; read word < {tmp_path}/fifo", marker])
@@ -138,7 +147,7 @@ def test_a_killed_hub_ends_its_channels_but_no_command(
     assert processes_with(marker)
     assert hub_of(transport) != hub
     assert not Path(f"/proc/{hub}").exists()
-    (tmp_path / "fifo").write_text("enough\n")
+    os.write(held_fifo, b"enough\n" * 2)
     wait_until(lambda: not processes_with(marker), what="the commands ended by themselves")
 
 

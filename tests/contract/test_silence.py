@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,22 +19,34 @@ from distflow.backends.machines.connection.transfers import Blob, fetch_output, 
 from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import REQUEST
 from distflow.testing.waiting import wait_until
-from distflow.transports.base import Channel
 from distflow.transports.local import LocalTransport
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> NodeUnderTest:
-    return NodeUnderTest(LocalTransport(), tmp_path)
+def here(tmp_path: Path) -> Iterator[NodeUnderTest]:
+    made = NodeUnderTest(LocalTransport(), tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Close what a test opens, also if it fails: pipes that stay open fail another test."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.mark.slow
-def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
-    def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> Channel:
-        opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=20, bundle=bundle)
+def test_services_of_a_silent_connection_end(here: NodeUnderTest, closing: ExitStack) -> None:
+    def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> None:
+        opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=60, bundle=bundle)
+        closing.callback(opened.channel.close)
         opened.channel.write(request)
-        started.update(processes_with(str(here.top)))  # before the first ones end
-        return opened.channel
+        started.update(services())  # before the first ones end
+
+    def services() -> set[int]:
+        """All processes except the agent and those that it forks, which continue."""
+        return set(processes_with(str(here.top))) - set(processes_with("agent.server"))
 
     link = here.connect()
     running = here.start(link, ["sleep", "300"])
@@ -41,36 +55,35 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest) -> None:
     (here.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
     name = json.dumps({"attempt": big}).encode()
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
-    before, started = set(processes_with(str(here.top))), set[int]()
-    channels = [
-        service("services.sender", b""),  # before the request
-        service("services.sender", name + b"\n"),  # before `at`
-        service("services.sender", name + b'\n{"at": 0}\n'),  # in the middle of frames that are not read
-        service("services.output_server", b""),
-        service("services.output_server", name + b"\n"),  # after the list
-        service("services.output_server", name + b'\n{"file": "big", "at": 0, "prefix": ""}\n'),  # in the middle of a file
-        service("services.receiver", b""),
-        service("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # in the middle of a blob
-        service("services.session", b""),
-        service("services.session", FRAME.pack(len(session), REQUEST) + session),
+    started = set[int]()
+    requests = [
+        ("services.sender", b""),  # before the request
+        ("services.sender", name + b"\n"),  # before `at`
+        ("services.sender", name + b'\n{"at": 0}\n'),  # in the middle of frames that are not read
+        ("services.output_server", b""),
+        ("services.output_server", name + b"\n"),  # after the list
+        ("services.output_server", name + b'\n{"file": "big", "at": 0, "prefix": ""}\n'),  # in the middle of a file
+        ("services.receiver", b""),
+        ("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # in the middle of a blob
+        ("services.session", b""),
+        ("services.session", FRAME.pack(len(session), REQUEST) + session),
         # A command that takes no input, and more of it than is kept.
-        service("services.session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
-        service("node_service", b"", STORAGE),
-        # Before the runtime has arrived.
-        here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent.server")),
+        ("services.session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
     ]
+    for one, request in requests:
+        service(one, request)
+    service("node_service", b"", STORAGE)
+    # Before the runtime has arrived.
+    argv = service_argv(str(here.top / "other"), sys.executable, "nonce", "services.session")
+    closing.callback(here.transport.open(argv).close)
 
     def all_were_seen() -> bool:
-        started.update(processes_with(str(here.top)))
-        return len(started - before) >= len(channels)
+        started.update(services())
+        return len(started) >= len(requests) + 2
 
-    wait_until(all_were_seen, what="a process for each service")
-    started -= before
-    wait_until(lambda: not started & set(processes_with(str(here.top))), 120, "all services are gone")
+    wait_until(all_were_seen, 60, "a process for each service")
+    wait_until(lambda: not started & services(), 120, "all services are gone")
     assert here.record(running) is None
-    for channel in channels:
-        channel.close()
-    here.close()
 
 
 def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +106,6 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
             here.transport, str(here.top), sys.executable, attempt, tmp_path / "fetched", place=place, timeout_s=20
         )
         assert (tmp_path / "fetched" / fetched.digest).stat().st_size == fetched.size > len(data[0])
-    here.close()
 
 
 def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: Path) -> None:
@@ -102,4 +114,3 @@ def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: P
     blob = Blob(digest="0" * 64, path=path, size=1000)
     with pytest.raises(OSError, match="the file was truncated"):
         send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=20)
-    here.close()
