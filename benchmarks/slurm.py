@@ -28,7 +28,7 @@ from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
 
-RUNS = 3
+RUNS = 11
 LIMIT = 1.15
 QUEUE = 100
 MOST_QUESTIONS = 12
@@ -77,14 +77,18 @@ results = distflow.run(total, args=(3,), nodes=2, gpus=0, ranks=1, pool="cluster
 assert list(results) == [6.0, 6.0]
 """
 SUBMITIT = """
-import os, submitit
-def job(scale):
+import os, socket, submitit
+def job(scale, port):
     submitit.helpers.TorchDistributedEnvironment().export()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # the nodes have no names
+    # The nodes have no names, and the port of submitit may be taken: then the other rank waits for the job's time limit.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     return total(scale)
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
 executor = submitit.SlurmExecutor(folder="../submitit")
 executor.update_parameters(nodes=2, ntasks_per_node=1, time=5)
-job = executor.submit(job, 3)
+job = executor.submit(job, 3, port)
 assert job.results() == [6.0, 6.0]
 """
 WAIT = """
