@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from distflow.backends.allocated.backend import AllocatedBackend
-from distflow.backends.allocated.engine import Over
+from distflow.backends.allocated.engine import Over, node_name
 from distflow.backends.base import (
     AttemptKey,
     Ended,
@@ -22,17 +22,21 @@ from distflow.backends.base import (
     LeaseWaits,
     LogComplete,
     NodeDown,
+    NodeUp,
     Observation,
     Prepared,
     Started,
     Unanswered,
 )
+from distflow.errors import NodeUnreachable
 from distflow.lifecycle.states import Reason
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
 from distflow.testing.local_engine import LocalEngine
 from distflow.testing.waiting import wait_until
+from distflow.transports.base import Transport
+from distflow.transports.local import LocalChannel, LocalTransport
 
 W1, W2 = "1" * 32, "2" * 32
 T = TypeVar("T", bound=Observation)
@@ -184,6 +188,47 @@ def test_a_failure_is_reported_although_the_engine_cannot_be_asked(bench: Bench)
     bench.engine.is_away = True
     assert bench.await_one(Ended, key=key).end["exit_code"] == 3
     bench.engine.is_away = False
+
+
+class EngineWithLinks(LocalEngine):
+    """An engine whose links to the nodes can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cut = False
+        self.channels: list[LocalChannel] = []
+
+    def transport(self, allocation_id: str, host: str) -> Transport:
+        engine = self
+
+        class Link(LocalTransport):
+            def open(self, argv: Sequence[str]) -> LocalChannel:
+                if engine.is_cut:
+                    raise NodeUnreachable(host, "its login node does not answer")
+                engine.channels.append(super().open(argv))
+                return engine.channels[-1]
+
+        return Link(node_name(host, allocation_id))
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for channel in self.channels:
+            channel.close()
+
+
+@pytest.mark.parametrize("engine", [EngineWithLinks()])
+def test_a_silent_node_is_reported_again_when_its_engine_falls_silent_or_answers(bench: Bench, engine: EngineWithLinks) -> None:
+    (key,) = bench.lease("a")
+    bench.start(key, "sleep 600")
+    engine.is_away = True
+    engine.cut()
+    bench.await_one(NodeDown, node=key.node, is_engine_away=True)
+    bench.seen.clear()
+    engine.is_away = False
+    bench.await_one(NodeDown, node=key.node, is_engine_away=False)
+    engine.is_cut = False
+    bench.await_one(NodeUp, node=key.node)
+    bench.await_one(Started, key=key)
 
 
 def test_an_engine_that_cannot_be_asked_is_asked_again(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,16 +108,18 @@ def test_a_login_node_that_is_cut_off_for_a_while_loses_nothing(
     path = f"HOME={folder / 'home'} PATH={commands}:{os.environ['PATH']}"
     login = network.host(folder, alias="login", user_key=key, options={"SetEnv": path})
     cluster, go = Cluster(cli, slurm, login.sshd), cli.folder / "go"
-    cluster.configure(ping="1s", connect_timeout="5s")
+    cluster.configure(ping="1s", connect_timeout="5s", node_lost_after="20s")
     first, job = cluster.start(counting(go))
     cluster.cli.await_log(first, "line 3")
     login.cut()
+    cut_at = time.monotonic()
     try:
         # One gang ends meanwhile, and another one is submitted.
         second = cli.submit(cli.spec(SPIN.replace("sleep 600", "true"), "second.yaml"))
         wait_until(lambda: "unreachable" in cli.run("workflow", "events", first).out, 90, "the nodes are unreachable")
         go.touch()
         wait_until(lambda: cli.query(second)["groups"][0]["message"], 60, "the reason for waiting is shown")
+        wait_until(lambda: time.monotonic() > cut_at + 25, 30, "the cut is longer than node_lost_after")
     finally:
         login.heal()
     assert cli.await_status(first, "COMPLETED", "FAILED", "FAILED_BACKEND_ERROR", timeout=120)["status"] == "COMPLETED"

@@ -170,6 +170,8 @@ class NodeDown(_Observed):
     """Time of the last message. ``None`` if the node has not answered since it was last reported down, or never."""
     needs_action: bool = False
     """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
+    is_engine_away: bool = False
+    """Whether the engine that allocated the node cannot be asked either. Then nothing tells that the node has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,8 +85,8 @@ def due_checkpoints(
             view = node_of(task)
             if view is None or view.up:
                 packs.append((task, CheckpointRef(number, is_last=True)))
-            elif now < view.since + lost_after_s:
-                times.append(view.since + lost_after_s)
+            elif now < (lost_at := view.lost_at(lost_after_s, now)):
+                times.append(lost_at)
             else:
                 continue
             waits.append(task.name)

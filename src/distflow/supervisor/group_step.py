@@ -339,14 +339,16 @@ class GroupStep:
         return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
 
     def _lost_nodes(self) -> None:
-        """A task fails with NODE_LOST when its node was unreachable for longer than the pool allows."""
+        """A task fails with NODE_LOST when its node was unreachable for longer than the pool allows, and its engine answers."""
         if self.pool is None:
             return
         for task in self.group.tasks:
             view = self._node(task)
             if task.state.is_final or view is None or view.up:
                 continue
-            deadline = view.since + self.pool.node_lost_after_s
+            lost_after_s = self.pool.node_lost_after_s
+            # A canceled workflow ends although its engine does not answer.
+            deadline = view.lost_at(lost_after_s, self.now) if self.record.cancel is None else view.since + lost_after_s
             if self.now < deadline:
                 self.decision.wake(deadline)
                 continue

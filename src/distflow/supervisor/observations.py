@@ -150,7 +150,11 @@ def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
     """Return a node's view after it was lost or found. A node is lost since its last message, not since that was noticed."""
     if isinstance(seen, NodeDown):
         since = seen.since or seen.at if view.up else view.since
-        return replace(view, up=False, since=since, error=seen.error, needs_action=seen.needs_action)
+        back_at = seen.at if view.is_engine_away and not seen.is_engine_away else view.engine_back_at
+        return replace(
+            view, up=False, since=since, error=seen.error, needs_action=seen.needs_action, is_engine_away=seen.is_engine_away,
+            engine_back_at=back_at,
+        )  # fmt: skip
     node = view.node
     return replace(
         view,
@@ -158,6 +162,7 @@ def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
         since=seen.at,
         error="",
         needs_action=False,
+        is_engine_away=False,
         gpus=node.usable_gpus(seen.gpus),
         reported=seen,
         machine=seen.machine,

@@ -40,6 +40,10 @@ class NodeView:
     error: str = ""
     needs_action: bool = False
     """Whether it is unreachable until a person repairs something (``NodeDown.needs_action``)."""
+    is_engine_away: bool = False
+    """Whether its engine cannot be asked either (``NodeDown.is_engine_away``)."""
+    engine_back_at: float = 0.0
+    """When its engine could be asked again; 0 if it always could."""
     gpus: int | None = None
     """Capacity, from the configuration or as the node reported it; ``None`` if it is not known."""
     reported: NodeUp | None = None
@@ -59,6 +63,10 @@ class NodeView:
             all_gpus=self.gpus, all_cpus=self.cpus, all_memory=self.memory, note=self._note(),
         )  # fmt: skip
         object.__setattr__(self, "whole", whole)
+
+    def lost_at(self, lost_after_s: float, now: float) -> float:
+        """Return when an unreachable node is given up. This time moves on with ``now`` while its engine cannot be asked."""
+        return (now if self.is_engine_away else max(self.since, self.engine_back_at)) + lost_after_s
 
     def _note(self) -> str:
         """Return why the node has less than its configuration says."""

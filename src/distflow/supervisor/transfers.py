@@ -401,7 +401,7 @@ def pending_outputs(
         ),
         failure=unavailable[0] if unavailable else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
-        wake_at=min((view.since + lost_after_s for view in unreachable.values()), default=None),
+        wake_at=min((view.lost_at(lost_after_s, now) for view in unreachable.values()), default=None),
     )
 
 
@@ -450,7 +450,7 @@ def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, n
         words = task.saved.error
     elif task.node is None:
         words = "it was never started, so it has no output"
-    elif view is not None and not view.up and now >= view.since + lost_after_s:
+    elif view is not None and not view.up and now >= view.lost_at(lost_after_s, now):
         reason = Reason.NODE_LOST
         words = f"{task.node} has been unreachable for {seconds_text(now - view.since)}: {view.error}"
     if not words:

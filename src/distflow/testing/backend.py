@@ -334,12 +334,11 @@ class FakeBackend:
         for attempt in self._named(name, "leased", "prepared"):
             self._expire(attempt)
 
-    def cut(self, node: str) -> None:
-        """Make a node unreachable. Its attempts continue."""
+    def cut(self, node: str, *, is_engine_away: bool = False) -> None:
+        """Make a node unreachable. Its attempts continue. May be repeated, to change what is known of its engine."""
         self._silent.discard(node)
-        if self._up.get(node):
-            self._up[node] = False
-            self._emit(NodeDown(at=self._now(), pool=self._pool.name, node=node, error="cut"))
+        self._up[node] = False
+        self._emit(NodeDown(at=self._now(), pool=self._pool.name, node=node, error="cut", is_engine_away=is_engine_away))
 
     def silence(self, node: str) -> None:
         """Let a node execute commands without answering, until ``cut`` or ``heal``. The answers are lost."""

@@ -285,6 +285,31 @@ def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
     assert driver.cause().task == "t1"
 
 
+def test_a_node_is_not_given_up_while_its_engine_cannot_be_asked_either() -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2", is_engine_away=True)
+    driver.advance(3600)
+    assert driver.group().state is State.RUNNING
+    driver.backend.cut("n2")  # now the engine answers, and says that the node is still allocated
+    driver.advance(119)
+    assert driver.group().state is State.RUNNING
+    driver.advance(2)
+    driver.settle()
+    assert driver.group().task("t1").reason is Reason.NODE_LOST
+
+
+def test_a_canceled_workflow_ends_although_its_engine_cannot_be_asked() -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2", is_engine_away=True)
+    driver.cancel()
+    driver.advance(121)
+    driver.settle()
+    assert driver.group().state is State.CANCELED
+    assert driver.group().task("t1").orphan is OrphanState.UNREACHABLE
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)

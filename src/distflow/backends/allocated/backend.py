@@ -159,6 +159,10 @@ class AllocatedBackend:
         self._ended: set[str] | None = None
         """Workflows whose leftover allocations are to be found and released; ``None``: none are to be found."""
         self._up: set[str] = set()
+        self._down: dict[str, NodeDown] = {}
+        """Allocated nodes that are unreachable, as last reported."""
+        self._is_engine_away = False
+        """Whether the last question to the engine failed."""
         self._pace = _Pace()
         self._is_closing = False
         self._closes_at = 0.0
@@ -281,6 +285,7 @@ class AllocatedBackend:
                 if self._of_node(seen.node) is None:
                     return  # its allocation is over
                 self._up.add(seen.node)
+                self._down.pop(seen.node, None)
                 self._sink(seen)
                 self._lease_if_connected(self._of_node(seen.node))
             elif isinstance(seen, NodeDown):
@@ -304,7 +309,8 @@ class AllocatedBackend:
         self._pace.hurry()
         self._changed.notify()
         if held.request is None:
-            self._sink(seen)
+            self._down[seen.node] = replace(seen, is_engine_away=self._is_engine_away)
+            self._sink(self._down[seen.node])
         elif seen.needs_action:
             host, _ = host_of(seen.node)
             self._refuse(held, {seen.node: f"{host}: {seen.error}"}, is_final=True)
@@ -355,6 +361,7 @@ class AllocatedBackend:
             except DistflowError as error:
                 failures += 1
                 retry_at = time.monotonic() + _pause_s(failures)
+                self._set_engine_away(True)
                 with self._changed:
                     if self._is_closing and time.monotonic() > self._closes_at:
                         return
@@ -377,6 +384,16 @@ class AllocatedBackend:
         elif not (self._unwanted or self._ended is not None or self._is_closing):
             next_s = min(self._next_in_s(), doubt_s)
             self._changed.wait(None if next_s == math.inf else max(0.0, next_s))
+
+    def _set_engine_away(self, is_away: bool) -> None:
+        """Report unreachable nodes again if that changes what their silence means."""
+        with self._changed:
+            if is_away == self._is_engine_away:
+                return
+            self._is_engine_away = is_away
+            for node, seen in self._down.items():
+                self._down[node] = replace(seen, at=now(), is_engine_away=is_away)
+                self._sink(self._down[node])
 
     def _release(self, unwanted: Mapping[str, int | None], ended: Collection[str] | None) -> None:
         ids = list(unwanted)
@@ -437,6 +454,7 @@ class AllocatedBackend:
             tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in asked.items()}
             began = time.monotonic()
         states = self._engine.states(tasks)
+        self._set_engine_away(False)
         with self._changed:
             for name, state in states.items():
                 if self._held.get(asked[name].allocation) is asked[name]:
@@ -555,6 +573,8 @@ class AllocatedBackend:
         for name in told:
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
         self._up.difference_update(held.nodes.values())
+        for name in held.nodes.values():
+            self._down.pop(name, None)
         self._machines.drop(tuple(held.nodes.values()))
 
     def _give_up_doubts(self) -> None:

@@ -173,7 +173,7 @@ class RelayTransport:
 
     def _of_carrier(self, error: NodeUnreachable) -> NodeUnreachable:
         """Return an error of the carrier as one of this node."""
-        detail = error.detail if error.node == self.name else f"its login node {error}"
+        detail = error.detail if error.node == self.name else f"its login node {error.message}"
         return type(error)(self.name, detail, hint=error.hint)
 
     def _forget(self, channel: RelayChannel) -> None:

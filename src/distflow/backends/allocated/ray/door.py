@@ -54,7 +54,7 @@ class DoorTransport:
             asked = {"address": door.address, "port": door.port, "token": door.token, "argv": list(argv[1:])}
             channel.write(json.dumps(asked).encode() + b"\n")
         except NodeUnreachable as error:
-            raise type(error)(self.name, f"its login node {error}", hint=error.hint) from error
+            raise type(error)(self.name, f"its login node {error.message}", hint=error.hint) from error
         with self._lock:
             self._channels = [one for one in self._channels if one.exit_code is None] + [channel]
         return channel
