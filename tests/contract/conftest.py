@@ -125,7 +125,8 @@ class NodeUnderTest:
     def connect(self, *, python: str = sys.executable, events: list[Event] | None = None, **options: Any) -> AgentLink:
         """A connection to a new agent; what it pushes goes to ``events`` (default: the node's own list)."""
         into = self.events if events is None else events
-        link = connect(self.transport, str(self.top), python, on_event=into.append, on_close=self.closed.append, **options)
+        given = {"timeout_s": 60.0, **options}
+        link = connect(self.transport, str(self.top), python, on_event=into.append, on_close=self.closed.append, **given)
         self._links.append(link)
         return link
 
@@ -159,7 +160,7 @@ class NodeUnderTest:
             file.write(data)
             file.flush()
             blob = Blob(digest=name, path=Path(file.name), size=len(data))
-            send_blobs(self.transport, str(self.top), python, [blob], timeout_s=20)
+            send_blobs(self.transport, str(self.top), python, [blob], timeout_s=60)
         return name
 
     def start(self, link: AgentLink, argv: list[str], *, lease: dict[str, Any] | None = None, **launch: Any) -> str:

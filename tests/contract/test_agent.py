@@ -263,7 +263,7 @@ def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTes
     assert seen["env"]["TOKEN"] == "terces-2retnuh"  # backwards, because it would be masked
     assert seen["env"]["PATH"].startswith("/opt/first:")
     assert seen["env"]["PYTHONPATH"] == f"/mine:{directory}/lib"
-    home = node.transport.run(["sh", "-c", 'printf %s "$HOME"'], timeout_s=20).stdout.decode()
+    home = node.transport.run(["sh", "-c", 'printf %s "$HOME"'], timeout_s=60).stdout.decode()
     assert seen["env"]["HOME"] == home
     assert seen["env"]["DISTFLOW_ATTEMPT_DIR"] == directory
     assert seen["env"]["TORCHELASTIC_ERROR_FILE"] == f"{directory}/error.json"

@@ -54,7 +54,7 @@ def test_all_nodes_of_a_pool_share_an_engine_until_the_last_is_closed(pool: Pool
     first.close()
     assert (len(opened), opened[0].closed) == (1, 0)
     with pytest.raises(NodeUnreachable, match="closed"):
-        first.run(["true"], timeout_s=5)
+        first.run(["true"], timeout_s=60)
     second.close()
     assert opened[0].closed == 1
     engines.transport(pool, "h0@1").close()
@@ -65,11 +65,11 @@ def test_operations_go_to_the_login_node_after_the_end_of_the_allocation(pool: P
     engine = WatchedEngine()
     name = allocated(engine)
     transport = Engines(lambda _: engine).transport(pool, f"h0@{name}")
-    assert transport.run(["echo", "inside"], timeout_s=5).stdout == b"inside\n"
+    assert transport.run(["echo", "inside"], timeout_s=60).stdout == b"inside\n"
     assert engine.logins == 0
     engine.end(name, Over(reason=None, message="it has ended"))
     transport.hang_up()  # a connection broke, because the allocation ended
-    assert transport.run(["echo", "outside"], timeout_s=5).stdout == b"outside\n"
+    assert transport.run(["echo", "outside"], timeout_s=60).stdout == b"outside\n"
     assert engine.logins == 1
     engine.is_away = True
     transport.hang_up()

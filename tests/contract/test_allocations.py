@@ -237,6 +237,13 @@ def test_an_engine_that_cannot_be_asked_is_asked_again(bench: Bench) -> None:
     assert "the controller does not answer" in bench.await_one(LeaseWaits).message
     bench.engine.is_away = False
     bench.await_one(Leased)
+    assert not bench.backend.is_releasing()
+    bench.engine.is_away = True
+    bench.backend.keep(())
+    assert bench.backend.is_releasing()
+    bench.engine.is_away = False
+    wait_until(lambda: not bench.backend.is_releasing(), what="the allocation is released")
+    assert bench.engine.released == ["1"]
 
 
 def test_a_refused_request_is_final(bench: Bench) -> None:

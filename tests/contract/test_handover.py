@@ -198,7 +198,7 @@ def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: P
 def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
-    opened = open_service(node.transport, str(node.top), sys.executable, "services.sender", timeout_s=20)
+    opened = open_service(node.transport, str(node.top), sys.executable, "services.sender", timeout_s=60)
     opened.channel.write(json.dumps({"attempt": attempt}).encode() + b"\n")
     text = bytearray(opened.received)
     while b'"hash"' not in text:
@@ -230,7 +230,7 @@ def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp
     attempt = node.attempt()
     output_of(node, attempt)
     with pytest.raises(NodeUnreachable):
-        fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
+        fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=60)  # type: ignore[arg-type]
 
 
 def test_an_output_never_fills_the_disk_of_the_supervisor(

@@ -121,7 +121,7 @@ def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str
     begin = time.monotonic()
     said = link.request("run", argv=["sh", "-c", f"sh -c 'sleep 60; true {marker}'; true"], limit_s=0.5)
     assert said["exit_code"] is None
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 50
     wait_until(lambda: not processes_with(marker), 20)
     assert link.request("ping")["now"] > 0
 

@@ -93,7 +93,7 @@ def test_an_agent_and_its_task_use_the_job(slurm: Slurm, reach: Reach, tmp_path:
     wait_until(lambda: not is_alive(task), what="the task ended with the job")
     wait_until(lambda: not slurm.processes(), what="no process is left")
     with pytest.raises(NodeUnreachable):
-        transport.run(["true"], timeout_s=20)
+        transport.run(["true"], timeout_s=60)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Pa
     assert channel.read() == b""
     channel.close()
     threading.Event().wait(5)  # longer than a job without users lasts
-    assert reach(job, "n2").run(["echo", "still"], timeout_s=20).stdout == b"still\n"
+    assert reach(job, "n2").run(["echo", "still"], timeout_s=60).stdout == b"still\n"
     assert state(slurm, job) == "RUNNING"
     (tmp_path / "fifo").write_text("enough\n")
     wait_until(lambda: state(slurm, job) == "COMPLETED", 90, what="the job ended by itself")
@@ -114,7 +114,7 @@ def test_a_job_ends_when_nobody_uses_it(slurm: Slurm, reach: Reach, tmp_path: Pa
 
 def test_a_late_command_is_killed_without_its_relay(slurm: Slurm, reach: Reach, marker: str) -> None:
     transport = reach(start(slurm, "--nodes=1"), "n1")
-    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    assert transport.run(["true"], timeout_s=60).exit_code == 0
     with pytest.raises(NodeUnreachable, match="`sh` did not finish within 2 s"):
         transport.run(["sh", "-c", "sleep 300; :", marker], timeout_s=2)
     wait_until(lambda: not processes_with(marker), what="the late command is gone")
@@ -122,7 +122,7 @@ def test_a_late_command_is_killed_without_its_relay(slurm: Slurm, reach: Reach, 
 
 def test_a_command_ends_although_a_background_process_has_its_pipes(slurm: Slurm, reach: Reach, marker: str) -> None:
     transport = reach(start(slurm, "--nodes=1"), "n1")
-    done = transport.run(["sh", "-c", f"sh -c 'sleep 300; :' {marker} & echo done"], timeout_s=20)
+    done = transport.run(["sh", "-c", f"sh -c 'sleep 300; :' {marker} & echo done"], timeout_s=60)
     assert (done.exit_code, done.stdout) == (0, b"done\n")
     assert processes_with(marker)
 
@@ -131,7 +131,7 @@ def test_each_component_of_a_heterogeneous_job_is_reached(slurm: Slurm, reach: R
     job = start(slurm, "--nodes=1", "--gres=gpu:2", ":", "--nodes=1", "--ntasks-per-node=1", "--gres=gpu:1", components=2)
     for host, group, gpus in (("n1", 0, b"0,1\n"), ("n2", 1, b"0\n")):
         transport = reach(job, host, group)
-        assert transport.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], timeout_s=20).stdout == gpus
+        assert transport.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], timeout_s=60).stdout == gpus
 
 
 def test_the_end_of_a_resident_program_ends_the_job(slurm: Slurm, reach: Reach, marker: str) -> None:
@@ -171,13 +171,13 @@ sys.stdin.read()
 def test_another_user_can_neither_use_nor_replace_a_resident_program(slurm: Slurm, reach: Reach) -> None:
     job = start(slurm, "--nodes=1")
     transport = reach(job, "n1")
-    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    assert transport.run(["true"], timeout_s=60).exit_code == 0
     prefix = f"distflow-{os.getuid()}-{job}-n1-"
     command = [sys.executable, "-I", "-S", "-c", _STRANGER, prefix]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None
         assert [stranger.stdout.readline(), stranger.stdout.readline()] == ["answer b''\n", "up\n"]
-        assert [transport.run(["echo", "own"], timeout_s=20).stdout for _ in range(3)] == [b"own\n"] * 3
+        assert [transport.run(["echo", "own"], timeout_s=60).stdout for _ in range(3)] == [b"own\n"] * 3
         stranger.communicate("")
 
 
@@ -192,7 +192,7 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
         transport = over(login, job, "n2")
         words = ["a b", "a'b", 'a"b', "$HOME", "a\nb", "", "ü→", "\\", "!x"]
         code = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:])); sys.exit(3)"
-        done = transport.run([sys.executable, "-c", code, *words], timeout_s=20)
+        done = transport.run([sys.executable, "-c", code, *words], timeout_s=60)
         assert (done.exit_code, done.stdout.decode().split("\0"), done.stderr) == (3, words, b"")
         data = os.urandom(1_000_000)
         channel = transport.open(["sh", "-c", "head -c 1000000; exit 4"])
@@ -202,7 +202,7 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
         # The login node is gone: the error names the node, and later calls connect again.
         server.stop()
         with pytest.raises(NodeUnreachable, match=f"n2@{job}: its login node"):
-            transport.run(["true"], timeout_s=20)
+            transport.run(["true"], timeout_s=60)
         server.start()
         transport.hang_up()
         assert wait_until(lambda: succeeds(transport), what="the node is reached again")
@@ -211,7 +211,7 @@ def test_a_node_is_reached_through_a_login_node(slurm: Slurm, tmp_path: Path) ->
 
 def succeeds(transport: RelayTransport) -> bool:
     try:
-        return transport.run(["true"], timeout_s=20).exit_code == 0
+        return transport.run(["true"], timeout_s=60).exit_code == 0
     except NodeUnreachable:
         return False
 

@@ -217,7 +217,7 @@ def test_running_attempts_survive_a_change_of_version(node: NodeUnderTest) -> No
     os.waitpid(runner, 0)
     assert link.request("hello", watch=[attempt])["attempts"][attempt]["end"]["exit_code"] == 3
     assert (old / "output.log").read_text() == f"{old}/work\n"
-    fetched = fetch_output(node.transport, str(node.top), sys.executable, attempt, node.top.parent, timeout_s=20)
+    fetched = fetch_output(node.transport, str(node.top), sys.executable, attempt, node.top.parent, timeout_s=60)
     assert fetched.files == 1
     with pytest.raises(AgentError, match="has ended"):
         node.lease(link, attempt)

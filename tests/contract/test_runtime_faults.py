@@ -464,7 +464,7 @@ def test_a_bomb_of_many_daemons_is_defused(node: NodeUnderTest, marker: str) -> 
     link.request("stop", attempt=attempt, grace_s=0, why="")
     node.end(attempt)
     assert_nothing_is_left(node, attempt, marker, by_now=True)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.fixture

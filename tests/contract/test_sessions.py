@@ -61,7 +61,7 @@ class Frames:
     """A session as it is on the wire."""
 
     def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str]) -> None:
-        opened = open_service(node.transport, str(node.top), sys.executable, "services.session", timeout_s=20)
+        opened = open_service(node.transport, str(node.top), sys.executable, "services.session", timeout_s=60)
         self.channel = opened.channel
         self._stream = ServiceStream("here", opened, "it ended", b"")
         self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv}).encode())

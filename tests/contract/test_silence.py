@@ -95,7 +95,7 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
         path.write_bytes(content)
         blobs.append(Blob(digest=hashlib.sha256(content).hexdigest(), path=path, size=len(content)))
     for _ in range(2):  # the second time, all are there
-        send_blobs(here.transport, str(here.top), sys.executable, blobs, timeout_s=20)
+        send_blobs(here.transport, str(here.top), sys.executable, blobs, timeout_s=60)
     assert [(here.root / "blobs" / blob.digest).read_bytes() for blob in blobs] == data
     attempt = here.attempt()
     (here.directory(attempt) / "output").mkdir(parents=True)
@@ -113,4 +113,4 @@ def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: P
     path.write_bytes(b"short")
     blob = Blob(digest="0" * 64, path=path, size=1000)
     with pytest.raises(OSError, match="the file was truncated"):
-        send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=20)
+        send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=60)

@@ -43,7 +43,7 @@ def missing(node: NodeUnderTest, *blobs: Blob) -> Any:
 
 
 def receiver(node: NodeUnderTest) -> Opened:
-    return open_service(node.transport, str(node.top), sys.executable, "services.receiver", timeout_s=20)
+    return open_service(node.transport, str(node.top), sys.executable, "services.receiver", timeout_s=60)
 
 
 def header(blob: Blob) -> bytes:
@@ -105,7 +105,7 @@ def test_compressible_files_are_sent_compressed(node: NodeUnderTest, tmp_path: P
             channel.write = count  # type: ignore[method-assign]
             return channel
 
-    send_blobs(Counting(), str(node.top), sys.executable, [words], timeout_s=20)  # type: ignore[arg-type]
+    send_blobs(Counting(), str(node.top), sys.executable, [words], timeout_s=60)  # type: ignore[arg-type]
     assert sum(sent) < words.size / 10
     assert missing(node, words) == []
 

@@ -346,7 +346,7 @@ def test_a_canceled_build_ends_while_its_node_hangs_and_a_waiting_one_never_star
     wait_until(lambda: calls, 20)
     backend.cancel_venv(second)
     backend.cancel_venv(first)
-    assert is_closed.wait(10)
+    assert is_closed.wait(60)
     backend._building.shutdown(wait=True)
     backend.close()
     assert (len(calls), seen) == (1, [])

@@ -60,7 +60,7 @@ class Commands:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def run(self, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
         """Run one command to its end."""

@@ -198,6 +198,8 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing(cluster: Cluster) -
         assert answer["groups"][0]["first_cause"]["exit_code"] == 3
         later = cli.submit(cli.spec(SPIN.replace("sleep 600", "true"), "second.yaml"))
         wait_until(lambda: cli.query(later)["groups"][0]["message"], 120, "it waits")
+        # The supervisor, which cannot end the first job yet, has taken the second workflow meanwhile.
+        assert "all workflows have ended" not in (cli.state / "supervisor.log").read_text()
     finally:
         cluster.slurm.start_controller()
     cli.await_status(later, "COMPLETED", timeout=240)

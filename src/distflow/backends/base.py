@@ -522,6 +522,10 @@ class Backend(Protocol):
         """
         ...
 
+    def is_releasing(self) -> bool:
+        """Return whether allocations that are no longer wanted are still being released."""
+        ...
+
     def close(self) -> None:
         """Close all connections."""
         ...

@@ -86,6 +86,9 @@ ORPHAN_PATIENCE_S = 3600.0
 """Seconds that a supervisor runs only for a lost node, to stop the orphan processes that may still run there."""
 
 _IDLE_S = 5.0
+_RELEASE_S = 60.0
+"""Seconds that a supervisor without work waits until allocations are released."""
+_RELEASING_STEP_S = 0.2
 _ROUNDS = 20
 """Decisions that may follow from one another at one instant; more would be a bug."""
 
@@ -181,11 +184,16 @@ class Supervisor:
         self._inbox.put(Wake())
 
     def run(self) -> None:
-        """Work until there is no unfinished workflow."""
+        """Work until there is no unfinished workflow.
+
+        Then wait, for at most a minute, until the allocations of ended workflows are released. New workflows end this wait.
+        """
         try:
-            wake_at = self.step(0.0)
-            while self._is_needed():
-                wake_at = self.step(_IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - self._now())))
+            wake_at, needed_at = self.step(0.0), self._now()
+            while (is_needed := self._is_needed()) or (self._is_releasing() and self._now() < needed_at + _RELEASE_S):
+                needed_at = self._now() if is_needed else needed_at
+                patience_s = _IDLE_S if is_needed else _RELEASING_STEP_S
+                wake_at = self.step(patience_s if wake_at is None else min(patience_s, max(0.0, wake_at - self._now())))
         finally:
             self._transfers.close()
             for backend in self._backends.values():
@@ -207,6 +215,9 @@ class Supervisor:
             not _is_over(one.record) or any(task.orphan and (task.ended_at or 0) > patience for task in _tasks(one.record))
             for one in self._workflows.values()
         )
+
+    def _is_releasing(self) -> bool:
+        return any(backend.is_releasing() for backend in self._backends.values())
 
     # Observing.
 

@@ -301,6 +301,10 @@ class FakeBackend:
         """Refuse, like a node without a driver."""
         raise RelayRequired(f"{key.node}: it has no driver")
 
+    def is_releasing(self) -> bool:
+        """Return False: these nodes are not allocated."""
+        return False
+
     def close(self) -> None:
         """Close the connections. Attempts continue; they are reported after ``connect`` and a new ``watch``."""
         self._is_closed = True

@@ -125,7 +125,7 @@ class RayCluster:
         daemon = self._daemons.pop(node, None)
         if daemon is not None:
             daemon.kill()
-            daemon.wait(20)
+            daemon.wait(60)
         wait_until(lambda: not _kill(self.processes(node)), 30, f"all processes of {node} have ended")
 
     def restart_head(self) -> None:

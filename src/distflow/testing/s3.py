@@ -98,7 +98,7 @@ class S3Server:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def freeze(self) -> None:
         """Suspend it: the kernel still accepts connections, but nothing answers."""

@@ -160,7 +160,7 @@ class Slurm:
         for daemon in self._daemons.values():
             daemon.kill()
         for daemon in self._daemons.values():
-            daemon.wait(10)
+            daemon.wait(60)
         self._daemons.clear()
         wait_until(lambda: not self._kill(self.processes()), 20.0, f"all processes of {self.folder} have ended")
         shutil.rmtree(self._spool, ignore_errors=True)
@@ -282,7 +282,7 @@ class Slurm:
     def _end(self, name: str, number: signal.Signals) -> None:
         daemon = self._daemons.pop(name)
         daemon.send_signal(number)
-        daemon.wait(20)
+        daemon.wait(60)
 
     @staticmethod
     def _kill(pids: list[int]) -> list[int]:

@@ -171,7 +171,7 @@ class Sshd:
         for pid in (process.pid, *served):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
 
     def restart(self) -> None:
         """End it with all connections, and start it again at the same address with the same keys."""

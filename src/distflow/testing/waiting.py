@@ -12,14 +12,17 @@ __all__ = ["FakeClock", "is_alive", "wait_until"]
 
 
 _T = TypeVar("_T")
+_LEAST_S = 60.0
 
 
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
     Pauses for four times the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
-    Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
+    Raises ``TimeoutError`` naming ``what`` after ``timeout_s``, or after a minute if that is longer: what takes a second on an
+    idle machine may take half a minute while several tests start processes.
     """
+    timeout_s = max(timeout_s, _LEAST_S)
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while True:

@@ -57,7 +57,7 @@ def make_node(make_server: MakeServer, tmp_path: Path) -> MakeNode:
 
 def failure(reach: Reach, server: Sshd, *, root: str = ROOT, python: str = PYTHON) -> BootstrapFailed:
     with pytest.raises(BootstrapFailed) as caught:
-        connect(reach(server), root, python, timeout_s=20).close()
+        connect(reach(server), root, python, timeout_s=60).close()
     return caught.value
 
 
@@ -67,7 +67,7 @@ def test_a_full_disk(make_node: MakeNode, reach: Reach) -> None:
     assert error.detail == f"distflow's runtime has no room in {NODE}: its disk is full"
     assert "`root:`" in error.hint
     # What did not fit is not left there, or each try would take more.
-    left = reach(server).run(["find", f"{NODE}/runtime", "-mindepth", "1"], timeout_s=20)
+    left = reach(server).run(["find", f"{NODE}/runtime", "-mindepth", "1"], timeout_s=60)
     assert left.stdout == b""
 
 
@@ -150,7 +150,7 @@ def test_a_login_shell_that_prints_and_exits(make_node: MakeNode, reach: Reach, 
 def test_a_login_shell_that_does_not_exist_refuses_the_login(make_node: MakeNode, reach: Reach) -> None:
     server = make_node(user="ada", passwd="ada:x:12345:12345::/tmp:/no/such/shell")
     with pytest.raises(AuthenticationRefused):
-        connect(reach(server), ROOT, PYTHON, timeout_s=20)
+        connect(reach(server), ROOT, PYTHON, timeout_s=60)
 
 
 def test_a_broken_connection_is_not_a_fault_of_the_node(make_server: MakeServer, reach: Reach) -> None:
@@ -162,12 +162,12 @@ def test_a_broken_connection_is_not_a_fault_of_the_node(make_server: MakeServer,
     server._options["ForceCommand"] = f"exec {killer}"
     server.restart()
     with pytest.raises(NodeUnreachable, match="the connection broke before the agent answered"):
-        connect(reach(server), ROOT, PYTHON, timeout_s=20)
+        connect(reach(server), ROOT, PYTHON, timeout_s=60)
 
 
 def test_no_exec_is_no_matter_to_the_runtime(make_node: MakeNode, reach: Reach) -> None:
     server = make_node("mount -t tmpfs -o noexec none /mnt")
-    link = connect(reach(server), ROOT, PYTHON, timeout_s=20)
+    link = connect(reach(server), ROOT, PYTHON, timeout_s=60)
     try:
         assert link.request("hello", watch=[])["facts"]["root"] == NODE
     finally:

@@ -40,7 +40,7 @@ def _fails(transport: Transport) -> bool:
 
 def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) -> None:
     transport = reach(server)
-    transport.run(["true"], timeout_s=20)
+    transport.run(["true"], timeout_s=60)
     link = transport._shared.current
     assert link is not None
     wire = link._transport
@@ -99,7 +99,7 @@ def test_a_channel_carries_32_mib_each_way(server: Sshd, reach: Reach) -> None:
         assert piece
         assert len(piece) <= 65536
         received += piece
-    writer.join(10)
+    writer.join(60)
     channel.close()
     assert received == data
 
@@ -130,7 +130,7 @@ def test_the_end_of_the_connection_is_reported_and_the_next_use_reconnects(make_
     with pytest.raises(NodeUnreachable):
         wait_until(lambda: channel.write(b"two\n"), 15, "the end is noticed")
     channel.close()
-    assert transport.run(["echo", "again"], timeout_s=20).stdout == b"again\n"
+    assert transport.run(["echo", "again"], timeout_s=60).stdout == b"again\n"
 
 
 def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach:
 def test_a_server_that_is_away_is_an_error_each_time_and_comes_back(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     transport = reach(server)
-    assert transport.run(["echo", "1"], timeout_s=20).stdout == b"1\n"
+    assert transport.run(["echo", "1"], timeout_s=60).stdout == b"1\n"
     server.stop()
     wait_until(lambda: _fails(transport), 20, "the end is noticed")
     assert _fails(transport)
     server.start()
-    assert transport.run(["echo", "2"], timeout_s=20).stdout == b"2\n"
+    assert transport.run(["echo", "2"], timeout_s=60).stdout == b"2\n"
 
 
 def test_output_of_a_forced_command_does_not_disturb_the_agent(make_server: MakeServer, reach: Reach) -> None:
@@ -206,7 +206,7 @@ def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server
     other, gone = make_server("gpu2", "127.0.1.2"), make_server("gpu3", "127.0.1.3")
     gone.stop()
     transports = [reach(one) for one in (server, gone, other)]
-    outcomes = fan_out(transports, lambda one: one.run(["echo", one.name], timeout_s=20).stdout)
+    outcomes = fan_out(transports, lambda one: one.run(["echo", one.name], timeout_s=60).stdout)
     assert [one.node for one in outcomes] == ["gpu1", "gpu3", "gpu2"]
     assert [one.value for one in outcomes] == [b"gpu1\n", None, b"gpu2\n"]
     assert [one.is_ok for one in outcomes] == [True, False, True]
@@ -223,9 +223,9 @@ def test_arguments_arrive_through_every_login_shell(shell: str, make_server: Mak
     forced = f'{quote([path])} -c "$SSH_ORIGINAL_COMMAND"'
     server = make_server(alias=shell, options={"ForceCommand": forced})
     words = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb\n", "*", "", "ü→", "-n", "\\", "\\\\n", "!x", "~", "=ls", "%d", "a\tb"]
-    done = reach(server).run(["printf", "%s\\0", *words], timeout_s=20)
+    done = reach(server).run(["printf", "%s\\0", *words], timeout_s=60)
     assert done.stdout.decode().split("\0")[:-1] == words, done.stderr
-    assert reach(server).run(["/no/such/program"], timeout_s=20).exit_code == 127
+    assert reach(server).run(["/no/such/program"], timeout_s=60).exit_code == 127
 
 
 def test_a_node_that_runs_no_commands_says_so(make_server: MakeServer, reach: Reach) -> None:
@@ -237,21 +237,21 @@ def test_a_node_that_runs_no_commands_says_so(make_server: MakeServer, reach: Re
 
 def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
-    transport = reach(server, connect_timeout_s=10)
-    transport.run(["true"], timeout_s=20)
+    transport = reach(server, connect_timeout_s=60)
+    transport.run(["true"], timeout_s=60)
     server.freeze()
     before = time.monotonic()
     with pytest.raises(NodeUnreachable, match="did not start a command within 1 s"):
         transport.run(["true"], timeout_s=1)
-    assert time.monotonic() - before < 9  # connecting may take 10
+    assert time.monotonic() - before < 50  # connecting may take 60
     server.thaw()
-    assert transport.run(["echo", "thawed"], timeout_s=20).stdout == b"thawed\n"
+    assert transport.run(["echo", "thawed"], timeout_s=60).stdout == b"thawed\n"
 
 
 def test_an_idle_connection_is_polled_once_a_second(server: Sshd, reach: Reach) -> None:
     # At paramiko's 0.1 s, a hundred idle nodes keep a core busy. The attribute is private: this proves that it still works.
     transport = reach(server)
-    transport.run(["true"], timeout_s=20)
+    transport.run(["true"], timeout_s=60)
     assert transport._shared.current is not None
     assert transport._shared.current._transport is not None
     assert transport._shared.current._transport.sock.gettimeout() == 1.0
@@ -265,7 +265,7 @@ def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
     for _ in range(3):
         transport = reach(server)
         channel = transport.open(["cat"])
-        transport.run(["true"], timeout_s=20)
+        transport.run(["true"], timeout_s=60)
         transport.close()
         channel.close()
     wait_until(lambda: held() <= before, 20, f"as few descriptors and threads as before: {before}")
@@ -311,7 +311,7 @@ def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp
     exchange.join(60)
     assert first.is_active()
     assert command.exit_code == 128 + signal.SIGKILL
-    assert node.run(["echo", "still here"], timeout_s=20).stdout == b"still here\n"
+    assert node.run(["echo", "still here"], timeout_s=60).stdout == b"still here\n"
     assert node._shared.current._transport is first
 
 
@@ -340,7 +340,7 @@ def test_keys_are_exchanged_again_while_commands_come_and_go(
     server = make_server(options={"RekeyLimit": "1M"} if by == "server" else {})
     transport = reach(server)
     data = os.urandom(_MIB) * 8
-    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    assert transport.run(["true"], timeout_s=60).exit_code == 0
     assert transport._shared.current is not None
     assert transport._shared.current._transport is not None
     first = transport._shared.current._transport

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ssh
 
 
 def works(transport: SshTransport) -> bool:
-    return transport.run(["echo", "in"], timeout_s=20).stdout == b"in\n"
+    return transport.run(["echo", "in"], timeout_s=60).stdout == b"in\n"
 
 
 def fingerprint(key: Path) -> str:

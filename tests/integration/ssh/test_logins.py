@@ -41,7 +41,7 @@ class Agent:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 @pytest.fixture

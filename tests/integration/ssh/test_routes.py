@@ -92,7 +92,7 @@ def to(port: int, **fields: object) -> SshTransport:
     return SshTransport("n1", SshDestination(**given))  # type: ignore[arg-type]
 
 
-def failure(transport: SshTransport, within_s: float = 15.0) -> str:
+def failure(transport: SshTransport, within_s: float = 30.0) -> str:
     """What is said when the node cannot be reached, within the time."""
     before = time.monotonic()
     with pytest.raises(NodeUnreachable) as caught:
@@ -318,7 +318,7 @@ class TestJumpHosts:
         # Long enough for a busy machine to log in at the first one.
         with pytest.raises(NodeUnreachable, match=r"jump host inner .* within 6 s"):
             reach(server, config_file=configure(*stanzas), connect_timeout_s=6.0).open(["true"])
-        assert time.monotonic() - before < 12
+        assert time.monotonic() - before < 30
 
 
 class TestProxyCommands:

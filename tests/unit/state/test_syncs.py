@@ -89,7 +89,7 @@ def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypa
         wait_until(lambda: syncs.is_running(SYNC))
         syncs.write(replace(SYNC, pid=holder.pid))
         syncs.stop(SYNC)
-        assert holder.wait(10) == (-9 if deaf else -15)
+        assert holder.wait(60) == (-9 if deaf else -15)
     # A number of a process that holds no lock is nobody of ours.
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         syncs.write(replace(SYNC, pid=stranger.pid))

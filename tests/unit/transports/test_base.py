@@ -36,7 +36,7 @@ def test_not_more_than_the_limit_at_a_time() -> None:
             most[0] = max(most[0], running[0])
             if running[0] == 3:
                 full.set()
-        assert full.wait(10)
+        assert full.wait(60)
         with lock:
             running[0] -= 1
 

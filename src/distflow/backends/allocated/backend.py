@@ -94,7 +94,7 @@ _GUESSED = (
 """How a node explains an end that the engine may have caused: it stops processes by signals, and kills those that remain."""
 _REQUESTS_AT_ONCE = 8
 """Requests between two questions, so that many new gangs do not delay news about the others."""
-_CLOSE_S = 60.0
+_CLOSE_S = 10.0
 """Seconds in which ``close`` tries to release what is no longer wanted."""
 _LAST_S = 15.0
 
@@ -155,6 +155,7 @@ class AllocatedBackend:
         self._held: dict[Allocation, _Held] = {}
         self._unwanted: dict[str, int | None] = {}
         """Ids of allocations to release, each with the exit code of its gang; ``None`` if the gang did not end by itself."""
+        self._is_releasing = False
         self._kept: Collection[Allocation] = ()
         self._ended: set[str] | None = None
         """Workflows whose leftover allocations are to be found and released; ``None``: none are to be found."""
@@ -268,6 +269,11 @@ class AllocatedBackend:
         except KeyError:
             raise StorageError(f"{key.node} is no longer allocated") from None
 
+    def is_releasing(self) -> bool:
+        """Return whether allocations that are no longer wanted are still being released."""
+        with self._changed:
+            return self._is_releasing or bool(self._unwanted)
+
     def close(self) -> None:
         """Release what is no longer wanted, and close all connections. Other allocations stay."""
         with self._changed:
@@ -352,8 +358,10 @@ class AllocatedBackend:
                     continue
                 unwanted, self._unwanted = self._unwanted, {}
                 ended, self._ended = self._ended, None
+                self._is_releasing = bool(unwanted)
             try:
                 self._release(unwanted, ended)
+                self._is_releasing = False
                 if not self._is_closing:
                     self._request_due()
                     self._poll()
@@ -365,13 +373,14 @@ class AllocatedBackend:
                 with self._changed:
                     if self._is_closing and time.monotonic() > self._closes_at:
                         return
-                    self._unwanted = unwanted | self._unwanted
+                    self._unwanted, self._is_releasing = unwanted | self._unwanted, False
                     if ended is not None:
                         self._look_for(ended)
                     for held in self._held.values():
                         self._say(held, error.message)
                         self._believe(held, until=time.monotonic() - _UNANSWERED_S)
             except Exception:  # noqa: BLE001  only this thread asks the engine
+                self._is_releasing = False
                 failures += 1
                 retry_at = time.monotonic() + _pause_s(failures)
                 sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log

@@ -214,6 +214,10 @@ class MachinesBackend:
         """Let the node upload the output of an ended attempt to its store."""
         return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, progress)
 
+    def is_releasing(self) -> bool:
+        """Return False: these nodes are not allocated."""
+        return False
+
     def close(self) -> None:
         """Close all connections."""
         self._collector.close()
