@@ -15,7 +15,30 @@ from pathlib import Path
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
 
-__all__ = ["Lab", "alternate", "show"]
+__all__ = ["Lab", "alternate", "show", "write_all_reduce"]
+
+_ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+assert one.item() == dist.get_world_size() == 2
+dist.destroy_process_group()
+"""
+_ALL_REDUCE_SPEC = """
+workflow:
+  name: one
+  groups:
+  - name: all
+    launcher: torchrun
+    tasks:
+    - name: master
+      lead: true
+      ranks: {{size: 1}}
+      command: &run [{python}, /one.py]
+      files: &files [{{path: /one.py, localpath: {script}}}]
+    - {{name: worker, ranks: {{size: 1}}, command: *run, files: *files}}
+"""
 
 
 class Lab:
@@ -80,6 +103,13 @@ class Lab:
         )
         if done.returncode != 0:
             raise RuntimeError(f"{command[:4]}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def write_all_reduce(folder: Path) -> tuple[Path, str]:
+    """Write a script that two ranks run for one all-reduce. Return its path, and a spec that runs it in two tasks."""
+    script = folder / "one.py"
+    script.write_text(_ALL_REDUCE)
+    return script, _ALL_REDUCE_SPEC.format(python=sys.executable, script=script)
 
 
 def alternate(

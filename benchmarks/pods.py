@@ -18,35 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import alternate, show
+from lab import alternate, show, write_all_reduce
 
 from distflow.testing.kubernetes import IMAGE, KubernetesCluster, find_kubernetes, pod_template
 from distflow.testing.waiting import wait_until
 
 RUNS = 3
 LIMIT = 1.2
-ONE = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-one = torch.ones(1)
-dist.all_reduce(one)
-assert one.item() == dist.get_world_size() == 2
-dist.destroy_process_group()
-"""
-SPEC = """
-workflow:
-  name: one
-  groups:
-  - name: all
-    launcher: torchrun
-    tasks:
-    - name: master
-      lead: true
-      ranks: {{size: 1}}
-      command: &run [{python}, /one.py]
-      files: &files [{{path: /one.py, localpath: {script}}}]
-    - {{name: worker, ranks: {{size: 1}}, command: *run, files: *files}}
-"""
 
 
 class Bench:
@@ -69,8 +47,7 @@ class Bench:
         }
         pool = {"backend": "kubernetes", "python": sys.executable, "kubernetes": settings}
         (folder / "distflow.yaml").write_text(json.dumps({"pools": {"pods": pool}}))
-        (folder / "one.py").write_text(ONE)
-        (folder / "spec.yaml").write_text(SPEC.format(python=sys.executable, script=folder / "one.py"))
+        (folder / "spec.yaml").write_text(write_all_reduce(folder)[1])
 
     def run(self, *words: str) -> str:
         """Run a command of distflow to its end, and return its output."""

@@ -22,7 +22,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from lab import alternate, show
+from lab import alternate, show, write_all_reduce
 
 from distflow.testing.slurm import Slurm
 from distflow.testing.sshd import Sshd
@@ -33,28 +33,6 @@ LIMIT = 1.15
 QUEUE = 100
 MOST_QUESTIONS = 12
 MOST_CONNECTIONS = 4
-ONE = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-one = torch.ones(1)
-dist.all_reduce(one)
-assert one.item() == dist.get_world_size() == 2
-dist.destroy_process_group()
-"""
-SPEC = """
-workflow:
-  name: one
-  groups:
-  - name: all
-    launcher: torchrun
-    tasks:
-    - name: master
-      lead: true
-      ranks: {{size: 1}}
-      command: &run [{python}, /one.py]
-      files: &files [{{path: /one.py, localpath: {script}}}]
-    - {{name: worker, ranks: {{size: 1}}, command: *run, files: *files}}
-"""
 BATCH = """#!/bin/sh
 #SBATCH --nodes=2 --ntasks-per-node=1 --output={folder}/slurm.out
 export GLOO_SOCKET_IFNAME=lo
@@ -166,13 +144,12 @@ def main() -> int:
     """Run the measurements. Return 0 if the limits are met, 1 otherwise."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name, Slurm(Path(name) / "cluster") as cluster:
         folder = Path(name)
-        script = folder / "one.py"
-        script.write_text(ONE)
+        script, spec = write_all_reduce(folder)
         bench = Bench(folder, cluster)
         given = {"python": sys.executable, "script": script, "folder": folder}
         contestants = {
             "sbatch with srun torchrun": partial(bench.batch, BATCH.format(**given)),
-            "distflow, spec": partial(bench.submit, SPEC.format(**given), "--wait"),
+            "distflow, spec": partial(bench.submit, spec, "--wait"),
             "distflow.run": partial(bench.program, "distflow", DISTFLOW),
         }
         if importlib.util.find_spec("submitit") is None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distflow.documents.requirements import Requirements
 from distflow.lifecycle.clocks import Clock
@@ -428,7 +428,8 @@ class LogSink(Protocol):
         ...
 
 
-NO_EXIT_CODES: Mapping[AttemptKey, int] = MappingProxyType({})
+NO_EXIT_CODES: Mapping[Any, int] = MappingProxyType({})
+"""Of attempts, and of allocations of cluster engines."""
 
 
 class Backend(Protocol):

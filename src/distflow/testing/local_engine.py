@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.backends.allocated.engine import (
-    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -20,6 +19,7 @@ from distflow.backends.allocated.engine import (
     RequestRefused,
     node_name,
 )
+from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Transport
@@ -90,7 +90,7 @@ class LocalEngine:
             self._ask()
             return {name: job.allocation for name, job in self._jobs.items() if not isinstance(job.state, Over)}
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """End allocations."""
         with self._lock:
             self._ask()

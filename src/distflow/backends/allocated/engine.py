@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
+from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import Reason
 from distflow.transports.base import Transport
 
 __all__ = [
-    "NO_CODES",
     "Allocation",
     "AllocationRequest",
     "AllocationState",
@@ -150,9 +149,6 @@ class Relay(Transport, Protocol):
         ...
 
 
-NO_CODES: Mapping[str, int] = MappingProxyType({})
-
-
 class Engine(Protocol):
     """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine cannot be asked now."""
 
@@ -179,7 +175,7 @@ class Engine(Protocol):
         """Return all allocations of this user that carry a marker and have not ended, by id."""
         ...
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """End allocations, waiting or granted. Does nothing for those that have ended.
 
         ``exit_codes``: id → exit code of a gang that ended by itself, which the engine's accounting shows if it can. The

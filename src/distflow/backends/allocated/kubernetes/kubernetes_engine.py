@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from distflow.backends.allocated.engine import (
-    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -39,6 +38,7 @@ from distflow.backends.allocated.kubernetes.pods import (
     pod_manifest,
     pod_name,
 )
+from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.states import Reason
@@ -140,7 +140,7 @@ class KubernetesEngine:
                 found[str(one["metadata"]["name"])] = allocation
         return found
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:  # noqa: ARG002  pods are deleted
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  pods are deleted
         """Delete allocations with their pods."""
         for name in ids:
             try:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from distflow.backends.allocated.engine import (
-    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -21,6 +20,7 @@ from distflow.backends.allocated.ray.door import DoorTransport
 from distflow.backends.allocated.ray.program import ClusterProgram
 from distflow.backends.allocated.ray.ray_checks import check_ray
 from distflow.backends.allocated.ray.states import Door, parse_allocation
+from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import did_you_mean, plain
 from distflow.errors import NodeUnreachable
@@ -104,7 +104,7 @@ class RayEngine:
             raise self._strange(error) from error
         return {one: allocation for one, allocation in names.items() if allocation is not None}
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:  # noqa: ARG002  Ray keeps no accounts
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  Ray keeps no accounts
         """Remove placement groups and their actors, and with them all of their processes."""
         self._program.ask("release", ids=list(ids))
         with self._state:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from distflow.backends.allocated.engine import (
-    NO_CODES,
     Allocation,
     AllocationRequest,
     AllocationState,
@@ -56,6 +55,7 @@ from distflow.backends.allocated.slurm.job_states import (
     state_text,
 )
 from distflow.backends.allocated.slurm.slurm_checks import check_slurm
+from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
@@ -180,7 +180,7 @@ class SlurmEngine:
         with self._state:
             return dict(self._active)
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_CODES) -> None:
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """Cancel jobs, waiting or running. Jobs with an exit code end by it, if their resident program answers."""
         with self._state:
             is_known = all(job in self._active or job in self._submitted for job in ids)
