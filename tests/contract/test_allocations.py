@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from distflow.backends.allocated import backend
 from distflow.backends.allocated.backend import AllocatedBackend
 from distflow.backends.allocated.engine import Over, node_name
 from distflow.backends.base import (
@@ -152,16 +153,26 @@ def test_a_gang_waits_with_the_engines_reason_and_gets_a_node_for_each_task(benc
     bench.await_one(Unanswered, key=keys[0])
 
 
-def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("over", "reason"),
+    [
+        (Over(reason=Reason.PREEMPTED, message="preempted by job 7"), Reason.PREEMPTED),
+        (Over(reason=None, message="the program of another node failed", is_failure=True), Reason.NODE_LOST),
+    ],
+)
+def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, over: Over, reason: Reason
+) -> None:
+    monkeypatch.setattr(backend, "_RECOVERY_S", 2.0)
     killed, other = bench.lease("a", "b")
     pid = bench.start(killed, "sleep 600")
     bench.start(other, "trap '' TERM; sleep 600")
-    bench.engine.end("1", Over(reason=Reason.PREEMPTED, message="preempted by job 7"))
+    bench.engine.end("1", over)
     os.kill(pid, signal.SIGTERM)
     end = bench.await_one(Ended, key=killed).end
-    assert (end["reason"], end["allocation"], end["message"]) == ("allocation_over", Reason.PREEMPTED, "preempted by job 7")
+    assert (end["reason"], end["allocation"], end["message"]) == ("allocation_over", reason, over.message)
     assert end["signal"] == signal.SIGTERM
-    assert bench.await_one(Ended, key=other).end["allocation"] is Reason.PREEMPTED
+    assert bench.await_one(Ended, key=other).end["allocation"] is reason
     bench.await_one(LogComplete, key=other)
     assert len([one for one in bench.seen if isinstance(one, Ended)]) == 2
     # The engine in memory ends no processes.

@@ -9,6 +9,7 @@ preempted.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 import time
@@ -59,7 +60,7 @@ from distflow.lifecycle.states import Reason
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
-from distflow.protocol.ends import EndReason
+from distflow.protocol.ends import EndReason, code_of
 from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery
@@ -521,7 +522,7 @@ class AllocatedBackend:
         """Take what an attempt recorded. What the agent on the login node concludes from missing processes is wrong."""
         if isinstance(seen, Absent | LogComplete):
             held.recovering.add(seen.key)
-        elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED:
+        elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(held.over, seen.end):
             held.attempts[seen.key] = True
             self._sink(seen)
         if held.over is not None and held.recovering.issuperset(held.attempts):
@@ -533,7 +534,7 @@ class AllocatedBackend:
         # First those on the nodes that caused the end: the first failure is the cause of the others.
         for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
             _, seen = held.doubtful.get(key, (0.0, None))
-            if not is_reported and (seen is None or state.reason is not None):
+            if not is_reported and (seen is None or state.reason is not None or _was_killed(state, seen.end)):
                 told: dict[str, object] = dict(seen.end) if seen is not None else {}
                 reason = Reason.NODE_LOST if state.reason is None else state.reason
                 told |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
@@ -700,6 +701,12 @@ def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
     """Return whether the engine may have caused an end: not if the command succeeded, and not if distflow stopped it."""
     reason = EndReason.of(end.get("reason", EndReason.EXITED))
     return reason in _GUESSED or (reason is EndReason.EXITED and end.get("exit_code") != 0)
+
+
+def _was_killed(over: Over | None, end: Mapping[str, Any]) -> bool:
+    """Return whether the engine killed a task because a program that distflow started failed on another node."""
+    killed = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return over is not None and over.is_failure and code_of(end.get("exit_code"), end.get("signal")) in killed
 
 
 def _wanted(allocation: Allocation, request: LeaseRequest) -> AllocationRequest:
