@@ -25,7 +25,10 @@ class KubernetesPool:
         self.configure()
 
     def configure(self, *, folders: tuple[str, ...] = (), kubernetes: dict[str, Any] | None = None, **settings: Any) -> None:
-        """Write the configuration, with settings of the pool and its ``kubernetes``. Pods see ``folders`` of this machine."""
+        """Write the configuration, with settings of the pool and its ``kubernetes`` (``None``: without this one).
+
+        Pods see ``folders`` of this machine.
+        """
         folder = self.cli.folder
         given = {
             "kubeconfig": str(self.cluster.kubeconfig),
@@ -34,7 +37,8 @@ class KubernetesPool:
             "pod_template": "pod.json",
         }
         (folder / "pod.json").write_text(json.dumps(pod_template(*folders)))
-        pool = {"backend": "kubernetes", "python": sys.executable, "kubernetes": given | (kubernetes or {})}
+        given = {name: value for name, value in (given | (kubernetes or {})).items() if value is not None}
+        pool = {"backend": "kubernetes", "python": sys.executable, "kubernetes": given}
         text = json.dumps({"default_pool": "pods", "pools": {"pods": pool | settings}})
         (folder / "distflow.yaml").write_text(text)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
-from distflow.testing.kubernetes import KubernetesCluster, pod_template
+from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
@@ -28,6 +31,21 @@ workflow:
     - {name: worker, ranks: {size: 1}, command: [sh, -c, 'echo "rank $DISTFLOW_RANK_OFFSET"; sleep 600']}
   resources: {default: {cpu: 0}}
 """
+
+POD_GROUPS: dict[str, Any] = {
+    "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+    "metadata": {"name": "podgroups.scheduling.volcano.sh"},
+    "spec": {
+        "group": "scheduling.volcano.sh", "scope": "Namespaced",
+        "names": {"plural": "podgroups", "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"},
+        "versions": [
+            {
+                "name": "v1beta1", "served": True, "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -158,6 +176,53 @@ def test_a_task_that_uses_too_much_memory_is_named(pool: KubernetesPool) -> None
     _ends(pool, workflow, "FAILED_EVICTED", "FAILED")
 
 
+def test_a_distflow_in_a_pod_needs_only_the_documented_role(pool: KubernetesPool, repository: Path) -> None:
+    """It has no kubeconfig: it uses the service account of its pod, whose files are those that Kubernetes mounts."""
+    cli, cluster = pool.cli, pool.cluster
+    if not cluster.is_own:
+        pytest.skip("pods of another cluster do not see the files of this machine")
+    pool.configure(kubernetes={"kubeconfig": None, "namespace": None})
+    page = (repository / "docs/kubernetes.md").read_text()
+    role = yaml.safe_load(re.findall(r"```text\n(apiVersion: rbac.*?)```", page, re.DOTALL)[0])
+    role["metadata"]["namespace"] = pool.namespace
+    account = {"kind": "ServiceAccount", "apiVersion": "v1", "metadata": {"name": "runs"}}
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": {"name": "runs"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role["metadata"]["name"]},
+        "subjects": [{"kind": "ServiceAccount", "name": "runs", "namespace": pool.namespace}],
+    }  # fmt: skip
+    # The test cluster does not mount these files by itself, and its pods reach the API server only over the host's network.
+    authority = (cluster.folder / "certs/apiserver.crt").read_text()
+    files = {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "ca"}, "data": {"ca.crt": authority}}
+    sources = [
+        {"serviceAccountToken": {"path": "token"}}, {"configMap": {"name": "ca"}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    ]  # fmt: skip
+    server = urlsplit(json.loads(cluster.kubectl("config", "view", "-o", "json"))["clusters"][0]["cluster"]["server"])
+    given = {"KUBERNETES_SERVICE_HOST": server.hostname, "KUBERNETES_SERVICE_PORT": str(server.port), "HOME": str(cli.folder)}
+    given |= {name: cli.environment[name] for name in ("DISTFLOW_STATE", "DISTFLOW_CONFIG")}
+    run = f"{sys.executable} -m distflow"
+    spec = cli.spec(SPIN.replace("sleep 600", "true"))
+    log = cli.folder / "log"
+    command = f"exec >{log} 2>&1; {run} pool check; {run} submit {spec} --wait; while [ ! -e {log}.go ]; do sleep 0.2; done"
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cli"}, **pod_template(str(cli.folder), str(repository))}
+    (container,) = pod["spec"]["containers"]
+    container |= {"name": "cli", "image": IMAGE, "command": ["sh", "-c", command]}
+    container["env"] = [{"name": name, "value": value} for name, value in given.items()]
+    container["volumeMounts"].append({"name": "account", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"})
+    pod["spec"] |= {"restartPolicy": "Never", "hostNetwork": True, "serviceAccountName": "runs"}
+    pod["spec"]["volumes"].append({"name": "account", "projected": {"sources": sources}})
+    for one in (account, role, binding, files, pod):
+        cluster.kubectl("apply", "-n", pool.namespace, "-f", "-", stdin=json.dumps(one))
+
+    wait_until(lambda: log.exists() and "rank 1" in log.read_text(), 200, "the gang has run")
+    wait_until(lambda: not pool.owners(), 90, "nothing is left")
+    assert "is Python 3." in log.read_text(), log.read_text()
+    assert "these calls are not allowed" not in log.read_text(), log.read_text()
+    (cli.folder / "log.go").touch()
+    wait_until(lambda: "Succeeded" in cluster.kubectl("get", "pod", "cli", "-n", pool.namespace, "-o", "yaml"), 60, "it ends")
+
+
 def test_reap_deletes_the_pods_of_ended_workflows(pool: KubernetesPool) -> None:
     cli = pool.cli
     done = cli.run("workflow", "submit", cli.spec(SPIN.replace("sleep 600", "true")), "--wait")
@@ -243,6 +308,25 @@ def test_a_gang_of_which_only_a_part_gets_nodes_gives_them_back(pool: Kubernetes
     wait_until(lambda: "only 1 of 2 pods got a node" in cli.run("workflow", "events", workflow).out, 60, "the reason is shown")
     wait_until(lambda: first[0] not in pool.owners(), 60, "the first pods are deleted")
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    pool.await_nothing()
+
+
+def test_volcano_gets_a_group_of_pods_that_ends_with_the_gang(pool: KubernetesPool) -> None:
+    """The API server has the objects of Volcano, but no Volcano runs, so the pods wait."""
+    if not pool.cluster.is_own:
+        pytest.skip("the test adds a kind of objects to the cluster")
+    cli = pool.cli
+    pool.configure(kubernetes={"scheduler": "volcano", "queue": "q"})
+    workflow = cli.submit(cli.spec(SPIN))
+    assert "does not have Volcano's PodGroups" in _cause(_ends(pool, workflow, "FAILED_START_ERROR"))
+    pool.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(POD_GROUPS))
+    pool.cluster.kubectl("wait", "--for=condition=Established", "crd/podgroups.scheduling.volcano.sh")
+    workflow = cli.submit(cli.spec(SPIN))
+    wait_until(lambda: len(pool.pods()) == 2, 60, "both pods are created")
+    (group,) = pool.cluster.objects("podgroups", pool.namespace)
+    assert (group["spec"], group["metadata"]["name"]) == ({"minMember": 2, "queue": "q"}, pool.owners()[0])
+    assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
+    wait_until(lambda: not pool.cluster.objects("podgroups", pool.namespace), 120, "the group of pods is gone")
     pool.await_nothing()
 
 
