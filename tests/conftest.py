@@ -60,7 +60,6 @@ _LONG = (
     "tests/chaos/test_scale.py::test_three_thousand_nodes",
     "tests/scenarios/test_ssh_networks.py",
     "tests/scenarios/test_pool_check.py",
-    "tests/scenarios/test_slurm_specs.py",
     "tests/integration/slurm/test_many_jobs.py",
 )
 """What takes 20 s and more on two cores, the longest first."""

@@ -22,6 +22,7 @@ from distflow.state.record import WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.process import is_running
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
+from distflow.testing.kubernetes import KubernetesCluster
 from distflow.testing.nodes import install_runtime
 from distflow.testing.ray import RayCluster
 from distflow.testing.s3 import S3Server, missing_rclone
@@ -30,6 +31,7 @@ from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 from scenarios.cluster import Cluster
 from scenarios.commands import Commands, Done
+from scenarios.kubernetes_pool import KubernetesPool
 from scenarios.lab import Lab
 from scenarios.raypool import RayPool
 
@@ -284,6 +286,14 @@ def any_cluster(request: pytest.FixtureRequest) -> Cluster:
     """The same on this machine, and through a login node."""
     made: Cluster = request.getfixturevalue(request.param)
     return made
+
+
+@pytest.fixture
+def kubernetes_pool(cli: Cli, kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
+    """A pool ``pods``: a namespace of a real Kubernetes cluster."""
+    made = KubernetesPool(cli, kubernetes)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -1,13 +1,16 @@
-"""One spec file, unchanged, on this machine, over SSH, and on every cluster engine that can be started here."""
+"""The specs of ``workflow_specs/``, unchanged, on every cluster engine, and one of them also on this machine and over SSH."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from distflow.testing.slurm import Slurm, missing_slurm
 from scenarios.cluster import Cluster
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
@@ -32,13 +35,15 @@ def _slurm(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str
     cluster.configure(environment=environment)
 
 
-def _ray(cli: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str]) -> None:
-    RayPool(cli, request.getfixturevalue("ray")).configure(environment=environment)
+def _ray(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str]) -> None:
+    pool: RayPool = request.getfixturevalue("ray_pool")
+    pool.configure(environment=environment, ray={"strategy": "SPREAD"})  # the largest spec has more tasks than nodes
 
 
-def _kubernetes(cli: Cli, request: pytest.FixtureRequest, _: Mapping[str, str]) -> None:
-    made = KubernetesPool(cli, request.getfixturevalue("kubernetes"))
-    request.addfinalizer(made.close)
+def _kubernetes(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str, str]) -> None:
+    """Pods do not see the processes that ``environment`` lets work for them: they import torch themselves."""
+    pool: KubernetesPool = request.getfixturevalue("kubernetes_pool")
+    pool.configure(folders=(str(pool.cli.folder),))
 
 
 POOLS: Mapping[str, Configure] = {"local": _local, "lab": _ssh, "cluster": _slurm, "ray": _ray, "pods": _kubernetes}
@@ -69,3 +74,86 @@ def test_the_same_file_gives_the_same_loss_on_every_backend(
     assert hashlib.sha256(spec.read_bytes()).hexdigest() == digest
     assert len(losses) > 1
     assert len(set(losses.values())) == 1, losses
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a spec does on every cluster."""
+
+    ranks: int
+    values: tuple[str, ...] = ("epochs=6",)
+    results: int = 1
+    """How many of its JSON documents have the accuracy at the end, or a digest of the weights."""
+
+
+SAMPLES: Mapping[str, Sample] = {
+    "hello_world": Sample(2, (), 0),
+    "pipeline": Sample(2, results=2),
+    "pytorch_dist_3": Sample(3),
+    "pytorch_replicas": Sample(2),
+    "pytorch_torchrun": Sample(2),
+    "resume": Sample(2, ("epochs=1", "pause=0", "store=file://FOLDER/store")),
+}
+RUNS = [
+    *((backend, name) for backend in ("cluster", "ray") for name in SAMPLES),
+    *(pytest.param("pods", name, marks=pytest.mark.slow) for name in SAMPLES),  # ranks in pods import torch themselves
+]
+
+
+@pytest.fixture(scope="module")
+def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A cluster of its own: each task needs a node, and the largest spec has three."""
+    if why := missing_slurm():
+        pytest.skip(why)
+    with Slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(three_nodes: Slurm) -> Iterator[Slurm]:
+    """Replaces the cluster that other modules share."""
+    yield three_nodes
+    three_nodes.cancel_jobs()
+
+
+def test_no_spec_is_missing(repository: Path) -> None:
+    assert {path.stem for path in (repository / "workflow_specs").glob("*.yaml")} == {"pytorch_dist", *SAMPLES}
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("backend", "name"), RUNS)
+def test_a_spec_completes_with_exactly_its_ranks(
+    backend: str, name: str, cli: Cli, repository: Path, forking_site: str, request: pytest.FixtureRequest
+) -> None:
+    POOLS[backend](cli, request, {"PYTHONPATH": forking_site})
+    run_sample(cli, repository, name)
+    if backend == "pods":
+        request.getfixturevalue("kubernetes_pool").await_nothing()
+
+
+@pytest.mark.torch
+@pytest.mark.ssh
+@pytest.mark.timeout(400)
+def test_the_pipeline_hands_its_data_on_through_a_login_node(far_cluster: Cluster, repository: Path, forking_site: str) -> None:
+    far_cluster.configure(environment={"PYTHONPATH": forking_site})
+    run_sample(far_cluster.cli, repository, "pipeline")
+
+
+def run_sample(cli: Cli, repository: Path, name: str) -> None:
+    """Run a spec to its end: each task on a node of its own, and each rank exactly once."""
+    sample, spec = SAMPLES[name], str(checkout(cli, repository) / f"{name}.yaml")
+    values = ["--set", *(value.replace("FOLDER", str(cli.folder)) for value in sample.values)] if sample.values else []
+    done = cli.run("workflow", "submit", spec, "--wait", *values, timeout=300)
+    assert done.code == 0, done.err + done.out
+    workflow = done.out.splitlines()[0]
+    log, tasks = cli.logs(workflow), cli.tasks(workflow)
+    rows = json_lines(log)
+    begun = [row for row in rows if row.get("event") == "started" or row.get("begins")]
+    said = [(row["rank"], row.get("world_size", sample.ranks)) for row in begun]
+    said += [(int(rank), int(size)) for rank, size in re.findall(r"rank (\d+) of (\d+)$", log, re.MULTILINE)]
+    assert sorted(said) == [(rank, sample.ranks) for rank in range(sample.ranks)]
+    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+    results = [row for row in rows if row.get("event") in ("finished", "evaluated") or "weights" in row]
+    assert len(results) == sample.results, rows
+    assert all("weights" in row or row["accuracy"] > 0.95 for row in results), results

@@ -17,7 +17,7 @@ from distflow.testing.kubernetes import IMAGE, KubernetesCluster, pod_template
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
-from scenarios.lab import checkout, train
+from scenarios.lab import checkout
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -49,10 +49,8 @@ POD_GROUPS: dict[str, Any] = {
 
 
 @pytest.fixture
-def pool(cli: Cli, kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
-    made = KubernetesPool(cli, kubernetes)
-    yield made
-    made.close()
+def pool(kubernetes_pool: KubernetesPool) -> KubernetesPool:
+    return kubernetes_pool
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ def _ends(pool: KubernetesPool, workflow: str, *statuses: str) -> dict[str, Any]
     return answer
 
 
-def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesPool, repository: Path) -> None:
+def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesPool) -> None:
     cli = pool.cli
     workflow = _runs(pool)
     nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
@@ -99,19 +97,6 @@ def test_a_gang_runs_in_pods_with_its_ranks_and_leaves_nothing(pool: KubernetesP
     assert cli.run("workflow", "exec", workflow, "worker", "--entry", "hostname").out.strip() == f"{pool.owners()[0]}-1"
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     pool.await_nothing()
-    done = cli.run("workflow", "submit", str(checkout(cli, repository) / "hello_world.yaml"), "--wait")
-    assert done.code == 0, done.err + done.out
-    assert "rank 0 of 2" in done.out
-    assert "rank 1 of 2" in done.out
-    pool.await_nothing()
-
-
-@pytest.mark.torch
-def test_a_training_spec_completes(pool: KubernetesPool, repository: Path) -> None:
-    spec = checkout(pool.cli, repository) / "pytorch_dist.yaml"
-    tasks, finished = train(pool.cli, spec, epochs=6)
-    assert finished["accuracy"] > 0.95
-    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
 
 
 def test_pool_check_finds_the_image_and_missing_permissions(pool: KubernetesPool) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from distflow.testing.waiting import wait_until
 from scenarios.cluster import FOREVER, SPIN
 from scenarios.conftest import Cli
-from scenarios.lab import checkout, train
 from scenarios.raypool import RayPool
 
 ALL = FOREVER.replace("cpu: 16", "cpu: 8")
@@ -25,7 +23,7 @@ def waiting(cli: Cli, text: str) -> str:
     return SPIN.replace("sleep 600", f"while [ ! -e {cli.folder / 'go'} ]; do sleep 0.2; done; {text}")
 
 
-def test_a_gang_runs_on_two_nodes_with_its_gpus_and_gives_them_back(any_ray_pool: RayPool, repository: Path) -> None:
+def test_a_gang_runs_on_two_nodes_with_its_gpus_and_gives_them_back(any_ray_pool: RayPool) -> None:
     cli = any_ray_pool.cli
     workflow, group = any_ray_pool.start(SPIN)
     nodes = {name: task["node_name"] for name, task in cli.tasks(workflow).items()}
@@ -38,18 +36,6 @@ def test_a_gang_runs_on_two_nodes_with_its_gpus_and_gives_them_back(any_ray_pool
     ]
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     any_ray_pool.cluster.await_empty()
-    done = cli.run("workflow", "submit", str(checkout(cli, repository) / "hello_world.yaml"), "--wait")
-    assert done.code == 0, done.err + done.out
-    assert "rank 0 of 2" in done.out
-    assert "rank 1 of 2" in done.out
-
-
-@pytest.mark.torch
-def test_a_training_spec_completes_with_exactly_its_ranks(ray_pool: RayPool, repository: Path, forking_site: str) -> None:
-    ray_pool.configure(environment={"PYTHONPATH": forking_site})
-    tasks, finished = train(ray_pool.cli, checkout(ray_pool.cli, repository) / "pytorch_dist.yaml", epochs=6)
-    assert finished["accuracy"] > 0.95
-    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
 
 
 def test_tasks_of_a_packed_gang_share_a_node(ray_pool: RayPool) -> None:
