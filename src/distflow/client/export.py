@@ -23,7 +23,7 @@ from distflow.pools.model import Pool, ssh_node
 from distflow.spec.files import bundle_files
 from distflow.structs import replace
 
-__all__ = ["Exported", "export_to_kubernetes", "export_to_osmo", "export_to_slurm"]
+__all__ = ["Exported", "Kind", "export_to_kubernetes", "export_to_osmo", "export_to_slurm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,14 @@ def export_to_kubernetes(
         client: The client whose configuration the spec may use.
         request: The spec, the values for its template, and the settings of the nodes. A pool with ``backend: kubernetes`` has
             the settings of pods. Default: that of the spec, if it is such a pool.
-        kind: ``jobset``, or ``job`` for plain Indexed Jobs.
+        kind: ``jobset``, ``job`` for plain Indexed Jobs, or ``trainjob`` for a TrainJob of Kubeflow Trainer.
         file: The file to write. Default: no file is written.
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the pool is not one of Kubernetes, the file cannot be written, or manifests cannot express the spec.
+        InputError: if the pool is not one of Kubernetes, or the file cannot be written.
         NotFound: if the pool or the workflow to export does not exist.
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the spec has errors, of which it contains all, or manifests cannot express the spec.
 
     """
     checked = _checked(client, request)
@@ -101,7 +101,7 @@ def export_to_kubernetes(
     checked = with_environment(checked, pool.given.environment)
     with tempfile.TemporaryDirectory() as folder:
         plan, contents = _planned(client, request, checked, pool, Path(folder))
-    text = kubernetes_manifests(plan, pool, contents, kind=kind)
+    text = kubernetes_manifests(plan, checked.spec, pool, contents, kind=kind)
     written = [] if file is None else _write(file, text, {}, force=force)
     return Exported(text=text, warnings=tuple(in_document_order(checked.warnings)), files=tuple(written))
 

@@ -1,4 +1,7 @@
-"""Write a plan as manifests of Kubernetes that run without distflow: a JobSet, or a plain Indexed Job, for each group."""
+"""Write a plan as manifests of Kubernetes that run without distflow.
+
+Each group becomes a JobSet or a plain Indexed Job. A single group of torchrun may become a TrainJob of Kubeflow Trainer.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import yaml
 
+from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.errors import InputError
-from distflow.plan.model import GroupPlan, Launch, Plan
-from distflow.plan.slurm_tasks import ends_with_lead, ordered, shared_files, task_script, without_member_files
+from distflow.plan.model import GroupPlan, Launch, Plan, runs_torchrun
+from distflow.plan.slurm_tasks import ends_with_lead, kinds_of, ordered, shared_files, task_script, without_member_files
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+from distflow.spec.model import GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["Kind", "kubernetes_manifests", "manifest_objects"]
 
-Kind = Literal["jobset", "job"]
+Kind = Literal["jobset", "job", "trainjob"]
+_RUNTIME = "torch-distributed"
+"""Kubeflow Trainer's runtime for PyTorch. In it, the job and the container of a TrainJob's nodes have the name `node`."""
+_NODE = "node"
 _LARGEST = 900_000
 """Bytes of files in a ConfigMap, whose limit is 1 MiB."""
 _RUN = "/distflow/run"
@@ -28,37 +37,51 @@ _ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _LONGEST_NAME = 40
 
 
-def kubernetes_manifests(plan: Plan, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> str:
+def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> str:
     """Return the manifests of a plan as YAML.
 
     Args:
         plan: The plan.
+        spec: The spec of the plan, whose places are in errors.
         pool: The settings of pods (``kubernetes``) and of nodes (``template``).
         contents: The content of each blob of the plan, by its digest.
-        kind: A JobSet, whose controller must be installed, or an Indexed Job (Kubernetes 1.24 or newer).
+        kind: A JobSet, whose controller must be installed, an Indexed Job (Kubernetes 1.24 or newer), or a TrainJob of Kubeflow
+            Trainer 2.2 or newer.
 
     Raises:
-        InputError: if manifests cannot express the workflow.
+        InputError: if the settings of the pool or the files prevent the manifests.
+        ProblemsFound: if manifests cannot express the spec.
 
     """
-    objects = manifest_objects(plan, pool, contents, kind=kind)
+    objects = manifest_objects(plan, spec, pool, contents, kind=kind)
     head = f"# {plan.name}: run with `kubectl create --filename FILE`. distflow is not needed in the cluster.\n"
     return head + yaml.dump_all(objects, sort_keys=False, Dumper=_Dumper, explicit_start=True, width=128)
 
 
-def manifest_objects(plan: Plan, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> list[dict[str, Any]]:
+def manifest_objects(
+    plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind
+) -> list[dict[str, Any]]:
     """Return the objects of ``kubernetes_manifests``."""
+    if kind == "trainjob" and len(plan.groups) > 1:
+        message = f"a TrainJob has one group of tasks, and this workflow has {len(plan.groups)}"
+        raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
+    specs = {group.name: group for group in spec.groups}
     found: list[dict[str, Any]] = []
     for group in plan.groups:
         name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
-        found += _Group(plan, without_member_files(group), pool, name, kind).objects(contents)
+        found += _Group(plan, without_member_files(group), specs[group.name], pool, name, kind).objects(contents)
     return found
+
+
+def _refusal(where: Mark, message: str, hint: str) -> ProblemsFound:
+    return ProblemsFound([Problem(where=where, message=message, hint=hint)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     plan: Plan
     group: GroupPlan
+    spec: GroupSpec
     pool: Pool
     name: str
     kind: Kind
@@ -86,8 +109,9 @@ class _Group:
         pod = self._pod(launches)
         job = self._job(pod, len(launches))
         if self.kind == "job":
-            metadata = {**self._metadata(), **({"labels": self._queue()} if self._queue() else {})}
-            return [settings, self._service(), {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}]
+            return [settings, self._service(), self._object("batch/v1", "Job", job)]
+        if self.kind == "trainjob":
+            return [settings, self._train_job(pod, launches)]
         return [settings, self._job_set(job)]
 
     def _script(self, files: Mapping[str, str]) -> str:
@@ -95,27 +119,60 @@ class _Group:
         return script.replace("${SLURMD_NODENAME}", "${node_name}")
 
     def _require_expressible(self, launches: Sequence[Launch]) -> None:
-        """Raise ``InputError`` for what manifests cannot express."""
-        group = self.group
+        """Raise ``ProblemsFound`` for what manifests cannot express, with its place in the spec."""
+        group, tasks = self.group, {task.name: task for task in self.spec.tasks}
+        for launch in launches:
+            if what := self._not_expressible(launch):
+                message = f"a manifest cannot express this part of task {launch.task}: {what}"
+                raise _refusal(tasks[launch.task].mark, message, "run it with distflow")
         what = ""
-        if group.upstream or any(launch.inputs for launch in launches):
-            what = "inputs from other groups"
-        elif any(launch.url_inputs or launch.earlier_inputs or launch.url_outputs for launch in launches):
-            what = "inputs or outputs at URLs"
-        elif any(launch.credentials or launch.secret_names for launch in launches):
-            what = "credentials"
-        elif ends_with_lead(group):
+        if ends_with_lead(group):
             what = "tasks that are stopped when the lead has completed"
         elif group.venv is not None:
             what = "a `venv`; install the packages in the image"
         if what:
-            raise InputError(f"a manifest cannot express this part of group {group.name}: {what}", hint="run it with distflow")
-        shapes = {(one.resource, self._image(one), one.mounts) for one in launches}
-        if len(shapes) > 1:
-            raise InputError(
-                f"the tasks of group {group.name} have different resources, images or mounts",
-                hint="give all tasks of the group the same ones: all pods of an Indexed Job are equal",
-            )
+            message = f"a manifest cannot express this part of group {group.name}: {what}"
+            raise _refusal(self.spec.mark, message, "run it with distflow")
+        first = launches[0]
+        for launch in launches[1:]:
+            if (launch.resource, self._image(launch), launch.mounts) != (first.resource, self._image(first), first.mounts):
+                message = f"task {launch.task} has other resources, another image or other mounts than task {first.task}"
+                hint = "give all tasks of the group the same ones: all pods of a group are equal"
+                raise _refusal(tasks[launch.task].mark, message, hint)
+        if self.kind == "trainjob":
+            self._require_train_job(launches, tasks)
+
+    def _not_expressible(self, launch: Launch) -> str:
+        """Return a part of a task that manifests cannot express; empty if there is none."""
+        if launch.inputs:
+            return "inputs from other groups"
+        if launch.url_inputs or launch.earlier_inputs or launch.url_outputs:
+            return "inputs or outputs at URLs"
+        return "credentials" if launch.credentials or launch.secret_names else ""
+
+    def _require_train_job(self, launches: Sequence[Launch], tasks: Mapping[str, TaskSpec]) -> None:
+        """Raise ``ProblemsFound`` for what a JobSet can express, but not a TrainJob, and ``InputError`` for such a pool."""
+        first, or_else = launches[0], "export it with --to kubernetes, which writes a JobSet"
+        for launch in launches:
+            task = tasks[launch.task]
+            if not (runs_torchrun(launch.argv) or PurePosixPath(launch.argv[0]).name == "torchrun"):
+                hint = f"set `launcher: torchrun` in the group, or {or_else}"
+                raise _refusal(task.mark, f"a TrainJob runs torchrun on each node, but task {task.name} does not", hint)
+            if task.launcher.max_restarts:
+                raise _refusal(task.launcher.mark, "a TrainJob cannot restart ranks (`max_restarts`)", or_else)
+            if launch.exit_actions.reschedule:
+                raise _refusal(task.mark, f"a TrainJob cannot start task {task.name} again after an exit code", or_else)
+            if (launch.ranks and launch.ranks.size) != (first.ranks and first.ranks.size):
+                message = f"all nodes of a TrainJob have the same number of ranks, but task {task.name} has another one"
+                raise _refusal(task.mark, f"{message} than task {first.task}", or_else)
+        if len(kinds := kinds_of(launches)) > 1:
+            other = tasks[kinds[1][0].task]
+            message = f"task {other.name} has another command, environment or files than task {first.task}"
+            raise _refusal(other.mark, message, f"give all tasks of the group the same ones, or {or_else}")
+        settings = self.pool.kubernetes or KubernetesSettings()
+        if key := "scheduler" if settings.scheduler else "host_network" if settings.host_network else "":
+            message = f"a TrainJob takes `{key}` from its runtime, but the pool `{self.pool.name}` sets it"
+            raise InputError(message, hint=or_else)
 
     def _image(self, launch: Launch) -> str:
         settings = self.pool.kubernetes or KubernetesSettings()
@@ -136,7 +193,8 @@ class _Group:
 
     def _host(self, position: int) -> str:
         """Return the name by which the other pods find one."""
-        return f"{self.name}-{position}.{self.name}" if self.kind == "job" else f"{self.name}-task-0-{position}.{self.name}"
+        job = {"job": self.name, "jobset": f"{self.name}-task-0", "trainjob": f"{self.name}-{_NODE}-0"}[self.kind]
+        return f"{job}-{position}.{self.name}"
 
     def _service(self) -> dict[str, Any]:
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": self.name}}
@@ -159,8 +217,32 @@ class _Group:
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": self.name},
             "replicatedJobs": [{"name": "task", "replicas": 1, "template": {"spec": job}}],
         }
+        return self._object("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
+
+    def _train_job(self, pod: dict[str, Any], launches: Sequence[Launch]) -> dict[str, Any]:
+        """Return a TrainJob: what it cannot say itself is a patch of its runtime's pods."""
+        (task,) = pod["containers"]
+        ranks, limit_s = launches[0].ranks, self.group.timeouts.exec_s
+        patched: dict[str, Any] = {key: pod[key] for key in ("serviceAccountName", "nodeSelector", "tolerations") if key in pod}
+        patched |= {"containers": [{"name": _NODE, "volumeMounts": task["volumeMounts"]}], "volumes": pod["volumes"]}
+        job = {"name": _NODE, "template": {"spec": {"template": {"spec": patched}}}}
+        patch = {"template": {"spec": {"replicatedJobs": [job]}}}
+        spec = {
+            "runtimeRef": {"name": _RUNTIME},
+            **({"activeDeadlineSeconds": math.ceil(limit_s)} if limit_s else {}),
+            "trainer": {
+                "numNodes": len(launches),
+                "numProcPerNode": ranks.size if ranks is not None else 1,
+                **{key: task[key] for key in ("image", "command", "env")},
+                **({"resourcesPerNode": task["resources"]} if "resources" in task else {}),
+            },
+            "runtimePatches": [{"manager": "distflow.dev/export", "trainingRuntimeSpec": patch}],
+        }
+        return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
+
+    def _object(self, api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
         metadata = {**self._metadata(), **({"labels": self._queue()} if self._queue() else {})}
-        return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+        return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
 
     @property
     def _is_rescheduled(self) -> bool:
@@ -185,7 +267,7 @@ class _Group:
             "env": [
                 *({"name": name, "value": value} for name, value in self._environment(launches).items()),
                 _field("node_name", "spec.nodeName"),
-                *([_field("restart_attempt", _ATTEMPT)] if self.kind == "jobset" else []),
+                *([_field("restart_attempt", _ATTEMPT)] if self.kind != "job" else []),
             ],
             **({"resources": {"requests": requests, **({"limits": limits} if limits else {})}} if requests else {}),
             "volumeMounts": [

@@ -25,6 +25,7 @@ __all__ = [
     "ends_with_lead",
     "here_document",
     "input_variable",
+    "kinds_of",
     "ordered",
     "quoted",
     "shared_files",
@@ -132,7 +133,7 @@ def task_script(
     """
     launches = ordered(group)
     _check_names(launches)
-    kinds = _kinds(launches)
+    kinds = kinds_of(launches)
     lines = ["#!/bin/bash", "umask 077", f"retry_id=${{{restarts}:-0}}", *_who(launches, position)]
     lines += [
         "task_dir=$run_dir/$task",
@@ -185,7 +186,7 @@ def _who(launches: Sequence[Launch], position: str) -> list[str]:
 # -- equal tasks ------------------------------------------------------------------------------------------------------
 
 
-def _kinds(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
+def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
     """Return the tasks, with equal ones as one: its texts have placeholders where theirs differ, and all of their names."""
     alike: dict[object, list[Launch]] = {}
     for launch in map(_prepared, launches):

@@ -1,9 +1,10 @@
-"""``distflow workflow export --to kubernetes``: manifests as in ``goldens/kubernetes``, valid in several releases."""
+"""``workflow export --to kubernetes`` and ``trainjob``: manifests as in ``goldens/kubernetes``, valid in several releases."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,33 @@ RANKS = (
 )
 
 
-@pytest.mark.parametrize("options", [(), ("--indexed-job",)], ids=["jobset", "job"])
-@pytest.mark.parametrize("name", ["hello_world", "gpus"])
-def test_manifests_are_as_the_goldens_show_and_valid(
-    name: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+TORCHRUN: tuple[dict[str, Any], ...] = tuple(
+    {
+        "command": ["python3", "train.py", "--epochs", "3"],
+        "files": [{"path": "train.py", "contents": "print()\n"}],
+        **{key: value for key, value in one.items() if key != "exitActions"},
+    }
+    for one in RANKS
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("hello_world", "gpus") for kind in ("jobset", "job")),
+        ("gpus", "trainjob"),
+    ],
+)
+def test_manifests_are_as_the_goldens_show_and_valid(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    spec = spec_of(*RANKS) if name == "gpus" else str(SPECS / f"{name}.yaml")
-    assert run(["workflow", "export", spec, "--to", "kubernetes", *options]) == 0, capsys.readouterr().err
+    spec = str(SPECS / f"{name}.yaml")
+    if name == "gpus":
+        torchrun = {"launcher": "torchrun", "timeout": {"exec_timeout": "1h"}}
+        spec = spec_of(*TORCHRUN, **torchrun) if kind == "trainjob" else spec_of(*RANKS)
+    options = {"jobset": ["kubernetes"], "job": ["kubernetes", "--indexed-job"], "trainjob": ["trainjob"]}[kind]
+    assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
     text = capsys.readouterr().out
-    golden = GOLDENS / f"{name}-{'job' if options else 'jobset'}.yaml"
+    golden = GOLDENS / f"{name}-{kind}.yaml"
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text()
@@ -68,10 +86,25 @@ def test_manifests_are_as_the_goldens_show_and_valid(
             assert models.JobsetV1alpha2JobSet.from_dict(one).to_dict() == one
             job = one["spec"]["replicatedJobs"][0]["template"]
             checked = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, **job}
+        if one["kind"] == "TrainJob":
+            models = pytest.importorskip("kubeflow_trainer_api.models")
+            assert models.TrainerV1alpha1TrainJob.from_dict(one).to_dict() == one
+            checked = pod_of(one["spec"])
         for release in RELEASES:
             validate.validate(checked, release, strict=True)
         if one["kind"] == "ConfigMap":
             subprocess.run(["bash", "-n"], input=one["data"]["task.sh"], text=True, check=True)
+
+
+def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
+    """The pod that Kubeflow Trainer makes: the container of the trainer, with the patches of the runtime."""
+    trainer = train_job["trainer"]
+    (job,) = train_job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert (job["name"], container["name"]) == ("node", "node")
+    container |= {key: trainer[key] for key in ("image", "command", "env")} | {"resources": trainer.get("resourcesPerNode", {})}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +112,7 @@ def test_manifests_are_as_the_goldens_show_and_valid(
     [
         (({"name": "a", "lead": True}, {"name": "b"}), "tasks that are stopped when the lead has completed"),
         (({"name": "a", "inputs": [{"url": "https://example.com/x"}]},), "inputs or outputs at URLs"),
-        (({**RANKS[0]}, {**RANKS[1], "image": "other"}), "different resources, images or mounts"),
+        (({**RANKS[0]}, {**RANKS[1], "image": "other"}), "task b has other resources, another image or other mounts"),
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
     ],
 )
@@ -87,7 +120,47 @@ def test_what_manifests_cannot_express_is_an_error(
     tasks: tuple[dict[str, Any], ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes"]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "spec.yaml:1: error: " in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "group", "message"),
+    [
+        ({}, {"launcher": "command"}, "error: a TrainJob runs torchrun on each node, but task a does not"),
+        ({"exitActions": {"RESCHEDULE": "3"}}, {}, "a TrainJob cannot start task b again after an exit code"),
+        (
+            {"ranks": {"size": 4}},
+            {},
+            "all nodes of a TrainJob have the same number of ranks, but task b has another one than task a",
+        ),
+        ({"command": ["python3", "train.py", "--fast"]}, {}, "task b has another command, environment or files than task a"),
+        ({"environment": {"X": "1"}}, {}, "task b has another command, environment or files than task a"),
+        ({}, {"launcher": {"kind": "torchrun", "max_restarts": 2}}, "a TrainJob cannot restart ranks (`max_restarts`)"),
+    ],
+)
+def test_what_a_train_job_cannot_express_is_an_error_with_its_place(
+    change: dict[str, Any], group: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(TORCHRUN[0], {**TORCHRUN[1], **change}, **{"launcher": "torchrun", **group})
+    assert run(["workflow", "export", spec, "--to", "trainjob"]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "spec.yaml:1: error: " in shown
+
+
+def test_a_train_job_has_one_group_and_the_settings_of_its_runtime(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", str(SPECS / "pytorch_torchrun.yaml"), "--to", "trainjob"]) == 0
+    train_job = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
+    assert (train_job["spec"]["trainer"]["numNodes"], train_job["spec"]["trainer"]["numProcPerNode"]) == (2, 1)
+    assert run(["workflow", "export", str(SPECS / "pipeline.yaml"), "--to", "trainjob"]) == 2
+    assert re.search(
+        r"pipeline.yaml:\d+: error: a TrainJob has one group of tasks, and this workflow has 3", capsys.readouterr().err
+    )
+    (folder / "distflow.yaml").write_text(json.dumps(CONFIGURATION).replace('"queue"', '"scheduler": "volcano", "queue"'))
+    assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2
+    assert "a TrainJob takes `scheduler` from its runtime, but the pool `pods` sets it" in capsys.readouterr().err
 
 
 def test_files_and_options_have_limits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

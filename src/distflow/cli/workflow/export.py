@@ -6,7 +6,7 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ from distflow.cli.workflow.submit import (
     read_stdin,
     warn,
 )
-from distflow.client.export import Exported, export_to_kubernetes, export_to_osmo, export_to_slurm
+from distflow.client.export import Exported, Kind, export_to_kubernetes, export_to_osmo, export_to_slurm
 from distflow.client.submission import SubmitRequest
 from distflow.documents.text import plain_lines
 from distflow.errors import InputError
@@ -34,6 +34,7 @@ app = command_app()
 class _Target(str, Enum):
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
+    TRAINJOB = "trainjob"
     OSMO = "osmo"
 
 
@@ -42,6 +43,7 @@ class _Target(str, Enum):
     epilog="Examples: distflow workflow export train.yaml --to slurm > train.sbatch"
     "  ·  distflow workflow export train.yaml --to slurm --pool cluster --output train.sbatch"
     "  ·  distflow workflow export train.yaml --to kubernetes --pool pods > jobset.yaml"
+    "  ·  distflow workflow export train.yaml --to trainjob --pool pods > trainjob.yaml"
     "  ·  distflow workflow export train.yaml --to osmo > osmo.yaml",
 )
 def export_workflow(
@@ -81,7 +83,7 @@ def export_workflow(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a spec as a script for Slurm, as manifests of Kubernetes, or without the keys that OSMO does not have.
+    """Write a spec as a script for Slurm, as manifests of Kubernetes or Kubeflow Trainer, or without keys that OSMO lacks.
 
     The script or the manifests need no distflow on the cluster. Parts of the spec that Slurm or OSMO cannot do are warnings
     here, and comments in what is written. Those that manifests cannot express are errors. Secrets are never written.
@@ -94,8 +96,8 @@ def export_workflow(
     settings = parse_node_settings(python, setup, env)
     with open_client() as client:
         request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
-        if to is _Target.KUBERNETES:
-            kind: Literal["jobset", "job"] = "job" if indexed_job else "jobset"
+        if to in (_Target.KUBERNETES, _Target.TRAINJOB):
+            kind: Kind = "trainjob" if to is _Target.TRAINJOB else "job" if indexed_job else "jobset"
             exported = export_to_kubernetes(client, request, kind=kind, file=output, force=force)
         else:
             export = export_to_osmo if to is _Target.OSMO else export_to_slurm
