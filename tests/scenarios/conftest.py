@@ -76,7 +76,7 @@ class Cli:
         (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")
 
-    def run(self, *arguments: str, timeout: float = 120.0, cwd: Path | None = None) -> Done:
+    def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None) -> Done:
         """Run one command to its end."""
         return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
 
@@ -110,12 +110,12 @@ class Cli:
         """The tasks of a workflow by name."""
         return {task["name"]: task for group in self.query(workflow)["groups"] for task in group["tasks"]}
 
-    def await_status(self, workflow: str, *statuses: str, timeout: float = 60.0) -> dict[str, Any]:
+    def await_status(self, workflow: str, *statuses: str, timeout: float = 120.0) -> dict[str, Any]:
         """Wait until a workflow shows one of these."""
         self._await_record(workflow, lambda record: record.status in statuses, timeout)
         return self.query(workflow)
 
-    def await_running(self, workflow: str, timeout: float = 60.0) -> dict[str, dict[str, Any]]:
+    def await_running(self, workflow: str, timeout: float = 120.0) -> dict[str, dict[str, Any]]:
         """Wait until all tasks run."""
 
         def is_running(record: WorkflowRecord) -> bool:
@@ -146,7 +146,7 @@ class Cli:
             shown = {group["name"]: group["message"] for group in answer["groups"]}
             raise TimeoutError(f"{error}: {workflow} is {answer['status']} {shown}") from None
 
-    def await_log(self, workflow: str, text: str, timeout: float = 60.0) -> str:
+    def await_log(self, workflow: str, text: str, timeout: float = 120.0) -> str:
         """Wait until the logs hold a text, and return them."""
         wait_until(lambda: text in self.logs(workflow), timeout)
         return self.logs(workflow)

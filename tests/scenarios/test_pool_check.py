@@ -314,7 +314,6 @@ def test_nodes_that_do_not_reach_each_other_are_named(cli: Cli, tmp_path_factory
         assert answer["verdict"] == "a gang cannot run on all 3 nodes: gpu1, gpu3 do not all reach each other"
 
 
-@pytest.mark.timeout(240)
 def test_torch_sums_over_the_nodes_and_says_how_fast(hosts: Hosts) -> None:
     hosts.configure(python=sys.executable)
     answer = hosts.check("--all-reduce", "--node", "gpu1", "--node", "gpu2", code=0)
@@ -327,7 +326,6 @@ def test_torch_sums_over_the_nodes_and_says_how_fast(hosts: Hosts) -> None:
     assert alone["all_reduce"]["skipped"] == "at least two nodes must answer"
 
 
-@pytest.mark.timeout(240)
 def test_a_sum_that_fails_names_the_node_that_failed_first(hosts: Hosts) -> None:
     hosts.configure("gpu1", "gpu2", python=sys.executable, gpu2=", environment: {GLOO_DEVICE_TRANSPORT: nonsense}")
     answer = hosts.check("--all-reduce", code=3)

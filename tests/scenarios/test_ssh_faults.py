@@ -98,7 +98,6 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     lab.await_stray_end(workflow, "worker-1", timeout=200.0)
 
 
-@pytest.mark.timeout(240)
 def test_a_server_that_is_back_in_time_loses_no_node(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     lab.configure(node_lost_after="16s")

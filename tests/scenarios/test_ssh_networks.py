@@ -255,7 +255,6 @@ def test_a_canceled_task_on_an_unreachable_node_is_reported_at_the_end(far_lab: 
     far_lab.await_stray_end(workflow, "worker")
 
 
-@pytest.mark.timeout(240)
 def test_a_link_that_is_back_in_time_loses_no_node(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     # Longer than it takes to notice the silence, and shorter than one try to connect after that.

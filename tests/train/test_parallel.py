@@ -15,7 +15,7 @@ from distflow.train.parallel import ParallelPlan, parallelize
 from distflow.train.strategies.description import forget, make_strategy, place
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS, STRATEGIES
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.torch
 
 
 def test_the_classes_have_the_options_of_the_spec() -> None:

@@ -28,6 +28,8 @@ from distflow.transports.local import LocalTransport
 __all__ = ["RayCluster", "missing_ray"]
 
 _MARK = "TEST_RAY_CLUSTER"
+_STARTS = 3
+"""How often a node is started that ends before the head knows it."""
 _SETTINGS = {
     # A node is lost after 3 s, and not after 15 s.
     "RAY_health_check_initial_delay_ms": "1000",
@@ -95,7 +97,21 @@ class RayCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_node(self, node: str) -> None:
-        """Start a node that is not running, and wait until the head knows it."""
+        """Start a node that is not running, and wait until the head knows it.
+
+        Ray gives up after 30 s, which no setting changes and which a busy machine may need. The node is then started again.
+        """
+        for attempt in range(_STARTS):
+            self._launch(node)
+            try:
+                wait_until(lambda: self._is_up(node), 90, f"node {node} is up; its log: {self.folder}/{node}.log")
+                return
+            except RuntimeError:
+                if attempt == _STARTS - 1:
+                    raise
+                self.kill_node(node)
+
+    def _launch(self, node: str) -> None:
         is_head = node == self.nodes[0]
         place = (
             [
@@ -118,7 +134,6 @@ class RayCluster:
             )
         if is_head:
             self._program.close()
-        wait_until(lambda: self._is_up(node), 90, f"node {node} is up; its log: {self.folder}/{node}.log")
 
     def kill_node(self, node: str) -> None:
         """Kill a node as a power failure does: Ray's processes, and those of its actors."""
