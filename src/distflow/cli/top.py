@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import Collection
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -13,15 +16,21 @@ from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.overview import overview_json, overview_text
 from distflow.cli.render.tables import Paint, terminal_width
-from distflow.client.client import now
+from distflow.client.client import Client, now
+from distflow.client.nodes import Holders, ask_resource_holders
 from distflow.client.overview import read_overview
+from distflow.client.pools import list_nodes
 from distflow.client.workflows import pause
+from distflow.errors import DistflowError
 
 __all__ = ["app"]
 
 app = command_app()
 
 _INTERVAL_S = 2.0
+_ANSWER_S = 10.0
+"""The longest wait for the answers of nodes."""
+_ASK_EVERY_S = 30.0
 
 
 @app.command(epilog="Examples: distflow top  ·  distflow top --pool lab  ·  distflow top -t json")
@@ -35,25 +44,56 @@ def top(
 ) -> None:
     """Show running workflows and the GPUs of the pools, live.
 
-    Each GPU is one bar. Its height is the utilization; a dot is a GPU that none of your tasks uses. Ctrl-C ends it.
+    Each GPU is one bar. Its height is the utilization by your task; a dot is a free GPU. The nodes are asked who else uses
+    their GPUs: `u` is another user, and `p` is a program without distflow. A node that does not answer within 10 s is
+    reported. Ctrl-C ends it.
     """
     with open_client() as client:
         if format_type is Format.JSON:
-            print(json.dumps(overview_json(read_overview(client, pool or ()), now=now()), indent=2))
+            found = read_overview(client, pool or (), _ask(client, pool or ()))
+            print(json.dumps(overview_json(found, now=now()), indent=2))
             return
         paint = Paint.of(sys.stdout)
+        answers: dict[tuple[str, str], Holders] = {}
 
         def shown() -> str:
-            return overview_text(read_overview(client, pool or ()), now=now(), paint=paint, width=terminal_width(sys.stdout))
+            found = read_overview(client, pool or (), answers)
+            return overview_text(found, now=now(), paint=paint, width=terminal_width(sys.stdout))
 
         if once or not sys.stdout.isatty():
+            answers = _ask(client, pool or ())
             print(shown(), end="")
             return
+        asker = _Asker(pool or ())
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
         with Live(console=Console(file=sys.stdout), screen=True, auto_refresh=False) as live:
             while True:
+                answers = asker.answers
                 live.update(Text.from_ansi(shown(), no_wrap=True, overflow="ellipsis"), refresh=True)
                 pause(_INTERVAL_S)
+
+
+def _ask(client: Client, pools: Collection[str]) -> dict[tuple[str, str], Holders]:
+    """Ask the nodes of the pools who holds their resources."""
+    rows = list_nodes(client, [*pools], all_pools=not pools)
+    said = ask_resource_holders([(row.pool, row.node) for row in rows], within_s=_ANSWER_S)
+    return {(row.pool.name, row.node.name): one for row, one in zip(rows, said, strict=True)}
+
+
+class _Asker:
+    """Asks the nodes in a thread, again and again, so that the view never waits for them."""
+
+    def __init__(self, pools: Collection[str]) -> None:
+        self.answers: dict[tuple[str, str], Holders] = {}
+        self._pools = pools
+        threading.Thread(target=self._run, name="ask nodes", daemon=True).start()
+
+    def _run(self) -> None:
+        with open_client() as client:
+            while True:
+                with suppress(DistflowError):  # the view shows what is wrong
+                    self.answers = _ask(client, self._pools)
+                pause(_ASK_EVERY_S)

@@ -6,9 +6,12 @@ An error of one node is part of that node's result and does not affect the other
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from distflow.backends.machines.cleanup import (
     Cleaned,
@@ -31,6 +34,7 @@ from distflow.structs import replace
 
 __all__ = [
     "Cleaned",
+    "GpuUse",
     "Holder",
     "Holders",
     "Leftover",
@@ -41,6 +45,7 @@ __all__ = [
     "ask_resource_holders",
     "choose_nodes",
     "clean_nodes",
+    "gpu_uses",
     "reap_jobs",
     "reap_nodes",
     "recall_nodes",
@@ -52,6 +57,8 @@ PoolNode = tuple[Pool, Node]
 """A node and its pool."""
 T = TypeVar("T")
 
+_MOST_GPUS = 1024
+"""The maximum number of GPUs of a node that are shown."""
 _AT_ONCE = 32
 """The maximum number of nodes that are queried in parallel."""
 # The pattern does not match inside a path, because a path must stay as it is.
@@ -221,12 +228,62 @@ def uninstall_nodes(client: Client, nodes: Sequence[PoolNode]) -> list[Uninstall
     return [replace(one, error=replace_uuids(one.error, ids)) for one in ask_nodes(nodes, uninstall_node)]
 
 
-def ask_resource_holders(nodes: Sequence[PoolNode]) -> list[Holders]:
+def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = None) -> list[Holders]:
     """Return which attempts hold GPUs, CPUs, memory and ports of nodes, and which other processes use a GPU.
 
-    The result includes attempts of all users, one entry for each node, in order.
+    Args:
+        nodes: The nodes (see ``choose_nodes``).
+        within_s: Seconds after which nodes without an answer get an error. Default: as long as it takes.
+
+    Returns:
+        The attempts of all users, one entry for each node, in order. Errors of nodes are in the entries.
+
     """
-    return ask_nodes(nodes, ask_holders)
+    if within_s is None:
+        return ask_nodes(nodes, ask_holders)
+    answers = [Holders(error=f"no answer within {within_s:g} s")] * len(nodes)
+    places = threading.Semaphore(_AT_ONCE)
+
+    def ask(index: int) -> None:
+        with places:
+            answers[index] = ask_holders(*nodes[index])
+
+    # A pool of threads would wait at the end of the process until all nodes have answered.
+    threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(len(nodes))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(answers)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Who uses a GPU."""
+
+    state: Literal["mine", "other", "foreign"]
+    """A task of this user, a task of another user, or a program that distflow did not start."""
+    by: str
+    """The task, with its user if that is another one, or a description of the program."""
+
+
+def gpu_uses(report: Holders, ids: Mapping[str, str], user: str) -> dict[int, GpuUse]:
+    """Return who uses each GPU of a node that is not free.
+
+    Args:
+        report: The answer of the node.
+        ids: The id of each workflow in the store, by its uuid.
+        user: The name of this user.
+
+    """
+    found = {gpu: GpuUse("foreign", words) for gpu, words in report.foreign}
+    for one in report.holders:
+        uuid, task = one.attempt.partition("/")[0], one.label or "an unknown task"
+        is_mine = uuid in ids or one.user == user
+        found |= dict.fromkeys(one.gpus, GpuUse("mine", task) if is_mine else GpuUse("other", f"{one.user}: {task}"))
+    # Any user of the node can lock a file with a large number.
+    return {gpu: use for gpu, use in found.items() if 0 <= gpu < _MOST_GPUS}
 
 
 def replace_uuids(text: str, ids: Mapping[str, str]) -> str:

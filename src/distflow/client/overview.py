@@ -1,4 +1,4 @@
-"""Read the unfinished workflows and the GPUs of the pools, with the latest use of resources. No node is contacted."""
+"""Read the unfinished workflows and the GPUs of the pools, with the latest use of resources."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from distflow.client.client import Client
+from distflow.client.client import Client, user_name
 from distflow.client.pools import list_nodes
 from distflow.client.workflows import WorkflowStatus, read_status
 from distflow.state.logs import LogSource
 from distflow.state.samples import last_samples
+from distflow.structs import replace
 
 if TYPE_CHECKING:
+    from distflow.client.nodes import GpuUse, Holders
     from distflow.state.record import TaskRecord, WorkflowRecord
 
 __all__ = ["GpuState", "NodeState", "Overview", "read_overview"]
@@ -25,6 +27,10 @@ class GpuState(Struct, frozen=True, kw_only=True):
     index: int
     task: str | None
     """The task that uses it, such as ``digits-3/worker``; ``None`` if none of this user's tasks does."""
+    state: str | None = None
+    """``free``, ``mine``, ``other`` or ``foreign`` (see ``GpuUse``); ``None`` if the node did not answer."""
+    by: str = ""
+    """The task or program that uses it, as the node reports it."""
     values: Mapping[str, float]
     """The latest recorded values, such as ``utilization`` and ``power``; empty if unknown."""
 
@@ -37,6 +43,8 @@ class NodeState(Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuState, ...]
     tasks: tuple[str, ...]
     """This user's tasks on the node."""
+    error: str = ""
+    """Why the node did not answer; empty also if it was not asked."""
 
 
 class Overview(Struct, frozen=True, kw_only=True):
@@ -47,12 +55,15 @@ class Overview(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeState, ...]
 
 
-def read_overview(client: Client, pools: Collection[str] = ()) -> Overview:
+def read_overview(
+    client: Client, pools: Collection[str] = (), answers: Mapping[tuple[str, str], Holders] | None = None
+) -> Overview:
     """Return the unfinished workflows of this user, and the nodes with their GPUs. Starts a supervisor if none is running.
 
     Args:
         client: The client whose store has the workflows and whose configuration has the pools.
         pools: Names of pools. Default: all pools.
+        answers: What nodes answered (see ``ask_resource_holders``), by the names of pool and node. No node is contacted here.
 
     Raises:
         NotFound: if a pool does not exist.
@@ -75,21 +86,44 @@ def read_overview(client: Client, pools: Collection[str] = ()) -> Overview:
                 counts.setdefault(place, 0)
                 tasks.setdefault(place, []).append(f"{record.id}/{task.name}")
                 gpus.setdefault(place, {}).update(_gpus_of(client, record, group.name, task))
+    uses = _uses(client, answers or {})
     return Overview(
         workflows=tuple((record, read_status(client, record)) for record in shown),
         nodes=tuple(
             NodeState(
                 pool=pool,
                 node=node,
-                gpus=tuple(
-                    gpus.get((pool, node), {}).get(index) or GpuState(index=index, task=None, values={})
-                    for index in range(max(count, *(number + 1 for number in gpus.get((pool, node), {})), 0))
-                ),
+                gpus=_gpus(count, gpus.get((pool, node), {}), uses.get((pool, node))),
                 tasks=tuple(tasks.get((pool, node), ())),
+                error=answers[pool, node].error if answers and (pool, node) in answers else "",
             )
             for (pool, node), count in counts.items()
         ),
     )
+
+
+def _uses(client: Client, answers: Mapping[tuple[str, str], Holders]) -> dict[tuple[str, str], dict[int, GpuUse]]:
+    """Return who uses the GPUs of each node that answered."""
+    if not answers:
+        return {}
+    from distflow.client.nodes import gpu_uses
+
+    ids = client.store.ids()
+    return {place: gpu_uses(said, ids, user_name()) for place, said in answers.items() if not said.error}
+
+
+def _gpus(count: int, own: Mapping[int, GpuState], uses: Mapping[int, GpuUse] | None) -> tuple[GpuState, ...]:
+    found = []
+    for index in range(max(count, *(number + 1 for number in (*own, *(uses or ()))), 0)):
+        use = (uses or {}).get(index)
+        if (state := own.get(index)) is not None:
+            found.append(replace(state, state="mine"))
+        elif uses is None:
+            found.append(GpuState(index=index, task=None, values={}))
+        else:
+            by = {"state": "free"} if use is None else {"state": use.state, "by": use.by}
+            found.append(GpuState(index=index, task=None, values={}, **by))
+    return tuple(found)
 
 
 def _gpus_of(client: Client, record: WorkflowRecord, group: str, task: TaskRecord) -> Mapping[int, GpuState]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
+from distflow.backends.machines.inspection import Holder, Holders
 from distflow.cli.app import run
 from distflow.cli.render.overview import overview_text
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.workflow_text import workflow_text
-from distflow.client.client import Client
+from distflow.client.client import Client, user_name
+from distflow.client.nodes import ask_resource_holders
 from distflow.client.overview import read_overview
 from distflow.client.workflows import read_status
 from distflow.lifecycle.states import WorkflowState
+from distflow.pools.model import Node, Pool
 from distflow.state.record import WorkflowRecord
 from unit.cli.screen import Screen, hold_against
 from unit.cli.test_metrics import metric
@@ -26,12 +30,12 @@ pools:
   lab:
     backend: ssh
     nodes:
-    - {name: master-node, host: a, gpus: 12}
-    - {name: worker-node, host: b, gpus: 8}
-    - {name: idle-node, host: c, gpus: 4}
+    - {name: master-node, host: 127.0.0.1, port: 1, gpus: 12}
+    - {name: worker-node, host: 127.0.0.1, port: 1, gpus: 8}
+    - {name: idle-node, host: 127.0.0.1, port: 1, gpus: 4}
   other:
     backend: ssh
-    nodes: [{name: far, host: d}]
+    nodes: [{name: far, host: 127.0.0.1, port: 1}]
 """
 
 
@@ -64,12 +68,51 @@ def test_programs_get_the_same(screen: Screen, busy: WorkflowRecord, capsys: pyt
         gpus = nodes["master-node"]["gpus"]
         assert gpus[2] == {
             "index": 2, "workflow_id": busy.id, "task": "master", "task_name": "master",
-            "values": {"utilization": 40, "memory": 4 << 30, "power": 300},
+            "values": {"utilization": 40, "memory": 4 << 30, "power": 300}, "state": "mine", "used_by": f"{busy.id}/master",
         }  # fmt: skip
         assert (gpus[7]["task"], gpus[8]["task"], gpus[8]["workflow_id"], len(gpus)) == ("master", None, None, 12)
+        assert (gpus[8]["state"], nodes["idle-node"]["gpus"][0]["state"]) == (None, None)  # no node can be reached
+        assert all(node["error"] for node in nodes.values())
         assert run(["top", "--pool", "other"]) == 0
-        assert capsys.readouterr().out.startswith("0 workflows, 0 of 0 GPUs in use")
+        printed = capsys.readouterr().out
+        assert printed.startswith("0 workflows, 0 of 0 GPUs in use")
+        assert f"far: {nodes['far']['error']}" in printed
         assert run(["top", "--pool", "none"]) == 2
+
+
+def test_top_shows_who_else_uses_gpus(screen: Screen, busy: WorkflowRecord) -> None:
+    alice = Holder(user="alice", attempt=f"{'7e' * 16}/train/w/0", label="bert-7/w", pid=7, gpus=(0, 1))
+    elsewhere = Holder(user=user_name(), attempt=f"{'7f' * 16}/train/w/0", label="mine-2/w", pid=8, gpus=(2, -1, 10**9))
+    answers = {
+        ("lab", "master-node"): Holders(holders=(Holder(user="ada", attempt=f"{busy.uuid}/train/master/0", pid=9, gpus=(2,)),)),
+        ("lab", "idle-node"): Holders(holders=(alice, elsewhere), foreign=((5, "pid 6 (bob, py\x1b[31mthon)"),)),
+        ("lab", "worker-node"): Holders(error="no answer within 10 s"),
+    }
+    with supervised(screen.directory), Client() as client:
+        overview = read_overview(client, ["lab"], answers)
+    hold_against("top_asked.txt", overview_text(overview, now=T0 + 100, paint=Paint(), width=None))
+    nodes = {node.node: node for node in overview.nodes}
+    assert [gpu.state for gpu in nodes["idle-node"].gpus] == ["other", "other", "mine", "free", "free", "foreign"]
+    assert [nodes["master-node"].gpus[gpu].state for gpu in (0, 11)] == ["mine", "free"]
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def ask(_: Pool, node: Node) -> Holders:
+        if node.name == "slow":
+            release.wait(60)
+        return Holders(foreign=((0, node.name),))
+
+    monkeypatch.setattr("distflow.client.nodes.ask_holders", ask)
+    nodes = [Node(name=name, host=name, root="~", python="python3") for name in ("slow", "fast")]
+    pool = Pool(name="lab", backend="ssh", nodes=tuple(nodes))
+    try:
+        assert ask_resource_holders([(pool, node) for node in nodes], within_s=0.5) == [
+            Holders(error="no answer within 0.5 s"), Holders(foreign=((0, "fast"),)),
+        ]  # fmt: skip
+    finally:
+        release.set()
 
 
 def test_a_watched_query_has_ages_trends_and_progress(screen: Screen, busy: WorkflowRecord) -> None:

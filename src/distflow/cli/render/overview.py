@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["overview_json", "overview_text"]
 
 _TASKS = 3
+_FREE = "·"
+_MARKS = {"other": "u", "foreign": "p"}
+_OTHERS = {"other": "other users", "foreign": "other programs"}
 
 
 def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | None) -> str:
@@ -35,8 +38,10 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
 
     """
     gpus = [gpu for node in overview.nodes for gpu in node.gpus]
-    used = sum(gpu.task is not None for gpu in gpus)
+    by = [(sum(gpu.state == state for gpu in gpus), text) for state, text in _OTHERS.items()]
+    used = sum(map(_is_used, gpus))
     head = f"{count_text(len(overview.workflows), 'workflow')}, {used} of {count_text(len(gpus), 'GPU')} in use"
+    head += "".join(f", {count} by {text}" for count, text in by if count)
     lines = [f"{paint.strong(head)}  {local_second(now)}", ""]
     if overview.workflows:
         usages = {key: one for _, status in overview.workflows for key, one in status.usage.items()}
@@ -56,7 +61,15 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
             [_node_row(node) for node in overview.nodes],
             width=width,
         ).splitlines()
+        marks = [f"{_MARKS[state]} {text}" for state, text in _OTHERS.items() if any(gpu.state == state for gpu in gpus)]
+        lines += ["", f"GPUs: {_FREE} free, {', '.join(marks)}"] if marks else []
+        errors = [f"{node.node}: {plain(node.error)}" for node in overview.nodes if node.error]
+        lines += ["", *(paint.grade(error, "warning") for error in errors)] if errors else []
     return "".join(f"{line}\n" for line in lines)
+
+
+def _is_used(gpu: GpuState) -> bool:
+    return gpu.task is not None or gpu.state not in (None, "free")
 
 
 def _running(record: WorkflowRecord) -> int:
@@ -87,7 +100,7 @@ def _node_row(node: NodeState) -> tuple[str, ...]:
     values = [gpu.values for gpu in node.gpus if gpu.values]
     known = {name: [one[name] for one in values if name in one] for name in ("utilization", "memory", "power", "temperature")}
     bars = "".join(
-        "·" if gpu.task is None else spark([gpu.values["utilization"]]) if "utilization" in gpu.values else NO_BAR
+        _mark(gpu) if gpu.task is None else spark([gpu.values["utilization"]]) if "utilization" in gpu.values else NO_BAR
         for gpu in node.gpus
     )
     use = known["utilization"]
@@ -95,13 +108,20 @@ def _node_row(node: NodeState) -> tuple[str, ...]:
         node.pool,
         node.node,
         bars,
-        f"{sum(gpu.task is not None for gpu in node.gpus)}/{len(node.gpus)}",
+        f"{sum(map(_is_used, node.gpus))}/{len(node.gpus)}",
         f"{sum(use) / len(use):.0f}%" if use else "",
         bytes_text(sum(known["memory"])) if known["memory"] else "",
         f"{sum(known['power']):.0f} W" if known["power"] else "",
         f"{max(known['temperature']):.0f} °C" if known["temperature"] else "",
-        plain(few(node.tasks, ", ", most=_TASKS)),
+        plain(
+            few([*node.tasks, *dict.fromkeys(gpu.by for gpu in node.gpus if gpu.task is None and gpu.by)], ", ", most=_TASKS)
+        ),
     )
+
+
+def _mark(gpu: GpuState) -> str:
+    """Return the sign of a GPU that none of this user's tasks in the store uses."""
+    return NO_BAR if gpu.state == "mine" else _MARKS.get(gpu.state or "", _FREE)
 
 
 def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
@@ -109,7 +129,8 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
 
     A workflow has ``status``, ``pool``, ``user``, ``duration`` in seconds and its unfinished ``tasks`` with ``usage`` as in
     ``query``.
-    A node has ``gpus``: ``index``, the workflow and the task that use it, and the latest ``values`` (docs/metrics.md).
+    A node has ``gpus``: ``index``, the workflow and the task that use it, the latest ``values`` (docs/metrics.md), and, if the
+    node answered, ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and ``used_by``.
     """
     return {
         **times(time=now),
@@ -140,6 +161,7 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
                 **name_keys(node=node.node),
                 "gpus": [_gpu_json(gpu) for gpu in node.gpus],
                 "tasks": list(node.tasks),
+                "error": node.error or None,
             }
             for node in overview.nodes
         ],
@@ -148,4 +170,11 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
 
 def _gpu_json(gpu: GpuState) -> dict[str, object]:
     workflow, _, task = (gpu.task or "").partition("/")
-    return {"index": gpu.index, "workflow_id": workflow or None, **name_keys(task=task or None), "values": dict(gpu.values)}
+    return {
+        "index": gpu.index,
+        "workflow_id": workflow or None,
+        **name_keys(task=task or None),
+        "values": dict(gpu.values),
+        "state": gpu.state,
+        "used_by": gpu.task or gpu.by or None,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import cast
 
 from distflow import __version__
 from distflow.cli.pool import pools_document, resources_document
@@ -82,13 +83,20 @@ def pools(client: Client) -> dict[str, object]:
 
 
 def resources(client: Client, pool: str, *, is_live: bool) -> dict[str, object]:
-    """Return the document of ``resource list`` for a pool. If it is live, the nodes are asked."""
+    """Return the document of ``resource list`` for a pool. If it is live, the nodes are asked who uses each of their GPUs."""
     rows = list_nodes(client, [pool])
     if not is_live:
         return resources_document(rows, (), {})
-    from distflow.client.nodes import ask_resource_holders
+    from distflow.client.nodes import ask_resource_holders, gpu_uses
 
-    return resources_document(rows, ask_resource_holders([(row.pool, row.node) for row in rows]), workflow_ids(client))
+    said, ids = ask_resource_holders([(row.pool, row.node) for row in rows]), workflow_ids(client)
+    document = resources_document(rows, said, ids)
+    nodes = cast("list[dict[str, object]]", document["resources"])
+    for node, one in zip(nodes, said, strict=True):
+        node["gpus"] = [
+            {"index": gpu, "state": use.state, "by": use.by} for gpu, use in gpu_uses(one, ids, user_name()).items()
+        ]
+    return document
 
 
 def _spec(client: Client, record: WorkflowRecord) -> dict[str, object]:

@@ -4,6 +4,7 @@ import { ago, badge, bytes, day, duration, h, nowSeconds, render, seconds, withC
 import { get, onChange } from './source.js';
 
 const LIST_PAGE = 100,
+  MOST_ASKED = 500, // the server's limit for one request
   STATES = { '': 'All', active: 'Active', completed: 'Completed', failed: 'Failed', canceled: 'Canceled' };
 
 export function workflowsPage(main, query) {
@@ -64,8 +65,14 @@ export function workflowsPage(main, query) {
     history.replaceState(null, '', `#/${text || state ? `?${new URLSearchParams({ text, state })}` : ''}`);
     for (const one of chips.children) one.setAttribute('aria-pressed', String(one.value === state));
     try {
-      const { workflows } = await get('workflows', { text, state, count: count + 1 });
-      if (mine !== turn) return;
+      const workflows = [];
+      while (workflows.length <= count) {
+        const asked = Math.min(MOST_ASKED, count + 1 - workflows.length);
+        const found = await get('workflows', { text, state, count: asked, offset: workflows.length });
+        if (mine !== turn) return;
+        workflows.push(...found.workflows);
+        if (found.workflows.length < asked) break;
+      }
       const shown = workflows.slice(0, count);
       note.textContent = workflows.length
         ? `${shown.length} workflow${shown.length === 1 ? '' : 's'}${workflows.length > count ? ' of more' : ''}`
@@ -82,7 +89,7 @@ export function workflowsPage(main, query) {
                 type: 'button',
                 'data-key': 'more',
                 onclick: () => {
-                  count = Math.min(count + LIST_PAGE, 499);
+                  count += Math.min(count, MOST_ASKED);
                   update();
                 },
               },
@@ -164,7 +171,7 @@ function moveFocus(event) {
 
 const OWNERS = { free: 'free', mine: 'yours', other: 'another user', foreign: 'a program without distflow' };
 
-export function poolsPage(main, about) {
+export function poolsPage(main) {
   document.title = 'Pools · distflow';
   const body = h('div', {});
   render(
@@ -198,7 +205,7 @@ export function poolsPage(main, about) {
       await Promise.all(
         pools.map(async (pool) => {
           const show = (document, note) =>
-            render(cards.get(pool.name), poolCard(pool, pool.name === main, document.resources, note, about));
+            render(cards.get(pool.name), poolCard(pool, pool.name === main, document.resources, note));
           show(await get(`pools/${encodeURIComponent(pool.name)}`), pool.nodes.length ? 'asking the nodes …' : null);
           if (pool.nodes.length) show(await get(`pools/${encodeURIComponent(pool.name)}`, { live: 1 }), null);
         }),
@@ -213,7 +220,7 @@ export function poolsPage(main, about) {
   return { ready: update(), close: () => {} };
 }
 
-function poolCard(pool, isDefault, nodes, note, about) {
+function poolCard(pool, isDefault, nodes, note) {
   return [
     h(
       'h2',
@@ -226,25 +233,16 @@ function poolCard(pool, isDefault, nodes, note, about) {
       ? h(
           'ul',
           { class: 'machines' },
-          nodes.map((node) => machine(node, about)),
+          nodes.map((node) => machine(node)),
         )
       : h('p', { class: 'card quiet' }, `The nodes are chosen by ${pool.backend}.`),
   ];
 }
 
-function machine(node, about) {
-  const owner = new Map();
-  for (const one of node.holders ?? [])
-    for (const gpu of one.gpus)
-      owner.set(
-        gpu,
-        one.workflow_id || one.user === about.user
-          ? ['mine', one.workflow_id ?? one.label ?? 'yours']
-          : ['other', `${one.user}: ${one.label ?? 'a task'}`],
-      );
-  for (const { gpu, process } of node.foreign ?? []) owner.set(gpu, ['foreign', process]);
+function machine(node) {
+  const owner = new Map((node.gpus ?? []).map(({ index, state, by }) => [index, [state, by]]));
   const { allocatable_fields: total, usage_fields: used } = node;
-  if (!node.holders) for (let gpu = 0; gpu < used.gpu; gpu += 1) owner.set(gpu, ['mine', 'yours']);
+  if (!node.gpus) for (let gpu = 0; gpu < used.gpu; gpu += 1) owner.set(gpu, ['mine', 'yours']);
   const gpus = Math.max(total.gpu ?? 0, ...[...owner.keys()].map((gpu) => gpu + 1));
   const meter = (label, have, of, text) =>
     of

@@ -77,7 +77,7 @@ function route() {
   for (const link of links)
     link.setAttribute('aria-current', (link.hash === '#/pools') === (kind === 'pools') ? 'page' : 'false');
   if (report) page = report.problems ? problemsPage() : workflowPage(main, report.workflow, section ?? 'overview', query, about);
-  else if (kind === 'pools') page = poolsPage(main, about);
+  else if (kind === 'pools') page = poolsPage(main);
   else if (kind === 'workflows' && id) page = workflowPage(main, id, section ?? 'overview', query, about);
   else page = workflowsPage(main, query);
   page.ready?.then(() => {
