@@ -15,7 +15,17 @@ from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, 
 if TYPE_CHECKING:
     from distflow.state.record import TaskRecord, WorkflowRecord
 
-__all__ = ["LogLine", "LogStream", "Wait", "WorkflowWatch", "log_sources", "missing_output", "stream_logs"]
+__all__ = [
+    "LogLine",
+    "LogStream",
+    "Tasks",
+    "Wait",
+    "WorkflowWatch",
+    "log_sources",
+    "missing_output",
+    "rank_of",
+    "stream_logs",
+]
 
 _NAMED = re.compile(r"\[(?:rank ?(\d+)|default(\d+))\]", re.IGNORECASE)
 _WAKE_EVERY = 30
@@ -210,6 +220,26 @@ def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str
                 yield f"{task.name}: {task.end.lost_output_bytes:,} bytes of its output were lost: {task.node} had a full disk"
 
 
+def rank_of(text: str, held: range) -> int | None:
+    """Return the rank in the prefix of a line, as torch and torchrun's ``--tee`` write it, or ``None``.
+
+    Args:
+        text: The line.
+        held: The ranks of the task that wrote the line. Other numbers are not ranks.
+
+    >>> rank_of("[rank3]: Traceback (most recent call last):", range(2, 4))
+    3
+    >>> rank_of("[default1]:loss 0.5", range(2, 4))
+    3
+
+    """
+    match = _NAMED.match(text)
+    if match is None:
+        return None
+    rank = int(match[1]) if match[1] else held.start + int(match[2])
+    return rank if rank in held else None
+
+
 @dataclass(frozen=True, slots=True)
 class _RankChoice:
     """The chosen ranks of a task."""
@@ -222,14 +252,6 @@ class _RankChoice:
     def has_all(self) -> bool:
         """Whether all ranks of the task are chosen."""
         return self.ranks.issuperset(self.held)
-
-    def named(self, text: str) -> int | None:
-        """Return the rank in the prefix of a line, as torch and torchrun's ``--tee`` write it, or ``None``."""
-        match = _NAMED.match(text)
-        if match is None:
-            return None
-        rank = int(match[1]) if match[1] else self.held.start + int(match[2])
-        return rank if rank in self.held else None
 
 
 def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) -> dict[str, _RankChoice]:
@@ -260,7 +282,7 @@ def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankCh
         choice = chosen.get(line.task)
         if choice is None or line.dropped or choice.has_all:
             return True
-        rank = line.rank if line.rank is not None else choice.named(line.text)
+        rank = line.rank if line.rank is not None else rank_of(line.text, choice.held)
         return rank in choice.ranks if rank is not None else is_unlabeled(line)
 
     return keep

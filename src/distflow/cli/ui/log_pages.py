@@ -6,6 +6,7 @@ positions are in memory: 20 bytes for each line.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 import time
@@ -16,12 +17,13 @@ from itertools import islice
 
 from distflow.cli.workflow.records import log_line_json
 from distflow.client.client import Client
-from distflow.client.logs import LogLine, stream_logs
+from distflow.client.logs import LogLine, Tasks, rank_of, stream_logs
 from distflow.client.measurements.metrics import number
-from distflow.client.workflows import choose_tasks, find_workflow
+from distflow.client.workflows import choose_tasks, find_workflow, held_ranks
 from distflow.documents.json_keys import name_keys
 from distflow.errors import DistflowError
 from distflow.state.metrics import read_metrics
+from distflow.structs import replace
 
 __all__ = ["Followers", "LogPages"]
 
@@ -33,6 +35,8 @@ _MOST_HITS = 10_000
 _MOST_SERIES = 2000
 _MOST_POINTS = 2000
 _BLOCK = 4 << 20
+_ESCAPE = re.compile(rb"\x1b(?:\[[\d;]*[a-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)")
+"""An escape sequence of a terminal, in lower case. The page draws the same ones as colors, or leaves them out."""
 
 _Source = tuple[str, int, int | None]
 """Task, attempt and rank of a line."""
@@ -43,6 +47,7 @@ class LogPages:
 
     def __init__(self) -> None:
         """Create an empty log."""
+        self._held: dict[str, range] = {}
         self._lock = threading.Lock()
         self._file = tempfile.TemporaryFile()
         self._starts, self._origins, self._times = array("Q", [0]), array("I"), array("d")
@@ -57,8 +62,14 @@ class LogPages:
         """Return the number of lines, without those that were removed."""
         return len(self._times)
 
+    def read_ranks_of(self, tasks: Tasks) -> None:
+        """Read the ranks of later lines from their prefixes, such as ``[rank3]:``, if the ranks of a task share one output."""
+        self._held = {task.name: held_ranks(task.ranks) for _, task in tasks}
+
     def add(self, line: LogLine) -> None:
         """Add a line at the end, and its metrics."""
+        if line.rank is None and line.text.startswith("["):
+            line = replace(line, rank=rank_of(line.text, self._held.get(line.task, range(0))))
         data = line.text.encode("utf-8", "replace").replace(b"\n", b" ")
         if len(data) > _LONGEST_LINE:
             data = data[:_LONGEST_LINE] + b" \xe2\x80\xa6"
@@ -171,6 +182,11 @@ class LogPages:
             until = max(position + 1, bisect_right(self._starts, begin + _BLOCK) - 1)
             self._file.seek(begin)
             block, at = self._file.read(self._starts[until] - begin).lower(), 0
+            if b"\x1b" in block:  # the text of a line may be colored in parts
+                lines = enumerate(block.split(b"\n")[:-1], position)
+                yield from (number for number, line in lines if needle in _ESCAPE.sub(b"", line))
+                position = until
+                continue
             while (at := block.find(needle, at)) >= 0:
                 line = bisect_right(self._starts, begin + at) - 1
                 yield line
@@ -228,6 +244,7 @@ class _Follower:
             with Client() as client:
                 record = find_workflow(client, self._key, report_age=False)
                 tasks = choose_tasks(record, ())
+                self.pages.read_ranks_of(tasks)
                 stream = stream_logs(client, record, tasks, follow=True, wait=self._wait)
                 for line in stream:
                     if self._stop.is_set():

@@ -29,7 +29,7 @@ __all__ = ["app", "write_refusal", "write_report"]
 _STATIC = Path(__file__).with_name("static")
 _MODULES = ("dom.js", "source.js", "logs.js", "charts.js", "shapes.js", "workflow.js", "lists.js", "main.js")
 """In the order of their imports. Their top-level names are different, because they become one script."""
-_IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _MOST_LOG_BYTES = 1_400_000
 _MOST_POINTS = 30_000
@@ -73,8 +73,9 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
         InputError: if the file cannot be written.
 
     """
-    log = LogPages()
-    stream = stream_logs(client, record, choose_tasks(record, ()))
+    log, tasks = LogPages(), choose_tasks(record, ())
+    log.read_ranks_of(tasks)
+    stream = stream_logs(client, record, tasks)
     for line in stream:
         log.add(line)
     parts: dict[str, dict[str, object]] = {}

@@ -5,19 +5,30 @@ import { get, report } from './source.js';
 
 const COLORS = 8,
   MOST_SERIES = 24,
-  HEIGHT = 210;
+  HEIGHT = 210,
+  TIME_STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800],
+  POWERS_OF_2 = Array.from({ length: 53 }, (_, power) => 2 ** power);
 const PACE = new Set(['slowest_step_s', 'imbalance', 'total_samples_per_s']);
 const USE = {
   'gpu/utilization': 'GPU utilization, %',
   'gpu/memory': 'GPU memory',
   'gpu/power': 'GPU power, W',
   'gpu/temperature': 'GPU temperature, °C',
+  'gpu/memory_activity': 'GPU memory activity, %',
+  'gpu/clock': 'GPU clock, MHz',
+  'gpu/throttle_thermal': 'GPU slowed down by heat',
+  'gpu/throttle_power': 'GPU slowed down by its power limit',
+  'gpu/ecc_errors': 'GPU memory errors (ECC)',
+  'gpu/xid': 'GPU driver errors (Xid)',
   'cpu/usage': 'CPU cores in use',
   'memory/usage': 'Memory',
   'disk/read': 'Disk: read per second',
   'disk/write': 'Disk: written per second',
   'network/receive': 'Network: received per second',
   'network/transmit': 'Network: sent per second',
+  'rdma/receive': 'RDMA: received per second',
+  'rdma/transmit': 'RDMA: sent per second',
+  processes: 'Processes',
 };
 const BYTES = /memory(\/usage)?$|\/(read|write|receive|transmit)$|_bytes$/;
 
@@ -38,11 +49,12 @@ function useSeries(samples) {
   });
 }
 
-export function chartView(workflow) {
+export function chartView(workflow, query) {
   const runs = new Map([[workflow, []]]);
   let axis = 'step',
     isLog = false,
-    charts = new Map();
+    charts = new Map(),
+    wanted = (query.with ?? '').split(',');
   const grid = h('div', { class: 'charts' }),
     use = h('div', { class: 'charts' }),
     useHead = h('h2', { class: 'part', hidden: true }, 'Use of CPU, memory and GPUs');
@@ -112,20 +124,28 @@ export function chartView(workflow) {
   async function compare(id) {
     if (!id || runs.has(id)) return;
     try {
-      runs.set(id, await seriesOf(encodeURIComponent(id)));
+      runs.set(id, await seriesOf(id));
       other.value = note.textContent = '';
+      keepInUrl();
     } catch (error) {
       note.textContent = error.message;
     }
     redraw();
   }
+  function keepInUrl() {
+    if (!element.isConnected) return; // another page is shown meanwhile
+    const others = [...runs.keys()].slice(1).map(encodeURIComponent).join(',');
+    history.replaceState(null, '', `${location.hash.split('?')[0]}${others ? `?with=${others}` : ''}`);
+  }
   async function seriesOf(id) {
-    const [metrics, samples] = await Promise.all([get(`workflows/${id}/metrics`), get(`workflows/${id}/samples`)]);
+    const path = `workflows/${encodeURIComponent(id)}`;
+    const [metrics, samples] = await Promise.all([get(`${path}/metrics`), get(`${path}/samples`)]);
     return [...metrics.series, ...useSeries(samples.series)];
   }
   async function update() {
     runs.set(workflow, await seriesOf(workflow));
     draw();
+    if (!report) for (const id of wanted.splice(0)) await compare(id);
   }
   function redraw() {
     for (const one of charts.values()) one.destroy();
@@ -149,6 +169,7 @@ export function chartView(workflow) {
               'aria-label': `Remove ${id}`,
               onclick: () => {
                 runs.delete(id);
+                keepInUrl();
                 redraw();
               },
             },
@@ -163,14 +184,14 @@ export function chartView(workflow) {
     note.textContent = [...keys.values()].flat().some((one) => !one.isUse)
       ? note.textContent
       : 'There are no metrics yet. Tasks print them as lines of JSON, such as {"step": 1, "loss": 0.5}.';
-    const wanted = [...keys]
+    const shown = [...keys]
       .filter(([, series]) => series.some((one) => one.points.length))
       .sort((a, b) => PACE.has(a[0]) - PACE.has(b[0]) || (a[1][0].order ?? 0) - (b[1][0].order ?? 0));
-    useHead.hidden = !wanted.some(([, [first]]) => first.isUse);
-    for (const [key, series] of wanted) {
+    useHead.hidden = !shown.some(([, [first]]) => first.isUse);
+    for (const [key, series] of shown) {
       const { isUse, kind } = series[0];
       if (!charts.has(key)) charts.set(key, chart(key, isUse ? use : grid, BYTES.test(kind ?? key) ? bytes : amount));
-      charts.get(key).show(series, runs.size > 1, isUse ? 'time' : axis, isLog);
+      charts.get(key).show(series, runs.size > 1, isUse ? 'time' : axis, isLog, isUse);
     }
     render(pace, rankTimes(runs.get(workflow)));
   }
@@ -253,11 +274,14 @@ function chart(key, grid, format) {
   const observer = new ResizeObserver(() => plot?.setSize({ width: place.clientWidth, height: HEIGHT }));
   observer.observe(place);
 
-  function show(series, isCompared, axis, isLog) {
-    const shown = series
-      .slice()
-      .sort((a, b) => (a.run === b.run ? (a.rank ?? 0) - (b.rank ?? 0) : 0))
-      .slice(0, MOST_SERIES);
+  function show(series, isCompared, axis, isLog, isUse) {
+    const runs = [...new Set(series.map(({ run }) => run))];
+    const shown = runs.flatMap((run) =>
+      series
+        .filter((one) => one.run === run)
+        .sort((a, b) => (a.rank ?? 0) - (b.rank ?? 0))
+        .slice(0, Math.ceil(MOST_SERIES / runs.length)),
+    );
     const start = new Map();
     for (const { run, points } of series) start.set(run, Math.min(start.get(run) ?? Infinity, points[0]?.[2] ?? Infinity));
     const tables = shown.map(({ run, points }) => {
@@ -279,17 +303,20 @@ function chart(key, grid, format) {
         .slice(0, 8)
         .join(', ')}`,
     );
+    // Several series have eight colors in turn. Several runs have one color each.
+    const colors = shown.map(({ run }, index) => (isCompared ? runs.indexOf(run) : index) % COLORS);
+    const entry = (name, color, value) =>
+      h('li', {}, h('span', { class: `key c${color}`, 'aria-hidden': 'true' }), `${name} `, h('b', {}, value));
+    const rangeOf = (run) => {
+      const values = last.filter((one, index) => one != null && shown[index].run === run),
+        [least, most] = [Math.min(...values), Math.max(...values)].map(format);
+      return !values.length ? '' : least === most ? least : `${least} – ${most}`;
+    };
     legend.replaceChildren(
-      ...names.map((name, index) =>
-        h(
-          'li',
-          {},
-          h('span', { class: `key c${index % COLORS}`, 'aria-hidden': 'true' }),
-          `${name} `,
-          h('b', {}, format(last[index])),
-        ),
-      ),
-      ...(series.length > MOST_SERIES ? [h('li', {}, `and ${series.length - MOST_SERIES} more`)] : []),
+      ...(isCompared
+        ? runs.map((run, index) => entry(run, index % COLORS, rangeOf(run)))
+        : names.map((name, index) => entry(name, colors[index], format(last[index])))),
+      ...(series.length > shown.length ? [h('li', {}, `and ${series.length - shown.length} more`)] : []),
     );
     if (plot && shape === names.join('\n')) {
       const xs = plot.data[0],
@@ -316,20 +343,33 @@ function chart(key, grid, format) {
         legend: { show: false },
         padding: [8, 12, 0, 0],
         cursor: { sync: { key: axis }, drag: { x: true, y: false }, points: { size: 6 } },
-        scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
+        scales: {
+          x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
+          y: isLog ? { distr: 3 } : isUse ? { range: (_, __, max) => uPlot.rangeNum(0, max || 1, 0.1, true) } : {},
+        },
         series: [
           {},
           ...names.map((label, index) => ({
             label,
-            stroke: color(`--c${index % COLORS}`),
+            stroke: color(`--c${colors[index]}`),
             width: 1.75,
             spanGaps: true,
             points: { show: tables[index][0].length < 3, size: 5 },
           })),
         ],
         axes: [
-          { ...axes, size: 28, values: (_, values) => values.map((one) => (axis === 'step' ? amount(one) : duration(one))) },
-          { ...axes, size: 58, values: (_, values) => values.map((one) => (one == null ? '' : format(one))) },
+          {
+            ...axes,
+            size: 28,
+            incrs: axis === 'step' ? undefined : TIME_STEPS,
+            values: (_, values) => values.map((one) => (axis === 'step' ? amount(one) : duration(one))),
+          },
+          {
+            ...axes,
+            size: 58,
+            incrs: format === bytes ? POWERS_OF_2 : undefined,
+            values: (_, values) => values.map((one) => (one == null ? '' : format(one))),
+          },
         ],
         hooks: {
           setScale: [

@@ -102,12 +102,14 @@ export function ranksOf(text) {
   return text ? Array.from({ length: (last ?? first) - first + 1 }, (_, index) => first + index) : [];
 }
 
+const ESCAPE = /\x1b\[([\d;]*)([A-Za-z])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b./g;
+export const withoutEscapes = (line) => line.replace(ESCAPE, '');
+
 // Splits a line with the escape sequences of a terminal into elements: 16 colors, bold, dim, italic and underlined text.
 export function ansi(line) {
   if (!line.includes('\x1b')) return [line];
   const classes = new Set(),
     found = [];
-  const escape = /\x1b\[([\d;]*)([A-Za-z])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b./g;
   let at = 0;
   const put = (end) => {
     const text = line.slice(at, end);
@@ -117,7 +119,7 @@ export function ansi(line) {
     for (const one of [...classes]) if (one.startsWith(side)) classes.delete(one);
     if (number != null) classes.add(side + number);
   };
-  for (const match of line.matchAll(escape)) {
+  for (const match of line.matchAll(ESCAPE)) {
     put(match.index);
     at = match.index + match[0].length;
     if (match[2] !== 'm') continue;

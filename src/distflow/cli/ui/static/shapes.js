@@ -104,7 +104,7 @@ export function rankDrawing(group, slow) {
                     return h(
                       'li',
                       {
-                        class: `${isFirst ? 'first' : ''} ${isSlow ? 'slow' : ''}`,
+                        class: isFirst ? 'first' : isSlow ? 'slow' : null,
                         title: isFirst ? 'first cause' : isSlow ? 'slow' : null,
                       },
                       String(rank),

@@ -1,5 +1,7 @@
 // Where the documents come from: the server, or the data that `distflow workflow report` wrote into this file.
 
+import { withoutEscapes } from './dom.js';
+
 const embedded = document.getElementById('report');
 export const report = embedded ? JSON.parse(embedded.textContent) : null;
 
@@ -87,7 +89,7 @@ function reportLines(part, { first = 0, count = 200, task, rank, text }) {
     return {
       text,
       positions: needle.trim()
-        ? view.flatMap((line, position) => (line[2].toLowerCase().includes(needle) ? [position] : []))
+        ? view.flatMap((line, position) => (withoutEscapes(line[2]).toLowerCase().includes(needle) ? [position] : []))
         : [],
       is_complete: true,
     };

@@ -1,6 +1,21 @@
 // The page of one workflow, with its sections.
 
-import { ago, amount, ansi, badge, bytes, clock, day, duration, h, nowSeconds, render, seconds, withCode } from './dom.js';
+import {
+  ago,
+  amount,
+  ansi,
+  badge,
+  bytes,
+  clock,
+  day,
+  duration,
+  h,
+  nowSeconds,
+  render,
+  seconds,
+  withCode,
+  withoutEscapes,
+} from './dom.js';
 import { chartView } from './charts.js';
 import { logView } from './logs.js';
 import { graph, rankDrawing, timeline } from './shapes.js';
@@ -35,6 +50,7 @@ export function workflowPage(main, id, section, query, about) {
     ),
   );
   render(main, head, nav, body);
+  nav.querySelector('[aria-current]')?.scrollIntoView({ block: 'nearest' }); // on a narrow screen
   const colorOf = (task) => status.groups.flatMap((group) => [...new Set(group.tasks.map((one) => one.name))]).indexOf(task) % 8;
 
   const sections = {
@@ -45,7 +61,7 @@ export function workflowPage(main, id, section, query, about) {
       },
     },
     logs: { start: () => logView(key, query, colorOf) },
-    metrics: { start: () => chartView(key) },
+    metrics: { start: () => chartView(id, query) },
     events: { update: async () => render(body, eventTable(await get(`${path}/events`))) },
     diagnosis: {
       update: async () => {
@@ -243,7 +259,10 @@ const pre = (text, label) => h('pre', { tabindex: '0', role: 'region', 'aria-lab
 const NODE_PATH = /\/[^\s"']*?\/distflow-node\/[0-9a-f]{32}\/[\w-]+\/[\w-]+\/\d+\/(work|files)\//g;
 
 // The text of the line that shows a cause, so that the log can be searched for it.
-const lineOf = (cause) => (cause.traceback?.trimEnd().split('\n').at(-1) ?? cause.lines.at(-1) ?? '').trim().slice(0, 200);
+const lineOf = (cause) =>
+  withoutEscapes(cause.traceback?.trimEnd().split('\n').at(-1) ?? cause.lines.at(-1) ?? '')
+    .trim()
+    .slice(0, 200);
 
 function causeCard(cause, title, base, remedy) {
   const where = [
@@ -377,7 +396,7 @@ function taskTable(groups, base) {
                   ? h('span', { class: 'quiet' }, ` ${bytes(task.transfer.sent_bytes)} of ${bytes(task.transfer.total_bytes)}`)
                   : null,
               ),
-              h('td', {}, task.node_name ?? ''),
+              h('td', { class: 'name' }, task.node_name ?? ''),
               h('td', { class: 'number' }, task.exit_code ?? ''),
               h('td', { class: 'number' }, duration(task.duration)),
               isUsed ? h('td', { class: 'number' }, task.usage ? useOf(task.usage) : '') : null,
@@ -395,7 +414,7 @@ function eventTable({ events }) {
     { class: 'card', 'aria-label': 'Events' },
     h(
       'div',
-      { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'Events' },
+      { class: 'scroll events', tabindex: '0', role: 'region', 'aria-label': 'Events' },
       h(
         'table',
         {},
@@ -405,7 +424,7 @@ function eventTable({ events }) {
           h(
             'tr',
             {},
-            ['Time', 'Kind', 'Event'].map((name) => h('th', { scope: 'col' }, name)),
+            ['Time', 'Kind', 'Event'].map((name) => h('th', { scope: 'col', class: name === 'Kind' ? 'wide' : null }, name)),
           ),
         ),
         h(
@@ -418,7 +437,7 @@ function eventTable({ events }) {
                 'tr',
                 {},
                 h('td', { class: 'number', title: day(event.at) }, clock(event.at, true)),
-                h('td', { class: 'quiet' }, event.kind),
+                h('td', { class: 'quiet wide' }, event.kind),
                 h('td', {}, event.text),
               ),
             ),
