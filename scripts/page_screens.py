@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +36,12 @@ SCRIPT = """
 import json, math, os, random, sys, time
 task, first, count, steps, delay, fails_at = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5]), int(sys.argv[6])
 random.seed(first + steps)
+decay = 40 + steps % 60
 print(f"\\x1b[1m{task}\\x1b[0m: ranks {first}-{first + count - 1} \\x1b[32mready\\x1b[0m", flush=True)
 for step in range(1, steps + 1):
     for rank in range(first, first + count):
         step_s = 0.21 + 0.01 * random.random() + 0.12 * (rank == 5)
-        one = {"step": step, "rank": rank, "loss": round(2.3 * math.exp(-step / 40) + 0.2 + 0.04 * random.random(), 4),
+        one = {"step": step, "rank": rank, "loss": round(2.3 * math.exp(-step / decay) + 0.2 + 0.04 * random.random(), 4),
                "step_s": round(step_s, 4), "samples_per_s": round(64 / step_s, 1), "memory_bytes": 31 * 2**30 + rank * 2**27}
         if rank == 0:
             one |= {"accuracy": round(0.94 - 0.8 * math.exp(-step / 30), 4), "slowest_step_s": 0.34, "stragglers": "5"}
@@ -88,17 +89,75 @@ workflow:
 default-values: {name: resnet, steps: 120, delay: 0.02, fails_at: 0}
 """
 
+# What the sampler asks NVIDIA's library, with values of a training that computes most of the time.
+NVML = r"""
+#include <math.h>
+#include <string.h>
+#include <time.h>
+typedef long device;
+static double wave(device gpu, double seconds) { return sin(time(0) / seconds + 2.1 * gpu); }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, device *gpu) { *gpu = index + 1; return 0; }
+int nvmlDeviceGetUtilizationRates(device gpu, unsigned *rates) { rates[0] = 91 + 7 * wave(gpu, 9); rates[1] = 55; return 0; }
+int nvmlDeviceGetMemoryInfo(device gpu, unsigned long long *memory) {
+    memory[0] = 40ull << 30; memory[2] = (31ull << 30) + (gpu << 28); memory[1] = memory[0] - memory[2]; return 0; }
+int nvmlDeviceGetPowerUsage(device gpu, unsigned *power) { *power = 362000 + 21000 * wave(gpu, 7); return 0; }
+int nvmlDeviceGetEnforcedPowerLimit(device gpu, unsigned *power) { *power = 400000; return 0; }
+int nvmlDeviceGetTemperature(device gpu, unsigned sensor, unsigned *degrees) {
+    *degrees = 61 + 2 * gpu + 2 * wave(gpu, 20); return 0; }
+"""
+
+# gpu-3 has tasks of another user, and a program that distflow did not start.
+OTHERS = """
+import fcntl, json, os, sys
+for gpu in range(3):
+    lease = os.open(os.path.join(sys.argv[1], f"gpu-{gpu}.lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lease, fcntl.LOCK_EX)
+    os.write(lease, json.dumps({"user": "grace", "attempt": "7e/g/w/0", "label": "llama-7/worker"}).encode())
+print("locked", flush=True)
+sys.stdin.read()
+"""
+SMI = """#!/bin/sh
+case "$1" in
+*apps*) echo "GPU-6, PID, python3, 8123";;
+-L) for gpu in 0 1 2 3 4 5 6 7; do echo "GPU $gpu: NVIDIA A100-SXM4-40GB (UUID: GPU-$gpu)"; done;;
+*) for gpu in 0 1 2 3 4 5 6 7; do echo "$gpu, GPU-$gpu, 00000000:0$gpu:00.0"; done;;
+esac
+"""
+
 PAGES = {
     "workflows": "#/",
     "workflow": "#/workflows/resnet-1",
     "failure": "#/workflows/resnet-2",
     "log": "#/workflows/resnet-2/logs?task=worker&find=CUDA out of memory",
     "metrics": "#/workflows/resnet-1/metrics",
+    "compared": "#/workflows/resnet-1/metrics?with=resnet-wide-1",
+    "use": "#/workflows/vit-1/metrics",
     "diagnosis": "#/workflows/resnet-2/diagnosis",
     "events": "#/workflows/resnet-1/events",
     "outputs": "#/workflows/resnet-1/outputs",
     "pools": "#/pools",
 }
+
+SCROLLED = {"compared": ".charts >> nth=0", "use": ".part"}
+"""What is at the top of a picture, if that is not the top of the page."""
+
+
+def with_gpus(folder: Path, node: str) -> str:
+    """Write what a node needs to show GPUs, and return its interpreter, which finds that."""
+    tools = folder / node / "tools"
+    (tools.parent / "leases").mkdir(parents=True)
+    (tools.parent / "leases").chmod(0o1777)
+    tools.mkdir()
+    (tools / "nvml.c").write_text(NVML)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tools / "libnvidia-ml.so.1", tools / "nvml.c", "-lm"], check=True)
+    if node == NODES[-1]:
+        (tools / "nvidia-smi").write_text(SMI.replace("PID", str(os.getpid())))
+        (tools / "nvidia-smi").chmod(0o755)
+    python = tools / "python"
+    python.write_text(f'#!/bin/sh\nexport LD_LIBRARY_PATH={tools} PATH="{tools}:$PATH"\nexec python3 "$@"\n')
+    python.chmod(0o755)
+    return str(python)
 
 
 @contextmanager
@@ -106,7 +165,7 @@ def example(folder: Path) -> Iterator[str]:
     """Run the workflows of the pictures below a directory, and yield the URL of the page."""
     nodes = [
         {"name": name, "root": str(folder / name / "root"), "gpus": 8, "cpus": 64, "memory": "512Gi", "platform": "a100",
-         "check_capacity": False}
+         "check_capacity": False, "python": with_gpus(folder, name), "lease_dir": str(folder / name / "leases")}
         for name in NODES
     ]  # fmt: skip
     pools = {"lab": {"backend": "ssh", "nodes": nodes}, "laptop": {"backend": "local"}}
@@ -123,12 +182,21 @@ def example(folder: Path) -> Iterator[str]:
     def submit(*values: str, wait: bool = True) -> None:
         run("workflow", "submit", "spec.yaml", *(["--wait"] if wait else []), *(["--set", *values] if values else []))
 
-    with ssh_hosts(folder, list(NODES), machine_like(folder)):
-        submit()
-        submit("fails_at=87")
-        submit("name=resnet-wide")
-        run("workflow", "tag", "-w", "resnet-wide-1", "-a", "baseline")
+    with ssh_hosts(folder, list(NODES), machine_like(folder)), ExitStack() as stack:
+        leases = str(folder / NODES[-1] / "leases")
+        others = subprocess.Popen(
+            [sys.executable, "-c", OTHERS, leases], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(others.wait)
+        assert others.stdin is not None
+        assert others.stdout is not None
+        stack.callback(others.stdin.close)
+        others.stdout.readline()
         submit("name=vit", "steps=100000", "delay=0.5", wait=False)
+        submit("delay=0.3", wait=False)
+        submit("fails_at=87")
+        submit("name=resnet-wide", "steps=150", "delay=0.3")
+        run("workflow", "tag", "-w", "resnet-wide-1", "-a", "baseline")
         submit("name=bert", "steps=100000", "delay=0.5", wait=False)
         run("workflow", "cancel", "bert-1", "--wait", "60")
         server = subprocess.Popen(["distflow", "ui"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
@@ -151,7 +219,9 @@ def draw(page: Page, url: str, names: Sequence[str]) -> None:
             page.goto("about:blank")
             page.goto(url.partition("?")[0] + PAGES[name])
             page.wait_for_selector("html[data-ready]", state="attached")
-            page.wait_for_timeout(1500)  # charts are drawn, and nodes have answered
+            page.wait_for_timeout(3000)  # charts are drawn, and nodes have answered
+            if name in SCROLLED:
+                page.locator(SCROLLED[name]).evaluate("one => scrollTo(0, one.getBoundingClientRect().top - 16)")
             page.screenshot(path=SCREENS / f"ui-{name}-{scheme}.png")
             print(f"docs/screens/ui-{name}-{scheme}.png")
 
