@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow.testing.slurm import Slurm, missing_slurm
+from distflow.testing.waiting import wait_until
 from scenarios.cluster import Cluster
 from scenarios.conftest import Cli
 from scenarios.kubernetes_pool import KubernetesPool
@@ -46,6 +48,18 @@ def _kubernetes(_: Cli, request: pytest.FixtureRequest, environment: Mapping[str
     pool.configure(folders=(str(pool.cli.folder),))
 
 
+WAITS = """
+workflow:
+  name: waits
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: &wait [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.2; done; echo late']
+    - {name: worker, ranks: {size: 1}, command: *wait}
+"""
 POOLS: Mapping[str, Configure] = {"local": _local, "lab": _ssh, "cluster": _slurm, "ray": _ray, "pods": _kubernetes}
 """The name of the pool of each backend."""
 
@@ -138,6 +152,33 @@ def test_a_spec_completes_with_exactly_its_ranks(
 def test_the_pipeline_hands_its_data_on_through_a_login_node(far_cluster: Cluster, repository: Path, forking_site: str) -> None:
     far_cluster.configure(environment={"PYTHONPATH": forking_site})
     run_sample(far_cluster.cli, repository, "pipeline")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", ["ray", "pods"])
+def test_a_lost_state_directory_is_rebuilt_from_the_cluster(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    """The same on Slurm is in ``test_slurm_faults``."""
+    POOLS[backend](cli, request, {})
+    go = cli.folder / "go"
+    workflow = cli.submit(cli.spec(WAITS.replace("GO", str(go))))
+    before = cli.await_running(workflow, 120)
+    wait_until(lambda: cli.logs(workflow).count("] up") == 2, 60, "both tasks have printed")
+    cli.kill_supervisor()
+    shutil.rmtree(cli.state)
+    reaped = cli.run("node", "reap")
+    allocation = before["master"]["node_name"].partition("@")[2]
+    assert (reaped.code, allocation in reaped.out) == (0, True), reaped.out + reaped.err
+    done = cli.run("workflow", "adopt")
+    assert (done.code, f"{workflow}: adopted" in done.out) == (0, True), done.out + done.err
+    assert cli.run("workflow", "adopt").out == "The nodes have no workflow that is not in the store.\n"
+    taken = cli.await_running(workflow, 120)
+    for task, one in before.items():
+        assert (taken[task]["node_name"], taken[task]["pid"]) == (one["node_name"], one["pid"])
+    go.touch()
+    assert cli.await_status(workflow, "COMPLETED", "FAILED", timeout=120)["status"] == "COMPLETED"
+    assert (cli.logs(workflow).count("] up"), cli.logs(workflow).count("] late")) == (2, 2)
+    if backend == "pods":
+        request.getfixturevalue("kubernetes_pool").await_nothing()
 
 
 def run_sample(cli: Cli, repository: Path, name: str) -> None:
