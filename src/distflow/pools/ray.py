@@ -27,9 +27,15 @@ def parse_ray(pool: View) -> RaySettings:
     if idle_release_s == 0:
         at = path_text((*ray.path, "idle_release"))
         ray.add(f"`{at}` must be more than 0", "write a duration such as `10m`", key="idle_release")
+    address = ray.string("address") or defaults.address
+    if address.startswith("ray://"):
+        at = path_text((*ray.path, "address"))
+        message = f"`{at}` is an address of Ray Client, which does not carry the output and the files of tasks"
+        hint = "set `login` of the pool to a node of the cluster, and remove `address` or use that of Ray itself: `HOST:6379`"
+        ray.add(message, hint, key="address")
     python = ray.string("python") or pool.string("python") or pool.view("defaults").string("python")
     return RaySettings(
-        address=ray.string("address") or defaults.address,
+        address=address,
         strategy=_STRATEGIES.get(ray.string("strategy") or "", defaults.strategy),
         python=python or defaults.python,
         idle_release_s=defaults.idle_release_s if idle_release_s is None else idle_release_s,
