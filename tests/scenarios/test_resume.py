@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,16 @@ from scenarios.conftest import Cli
 from scenarios.lab import checkout, json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HYBRID = {"kind": "hybrid", "tp_size": 2}
+"""FSDP and tensor parallelism."""
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
 
-def undisturbed(folder: Path, strategy: dict[str, Any], ranks: int, temporary: pytest.TempPathFactory) -> str:
-    """The weights that the script ends with outside of distflow."""
+def undisturbed(
+    folder: Path, script: str, arguments: list[str], strategy: dict[str, Any], ranks: int, temporary: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What the script prints outside of distflow."""
     folder.mkdir()
     parsed, _ = parse_strategy(strategy, (ranks,))
     assert parsed is not None
@@ -31,48 +38,74 @@ def undisturbed(folder: Path, strategy: dict[str, Any], ranks: int, temporary: p
         "DISTFLOW_CHECKPOINT": str(folder / "checkpoints"),
         "OMP_NUM_THREADS": "1",
     }
-    script = REPOSITORY / "workflow_specs" / "resume.py"
-    command = ["-m", "distflow.train.launch", "--size", str(ranks), str(script), "--epochs", "3"]
+    path = REPOSITORY / "workflow_specs" / script
+    command = ["-m", "distflow.train.launch", "--size", str(ranks), str(path), *arguments]
     output = folder / "output"
     with output.open("wb") as file, open(os.devnull) as stdin:
         process = start_preloaded(temporary, command, folder, environment, stdin.fileno(), file.fileno(), file.fileno())
     assert process.wait(200) == 0, output.read_text()
-    lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
-    (digest,) = [line["weights"] for line in lines if "weights" in line]
-    return str(digest)
+    return [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
 
 
-def weights(cli: Cli, workflow: str) -> str:
-    cli.await_status(workflow, "COMPLETED", "FAILED", timeout=240)
-    (digest,) = [record["weights"] for record in json_lines(cli.logs(workflow)) if "weights" in record]
-    return str(digest)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "size"),
-    [
-        pytest.param({"kind": "ddp"}, 1, id="ddp"),
-        pytest.param({"kind": "hybrid", "tp_size": 2}, 2, id="hybrid"),  # FSDP and tensor parallelism
-    ],
-)
-def test_a_killed_rank_changes_nothing_in_the_end(
-    cli: Cli, strategy: dict[str, Any], size: int, forking_site: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    spec = checkout(cli, REPOSITORY) / "resume.yaml"
-    cli.configure(environment={"PYTHONPATH": forking_site})
-    values = [f"strategy={json.dumps(strategy)}", f"size={size}", "epochs=3", "pause=0.4", f"store=file://{cli.folder}/store"]
-    workflow = cli.submit(str(spec), "--set", *values)
-    # An epoch has six steps, of which every third is saved.
+def kill_the_last_rank(cli: Cli, workflow: str, ranks: int) -> None:
+    """Kill it between two checkpoints, which are made at every third step, and wait for the end of the workflow."""
     wait_until(lambda: any(one.get("step", 0) >= 4 and "loss" in one for one in json_lines(cli.logs(workflow))), 120)
-    (victim,) = {one["pid"] for one in json_lines(cli.logs(workflow)) if one.get("begins") and one["rank"] == 2 * size - 1}
+    (victim,) = {one["pid"] for one in json_lines(cli.logs(workflow)) if one.get("begins") and one["rank"] == ranks - 1}
     os.kill(victim, signal.SIGKILL)
-    assert weights(cli, workflow) == undisturbed(cli.folder / "alone", strategy, 2 * size, tmp_path_factory)
-
-    records = json_lines(cli.logs(workflow))
-    begun = {(record["rank"], record["step"]) for record in records if record.get("begins")}
+    cli.await_status(workflow, "COMPLETED", "FAILED", timeout=240)
+    assert cli.tasks(workflow)["worker"]["retry_id"] == 1
+    assert "worker retry-1" in cli.run("workflow", "events", workflow).out
+    begun = {(one["rank"], one["step"]) for one in json_lines(cli.logs(workflow)) if one.get("begins")}
     again = {step for _, step in begun} - {0}
     assert len(again) == 1, "every rank continued from the same step"
     assert again.pop() % 3 == 0
-    assert len(begun) == 2 * 2 * size
-    assert cli.tasks(workflow)["worker"]["retry_id"] == 1
-    assert "worker retry-1" in cli.run("workflow", "events", workflow).out
+    assert len(begun) == 2 * ranks
+
+
+def test_a_killed_rank_changes_nothing_in_the_end(
+    cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = checkout(cli, REPOSITORY) / "resume.yaml"
+    cli.configure(environment={"PYTHONPATH": forking_site})
+    workflow = cli.submit(str(spec), "--set", "epochs=3", "pause=0.4", f"store=file://{cli.folder}/store")
+    kill_the_last_rank(cli, workflow, 2)
+    alone = undisturbed(cli.folder / "alone", "resume.py", ["--epochs", "3"], {"kind": "ddp"}, 2, tmp_path_factory)
+    digests = [one["weights"] for one in [*alone, *json_lines(cli.logs(workflow))] if "weights" in one]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+
+
+BASE = """
+import sys, torch, transformers
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    pad_token_id=None, bos_token_id=1, eos_token_id=2,
+)
+transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size="40KB")
+"""
+
+
+def test_a_fine_tune_whose_rank_is_killed_ends_with_the_same_files(
+    cli: Cli, forking_site: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    base = cli.folder / "base"
+    subprocess.run([sys.executable, "-c", BASE, str(base)], check=True, timeout=120)
+    assert len(list(base.glob("*.safetensors"))) > 1
+    spec = checkout(cli, REPOSITORY) / "fine_tune.yaml"
+    cli.configure(environment={"PYTHONPATH": forking_site})
+    values = [f"base=file://{base}", "epochs=2", "pause=0.4", f"store=file://{cli.folder}/store"]
+    workflow = cli.submit(str(spec), "--set", *values)
+    kill_the_last_rank(cli, workflow, 4)
+    arguments = ["--base", str(base), "--output", str(cli.folder / "alone" / "model"), "--epochs", "2"]
+    undisturbed(cli.folder / "alone", "fine_tune.py", arguments, HYBRID, 4, tmp_path_factory)
+    assert cli.run("workflow", "fetch", workflow, "--to", str(cli.folder / "fetched")).code == 0
+    digests = {
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in ("alone", "fetched")
+        for path in (cli.folder / folder).rglob("model.safetensors")
+    }
+    (tuned,) = (cli.folder / "fetched").rglob("model.safetensors")
+    assert len(digests) == 1
+    assert tuned.stat().st_size >= sum(path.stat().st_size for path in base.glob("*.safetensors")) * 0.9

@@ -146,7 +146,7 @@ def _refused() -> Found:
 
     wrong: dict[str, Callable[[], object]] = {
         "bare": lambda: parallelize(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Bare())), "fsdp"),
-        "tied": lambda: parallelize(on_meta(tied), "fsdp"),
+        "tied": lambda: parallelize(on_meta(tied), "pipeline", loss=loss_of),
         "partly": lambda: parallelize(partly(), "fsdp"),
         "forgotten": lambda: parallelize(on_meta(lambda: nn.Sequential(_Scale("scale"))), "fsdp"),
         "traced": lambda: prepared(

@@ -117,9 +117,9 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
     ("name", "message"),
     [
         ("bare", "by reset_parameters() or init_weights(); without either: 1"),
-        ("tied", "0.weight and 1.weight"),
+        ("tied", "stage 1 shares a parameter with an earlier stage"),
         ("partly", "only partly on the meta device: 1.weight is not"),
-        ("forgotten", "reset_parameters of 0 (_Scale) leaves table as it was"),
+        ("forgotten", "0 (_Scale) leaves table as it was"),
         ("traced", "a model on the meta device cannot be traced"),
     ],
 )

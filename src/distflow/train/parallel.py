@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,14 @@ def parallelize(
     *,
     loss: Loss | None = None,
     example: tuple[torch.Tensor, ...] | None = None,
+    weights: str | Path | None = None,
 ) -> ParallelPlan:
     """Do what ``World.parallelize`` does, in a process group that the program has created itself."""
     if strategy is None and (strategy := said_strategy()) is None:
         # With one rank too, so that it takes the options that more ranks will take.
         strategy = "ddp"
     placed = place(strategy, world_size())
-    plan = ParallelPlan(prepare(model, placed, loss=loss, example=example), placed)
+    plan = ParallelPlan(prepare(model, placed, loss=loss, example=example, weights=weights), placed)
     choose(placed, plan.rank)
     return plan
 
@@ -177,6 +179,17 @@ class ParallelPlan:
         from distflow.train.strategies.states import full_state_dict  # noqa: PLC0415  it imports torch's checkpoints
 
         return full_state_dict(self.model)
+
+    def save_weights(self, directory: str | Path, *, max_file_size: int = 5_000_000_000) -> None:
+        """Write the whole model's parameters and buffers to safetensors files that ``from_pretrained`` of transformers reads.
+
+        Collective. Rank 0 creates the directory and writes; it gathers one tensor after the other, and holds at most one
+        file of ``max_file_size`` bytes in memory. Weights that were in the directory are replaced. A model of
+        Hugging Face writes its ``config.json`` too. Needs the package safetensors.
+        """
+        from distflow.train.strategies.weights import save_weights  # noqa: PLC0415  it imports torch's checkpoints
+
+        save_weights(self.model, directory, max_file_size=max_file_size)
 
     @property
     def _apart(self) -> int:

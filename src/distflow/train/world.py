@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,7 @@ class World:
         *,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         example: tuple[torch.Tensor, ...] | None = None,
+        weights: str | Path | None = None,
     ) -> ParallelPlan:
         """Let all ranks train the model together, and return the plan, which has the model of this rank. Collective.
 
@@ -88,12 +90,16 @@ class World:
         under ``ddp`` and ``none``. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model
         is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
+        ``weights`` is a directory with safetensors files in the layout of Hugging Face, which every rank can read. Each rank
+        reads its parts of the tensors from them, and rank 0 draws only the tensors that they lack (such as buffers of a model
+        on the meta device).
+
         Raises ``ValueError`` if the model does not fit the strategy, the strategy the number of ranks, or the options each
         other.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 
-        return parallelize(model, strategy, loss=loss, example=example)
+        return parallelize(model, strategy, loss=loss, example=example, weights=weights)
 
 
 _joined: World | None = None

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,28 +40,49 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
 
 
 def prepare(
-    model: nn.Module, chosen: Strategy, *, loss: Loss | None = None, example: tuple[torch.Tensor, ...] | None = None
+    model: nn.Module,
+    chosen: Strategy,
+    *,
+    loss: Loss | None = None,
+    example: tuple[torch.Tensor, ...] | None = None,
+    weights: str | Path | None = None,
 ) -> nn.Module:
     """Return the model on this rank's device, wrapped or cut as the strategy says. Collective."""
+    if weights is None:
+        return _prepare(model, chosen, loss, example)
+    from distflow.train.strategies.weights import load_weights, weight_names  # noqa: PLC0415  it takes a second to import
+
+    prepared = _prepare(model, chosen, loss, example, weight_names(weights, model))
+    load_weights(prepared, weights)
+    return prepared
+
+
+def _prepare(
+    model: nn.Module,
+    chosen: Strategy,
+    loss: Loss | None,
+    example: tuple[torch.Tensor, ...] | None,
+    loaded: Collection[str] = (),
+) -> nn.Module:
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
             "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
         )
     device = _device()
-    if not (empty := check_empty(model)):
+    if not (empty := check_empty(model, loaded)):
         model = model.to(device)
     if chosen.options.get("activation_checkpointing"):
         checkpoint_activations(model, chosen.options)
     if chosen.kind == "none" or (chosen.world_size == 1 and chosen.kind != "pipeline"):
-        return fill(allocate(model, device), device) if empty else model
+        return fill(allocate(model, device), device, loaded) if empty else model
     mesh = make_mesh(chosen)
     if chosen.kind == "ddp" or chosen.options.get("sharding_strategy") == "NO_SHARD":
-        return replicate(fill(allocate(model, device), device) if empty else model, device, chosen.options)
+        return replicate(fill(allocate(model, device), device, loaded) if empty else model, device, chosen.options)
     if not empty:
         _start_alike(model)
     ready = _cut(model, mesh, device, chosen, loss, example)
     if empty:
-        fill(model, device)
+        fill(model, device, loaded)
     return ready
 
 

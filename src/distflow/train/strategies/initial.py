@@ -11,24 +11,25 @@ would depend on the cut. https://docs.pytorch.org/tutorials/intermediate/FSDP_tu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["allocate", "check_empty", "fill"]
+__all__ = ["allocate", "check_empty", "fill", "tied_names"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
 """Names under which modules set their own tensors; the second is that of torch's attention."""
 
 
-def check_empty(model: nn.Module) -> bool:
+def check_empty(model: nn.Module, loaded: Collection[str] = ()) -> bool:
     """Return whether the model is on the meta device.
 
-    Raises ``ValueError``, the same on every rank, when only a part of it is, when a module cannot set its tensors, and when two
-    modules share one (which is lost when tensors are created again).
+    ``loaded`` are the names of tensors that get their values from a file. Raises ``ValueError``, the same on every rank, when
+    only a part of the model is on the meta device, and when a module cannot set its other tensors.
     """
     meta = {tensor.is_meta for module in model.modules() for tensor in _own(module).values()}
     if True not in meta:
@@ -36,57 +37,69 @@ def check_empty(model: nn.Module) -> bool:
     if False in meta:
         there = next(name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if not tensor.is_meta)
         raise ValueError(f"the model is only partly on the meta device: {there} is not")
-    if unable := [name or "the model itself" for name, module in model.named_modules() if _own(module) and not _method(module)]:
+    if unable := [name or "the model itself" for name, _, initialize in _to_fill(model, loaded) if initialize is None]:
         raise ValueError(
             f"modules of a model on the meta device set their own tensors by reset_parameters() or init_weights(); "
             f"without either: {', '.join(unable)}"
         )
+    return True
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several, in the order of the modules."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    if shared := [" and ".join(several) for several in names.values() if len(several) > 1]:
-        raise ValueError(f"modules that share parameters cannot be filled from the meta device: {', '.join(shared)}")
-    return True
+    return [several for several in names.values() if len(several) > 1]
 
 
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> nn.Module:
     """Give a module of the meta device memory on a device, without values; any other is left as it is. Return the module.
 
     With ``offload`` its parameters are in the node's memory, as FSDP keeps them then, and only its buffers on the device.
+    Tied parameters stay tied.
     """
     if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        tied = tied_names(module)
         module.to_empty(device="cpu" if offload else device)
+        for first, *others in tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 setattr(part, name, buffer.to(device))
     return module
 
 
-def fill(model: nn.Module, device: torch.device) -> nn.Module:
+def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -> nn.Module:
     """Give every module its first values, which rank 0 draws on ``device``, and return the model.
 
-    What is still on the meta device is left there: other ranks hold it.
+    Modules whose tensors are all in ``loaded`` are left out. What is still on the meta device is left there: other ranks hold
+    it.
 
     All ranks must call it, with the whole model's modules. What a module would set in its children is theirs to set. Raises
     ``ValueError`` for a module that left some of its tensors as they were.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
-    for name, module in _children_first(model):
+    for name, module, initialize in _to_fill(model, loaded):
         kept = _own(module)
         drawn = {one: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for one, tensor in kept.items()}
-        if not many or dist.get_rank() == 0:
-            _draw(module, drawn)
+        if initialize is not None and (not many or dist.get_rank() == 0):
+            _draw(module, initialize, drawn)
         for one, tensor in drawn.items():
             if many:
                 dist.broadcast(tensor, 0)
             if tensor.is_floating_point() and tensor.isnan().any():
-                raise ValueError(f"{_method(module)} of {name or 'the model'} ({type(module).__name__}) leaves {one} as it was")
+                raise ValueError(
+                    f"{name or 'the model'} ({type(module).__name__}) leaves {one} as it was when it sets its tensors"
+                )
             if not kept[one].is_meta:
                 _keep(kept[one], tensor)
     return model
 
 
-def _draw(module: nn.Module, drawn: dict[str, torch.Tensor]) -> None:
+def _draw(module: nn.Module, initialize: Callable[[], object], drawn: dict[str, torch.Tensor]) -> None:
     """Let the module set these tensors in place of its own; its children have none meanwhile."""
     own = {part: _own(part) for part in module.modules()}
     for part, tensors in own.items():
@@ -97,7 +110,7 @@ def _draw(module: nn.Module, drawn: dict[str, torch.Tensor]) -> None:
             setattr(part, name, nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new)
     try:
         with torch.no_grad():
-            getattr(module, _method(module))()
+            initialize()
     finally:
         for part, tensors in own.items():
             for name, tensor in tensors.items():
@@ -122,13 +135,17 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _method(module: nn.Module) -> str:
-    """Return the name of the method by which a module sets its own tensors; empty when it has none."""
-    return next((name for name in _METHODS if callable(getattr(module, name, None))), "")
+_Initialize = Callable[[], object]
 
 
-def _children_first(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _to_fill(
+    model: nn.Module, loaded: Collection[str], prefix: str = "", outer: Callable[[nn.Module], object] | None = None
+) -> Iterator[tuple[str, nn.Module, _Initialize | None]]:
+    """Yield modules with tensors that are not in ``loaded``, children first: name, module, and what sets its tensors."""
+    # Models of Hugging Face set the tensors of each module inside of them, by this method of theirs.
+    outer = getattr(model, "_init_weights", outer) if hasattr(model, "base_model_prefix") else outer
     for name, child in model.named_children():
-        yield from _children_first(child, f"{prefix}{name}.")
-    if _own(model):
-        yield prefix.rstrip("."), model
+        yield from _to_fill(child, loaded, f"{prefix}{name}.", outer)
+    if any(f"{prefix}{name}" not in loaded for name in _own(model)):
+        own = next((getattr(model, name) for name in _METHODS if callable(getattr(model, name, None))), None)
+        yield prefix.rstrip("."), model, own if outer is None else partial(outer, model)

@@ -135,7 +135,12 @@ def make_pipeline(
     if points and len(points) != count - 1:
         raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
-        part: nn.Module = allocate(_children(model, count, points)[index], device)
+        parts = _children(model, count, points)
+        stage_of: dict[nn.Parameter, int] = {}
+        for number, one in enumerate(parts):
+            if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
+                raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; put both in one stage")
+        part: nn.Module = allocate(parts[index], device)
 
         def stage() -> Any:
             return pipelining.PipelineStage(part, index, count, device, group=group)

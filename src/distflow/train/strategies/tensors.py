@@ -12,9 +12,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-__all__ = ["COLWISE", "ROWWISE", "derive_plan", "split_tensors"]
+from distflow.train.strategies.initial import tied_names
+
+__all__ = ["COLWISE", "ROWWISE", "derive_plan", "own_plan", "split_tensors"]
 
 COLWISE = frozenset(
     {
@@ -57,9 +60,47 @@ def derive_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Names of Hugging Face for a matrix at the end of a model that is cut by columns, and whose outputs every rank gets whole."""
+
+
+def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Return the plan that a model of Hugging Face has (``tp_plan``), by the names of its modules; empty without one.
+
+    Embeddings and the head stay whole if they are tied, or cannot be shared out equally. Raises ``ValueError`` for a plan that
+    torch's tensor parallelism does not carry out.
+    """
+    tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
+    plan: dict[str, str] = {}
+    for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
+        if style not in ("colwise", "rowwise", "embedding_rowwise", *_GATHERED):
+            raise ValueError(
+                f"tensor parallelism: the model's own plan has the style {style!r} for {pattern}, which is not supported: give "
+                "a plan of your own (plan: {...}), or use kind: fsdp"
+            )
+        for name, module in model.named_modules():
+            if not fnmatchcase(name, pattern):
+                continue
+            rows = getattr(module, "num_embeddings", getattr(module, "out_features", 0))
+            may_stay_whole = style == "embedding_rowwise" or style in _GATHERED
+            # torch does not keep the padding row of an embedding in parts.
+            stays = name in tied or rows % ranks or getattr(module, "padding_idx", None) is not None
+            if not (may_stay_whole and stays):
+                plan[name] = style
+    return plan
+
+
+def _style(name: str) -> ParallelStyle:
+    if name in _GATHERED:
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == "embedding_rowwise":
+        return RowwiseParallel(input_layouts=Replicate())
+    return ColwiseParallel() if name == "colwise" else RowwiseParallel()
+
+
 def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
     """Cut the model's matrices over a mesh of one axis, in place. Raises ``ValueError`` when they cannot be cut so."""
-    chosen = dict(plan) if plan else derive_plan(model)
+    chosen = dict(plan or own_plan(model, mesh.size()) or derive_plan(model))
     if not chosen:
         raise ValueError(
             "tensor parallelism: no attention or MLP with names that we know (q_proj … o_proj, up_proj and down_proj, …); "
@@ -72,8 +113,9 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
         if not matching:
             raise ValueError(f"tensor parallelism: the plan names {pattern!r}, but the model has no such module")
         for name in matching:
-            _check(name, modules, style, mesh.size())
-            styles[name] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
+            if style in ("colwise", "rowwise"):
+                _check(name, modules, style, mesh.size())
+            styles[name] = _style(style)
     parallelize_module(model, mesh, styles)
     return model
 
@@ -99,3 +141,6 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
         heads = getattr(parent, attribute, None)
         if isinstance(heads, int) and heads % ranks:
             raise ValueError(f"tensor parallelism: {name} has {heads} heads ({attribute}), which {ranks} ranks cannot share")
+    size = getattr(parent, "head_dim", None)
+    if isinstance(size, int) and features // ranks % size:
+        raise ValueError(f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share")

@@ -1,0 +1,151 @@
+"""Weights in safetensors files, in the layout of Hugging Face: read into a model in parts, and written one file at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from distflow.train.communication.gradients import means_of
+from distflow.train.communication.votes import all_ranks, from_all
+from distflow.train.strategies.initial import tied_names
+from distflow.train.strategies.stages import Pipeline
+
+__all__ = ["load_weights", "save_weights", "weight_names", "whole_tensors"]
+
+_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
+    """Return the names of a model's tensors that get their values from the files of a directory.
+
+    Of a tied parameter the files need only one name. Raises ``FileNotFoundError`` for a directory without safetensors files,
+    and ``ValueError`` if they lack a tensor of the model.
+    """
+    there = set(_reader(directory).read_metadata().state_dict_metadata)
+    if not there:
+        raise FileNotFoundError(f"{directory} has no *.safetensors files: give the directory of a saved model")
+    for names in tied_names(model):
+        if not there.isdisjoint(names):
+            there.update(names)
+    if missing := sorted(_states(model).keys() - there):
+        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ValueError(f"the safetensors files in {directory} lack {', '.join(missing[:3])}{more} of the model")
+    return frozenset(there)
+
+
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Read this rank's parts of a model from safetensors files, and convert them to its dtypes. Collective.
+
+    Raises ``ValueError`` for tensors of another shape.
+    """
+    reader = _reader(directory)
+    there = reader.read_metadata().state_dict_metadata
+    # Of a tied parameter, the name that the files have.
+    state: dict[str, Any] = {name: tensor for name, tensor in _states(model).items() if name in there}
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        reasons = dict.fromkeys(str(one) for one, _ in error.failures.values())
+        raise ValueError(f"{directory} does not fit the model: {'; '.join(reasons)}") from error
+
+
+def save_weights(model: nn.Module, directory: str | Path, *, max_file_size: int) -> None:
+    """Do what ``ParallelPlan.save_weights`` does."""
+    from safetensors.torch import save_file  # noqa: PLC0415  an optional package
+
+    folder, is_writer = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    waiting: dict[str, torch.Tensor] = {}
+    written: list[tuple[Path, list[str]]] = []
+    total = 0
+
+    def write() -> None:
+        path = folder / f"part-{len(written)}.tmp"
+        save_file(waiting, path, metadata={"format": "pt"})
+        written.append((path, list(waiting)))
+        waiting.clear()
+
+    for name, tensor in whole_tensors(model):
+        if is_writer:
+            if waiting and sum(one.nbytes for one in waiting.values()) + tensor.nbytes > max_file_size:
+                write()
+            waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            total += tensor.nbytes
+    if is_writer:
+        write()
+        _publish(folder, written, total)
+        config = getattr(_inner(model), "config", None)
+        if config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
+    all_ranks(True)
+
+
+def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
+    """Give complete files their names, write the index of several, and remove the files of an earlier save."""
+    index: dict[str, str] = {}
+    for number, (path, names) in enumerate(written, 1):
+        name = "model.safetensors" if len(written) == 1 else f"model-{number:05d}-of-{len(written):05d}.safetensors"
+        path.replace(folder / name)
+        index |= dict.fromkeys(names, name)
+    for path in list(folder.iterdir()):
+        if path.name not in index.values() and _FILE.fullmatch(path.name):
+            path.unlink()
+    if len(written) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
+
+    Of a tied parameter it yields the first name. Between two averages of ``local_sgd`` parameters are the mean of the ranks.
+    """
+    repeated = {name for _, *others in tied_names(_inner(model)) for name in others}
+    state = {**_states(model), **means_of(model)}
+    if isinstance(model, Pipeline):
+        device = next(model.part.parameters()).device
+        owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        for rank, part in enumerate(from_all([(name, one.shape, one.dtype) for name, one in state.items()])):
+            owners = {name: (rank, shape, dtype) for name, shape, dtype in part} | owners
+        for name, (owner, shape, dtype) in owners.items():
+            tensor = state[name] if dist.get_rank() == owner else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, owner)
+            yield name, tensor
+        return
+    for name, tensor in state.items():
+        if name not in repeated:
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the module whose names are those of the whole model."""
+    if isinstance(model, Pipeline):
+        return model.part
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _states(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what this rank holds of each parameter and buffer, not copied, by their names in the whole model."""
+    state = get_model_state_dict(_inner(model))
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _reader(directory: str | Path) -> Any:
+    try:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader  # type: ignore[attr-defined]  # noqa: PLC0415
+    except ImportError as error:
+        raise RuntimeError(f"weights from safetensors files need torch 2.8 or newer; this is {torch.__version__}") from error
+    return HuggingFaceStorageReader(str(directory))
