@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from distflow import train
-from distflow.train.samples.gpt import Gpt, loss_of
+from distflow.samples.gpt import Gpt, loss_of
 
 LIMIT, RUNS, WARM_STEPS, STEPS = 0.98, 5, 5, 30
 LAYERS, HIDDEN, HEADS, CONTEXT, BATCH = 12, 768, 12, 1024, 16

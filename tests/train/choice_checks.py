@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distflow.samples.gpt import loss_of
 from distflow.train import EpochSampler, Loader
 from distflow.train.parallel import parallelize
-from distflow.train.samples.gpt import loss_of
 from distflow.train.strategies.description import data_shard, forget
 from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, prepared, reference, whole
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distflow.samples.gpt import loss_of
 from distflow.train.parallel import parallelize
 from distflow.train.passes import evaluate
-from distflow.train.samples.gpt import loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Loss
 from train.ranks import Found, batch, new_model, optimizer_of, whole

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distflow.samples.gpt import Gpt, loss_of
 from distflow.train.parallel import parallelize
-from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
 from train.ranks import STEPS, TIME, Found, batch, optimizer_of, prepared, reference, whole
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distflow.samples.gpt import Gpt, loss_of
 from distflow.train.parallel import ParallelPlan, parallelize
-from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distflow.samples.gpt import Gpt, loss_of
 from distflow.train import all_reduce_mean
 from distflow.train.communication.gradients import compress_gradients
 from distflow.train.parallel import ParallelPlan
-from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline

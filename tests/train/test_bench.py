@@ -46,7 +46,7 @@ STRATEGY = {"kind": "fsdp", "mesh": {"shape": [2], "names": ["fsdp"]}, "options"
     ids=["the spec's strategy", "a strategy of its own"],
 )
 def test_the_small_gpt_learns(flags: tuple[str, ...], strategy: str, repository: Path, start_with_torch: Start) -> None:
-    script = "from distflow.train.samples.gpt import main\nmain()"
+    script = "from distflow.samples.gpt import main\nmain()"
     arguments = ("--steps", "12", *flags, str(repository / "docs"))
     run = start_with_torch(script, "--size", "2", arguments=arguments, DISTFLOW_STRATEGY=strategy)
     assert run.wait() == 0, run.stderr

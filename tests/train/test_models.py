@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from distflow.samples.gpt import Block, Gpt
 from distflow.train.parallel import parallelize
-from distflow.train.samples.gpt import Block, Gpt
 from distflow.train.strategies.build import large_modules, repeated_layers
 from distflow.train.strategies.stages import balanced_parts
 from distflow.train.strategies.tensors import derive_plan

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import nn
 
-from distflow.train.parallel import parallelize
-from distflow.train.samples.gpt import Gpt, batch_of, loss_of
+from distflow.train.launcher.starting import launch
+from distflow.train.world import finish, init, world
 
 __all__ = ["allreduce", "main", "scaling", "step_time"]
 
@@ -38,7 +38,7 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
     The bandwidths are those of nccl-tests: the algorithm bandwidth is bytes by time. The bus bandwidth is the part of it that
     the busiest link carries, which can be compared with the speed of a link for any number of ranks.
     """
-    device, ranks = _device(), dist.get_world_size()
+    device, ranks = world().device, dist.get_world_size()
     rows = []
     for size in sizes:
         tensor = torch.ones(max(size // 4, 1), device=device)
@@ -69,20 +69,19 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # a call only starts work on a GPU
 
 
-def step_time(*, batch_size: int = 16) -> float:
-    """Return the median seconds of a training step of the small GPT under DDP, on a global batch that all ranks share."""
+def step_time(*, batch_size: int = 1024) -> float:
+    """Return the median seconds of a training step of four wide layers under DDP, on a global batch that all ranks share."""
     torch.manual_seed(0)
-    model = parallelize(Gpt(), "ddp" if dist.get_world_size() > 1 else "none").model
+    place = world()
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = place.parallelize(layers, "ddp").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    device = next(model.parameters()).device
-    text = torch.arange(4096, dtype=torch.int64) % 256
+    inputs = torch.randn(batch_size, 256).tensor_split(place.size)[place.rank].to(place.device)
     times = []
-    for step in range(_WARM + _ROUNDS):
-        shard = (dist.get_rank(), dist.get_world_size())
-        inputs, targets = (one.to(device) for one in batch_of(text, size=batch_size, context=64, step=step, shard=shard))
+    for _ in range(_WARM + _ROUNDS):
         dist.barrier()
         begin = perf_counter()
-        loss_of(model(inputs), targets).backward()
+        model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
@@ -109,17 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         if options.what == "scaling":
             parser.error("scaling starts worlds of its own: run it outside of a launcher")
-        _connect("env://", None, None)
-        rows, ranks = allreduce(), dist.get_world_size()
-        is_first = dist.get_rank() == 0
-        dist.destroy_process_group()
+        ranks, backend = init(_backend()).size, str(dist.get_backend())
+        rows, is_first = allreduce(), world().rank == 0
+        finish()
         if not is_first:
             return
     else:
         ranks = options.ranks
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+        backend = "nccl" if _backend() == "auto" and torch.cuda.is_available() else "gloo"
         rows = scaling(ranks) if options.what == "scaling" else _start(ranks, allreduce)
-    backend = "nccl" if _device().type == "cuda" else "gloo"
     if options.format == "json":
         body = {"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}
         sys.stdout.write(json.dumps(body, indent=2) + "\n")
@@ -127,39 +125,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(_table(rows, f"{options.what}, {ranks} ranks, {backend}"))
 
 
-# -- worlds -----------------------------------------------------------------------------------------------------------
-
-
 def _start(ranks: int, measure: Callable[[], Any]) -> Any:
     """Run a measurement on new ranks of this machine, and return what rank 0 found."""
     with tempfile.TemporaryDirectory(prefix="distflow-bench-") as folder:
-        multiprocessing.spawn(_rank, args=(ranks, folder, measure), nprocs=ranks)  # type: ignore[attr-defined]
-        return json.loads((Path(folder) / "found.json").read_text())
+        found = Path(folder) / "found.json"
+        launch(_rank, (measure, found), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
+        return json.loads(found.read_text())
 
 
-def _rank(rank: int, ranks: int, folder: str, measure: Callable[[], Any]) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    # As torchrun does: ranks that all take every core hinder each other.
-    torch.set_num_threads(1)
-    _connect(f"file://{folder}/meeting", rank, ranks)
-    found = measure()
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def _rank(measure: Callable[[], Any], found: Path) -> None:
+    place, result = init(_backend()), measure()
+    if place.rank == 0:
+        found.write_text(json.dumps(result))
+    finish()
 
 
-def _connect(meeting: str, rank: int | None, ranks: int | None) -> None:
-    device = _device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    place: Mapping[str, Any] = {} if rank is None else {"rank": rank, "world_size": ranks}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=meeting, **place)
-
-
-def _device() -> torch.device:
+def _backend() -> str:
     # All on GPUs or all on the CPU: NCCL refuses ranks that share a GPU.
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if enough else torch.device("cpu")
+    return "auto" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
 
 
 def _table(rows: Sequence[Row], title: str) -> str:

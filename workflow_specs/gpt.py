@@ -1,6 +1,6 @@
 """A small GPT on bytes of text that trains under every strategy.
 
-Start it with ``torchrun --nproc-per-node 2 -m distflow.train.samples.gpt``. The strategy is that of the spec
+Start it with ``torchrun --nproc-per-node 2 -m distflow.samples.gpt``. The strategy is that of the spec
 (``DISTFLOW_STRATEGY``), or ``--strategy``. The model is an ``nn.Sequential``, so that it can be cut into stages; its matrices
 have the names by which tensor parallelism knows them, and attention takes the number of heads from the tensor.
 """
@@ -104,9 +104,9 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def read_text(paths: Sequence[str]) -> torch.Tensor:
-    """Return the bytes of text files, those in folders too, one after the other; by default of this package's own sources."""
+    """Return the bytes of text files, those in folders too, one after the other; by default of the samples themselves."""
     files: list[Path] = []
-    for path in map(Path, paths or [str(Path(__file__).parents[1])]):
+    for path in map(Path, paths or [str(Path(__file__).parent)]):
         files += sorted(one for one in path.rglob("*") if one.suffix in (".md", ".py", ".txt")) if path.is_dir() else [path]
     return torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8)
 
@@ -123,7 +123,7 @@ def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: t
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print one JSON line for each step on rank 0."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("text", nargs="*", help="files or folders to learn; by default the sources of distflow.train")
+    parser.add_argument("text", nargs="*", help="files or folders to learn; by default the samples of distflow")
     parser.add_argument("--strategy", help="ddp, fsdp, tp, hybrid, pipeline or none; by default the spec's")
     parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid")
     parser.add_argument("--steps", type=int, default=20)
