@@ -37,12 +37,12 @@ int nvmlEventSetWait_v2(void *set, struct event *e, unsigned timeout) {
 """
 
 
-def library(folder: Path, *, fails: int = 0) -> str:
+def library(folder: Path, *, fails: int = 0, source: str = NVML) -> str:
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler (cc) to build a library with the interface of NVML")
-    source, path = folder / "nvml.c", folder / "libnvidia-ml.so.1"
-    source.write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", f"-DFAILS={fails}", "-o", path, source], check=True)
+    code, path = folder / "nvml.c", folder / "libnvidia-ml.so.1"
+    code.write_text(source)
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", f"-DFAILS={fails}", "-o", path, code], check=True)
     return str(path)
 
 
@@ -62,6 +62,49 @@ def test_gpus_of_nvidia_are_read_through_nvml(tmp_path: Path) -> None:
     }  # fmt: skip
     gpus.read()
     assert [gpus.read()[gpu]["xid"] for gpu in (0, 1)] == [0, 48]
+
+
+STATES = r"""
+/* Written from the documentation of NVML (nvml.h), not recorded on a machine: GPU 0 has MIG slices, so it has no utilization;
+   GPU 1 is virtual and reports neither power nor errors; GPU 2 is hot and slowed down; GPU 3 has fallen off the bus. */
+#include <string.h>
+typedef void *device;
+static int gpus[4]; static int sent;
+#define INDEX(d) ((int *) (d) - gpus)
+enum { NOT_SUPPORTED = 3, UNKNOWN = 999, LOST = 15 };
+static int state(device d) { return INDEX(d) == 3 ? LOST : 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, device *d) { *d = &gpus[i]; return 0; }
+int nvmlDeviceGetUtilizationRates(device d, unsigned *u) {
+    if (INDEX(d) == 0) return NOT_SUPPORTED;
+    u[0] = 100; u[1] = 12; return state(d); }
+int nvmlDeviceGetMemoryInfo(device d, unsigned long long *m) { m[0] = 1000; m[1] = 600; m[2] = 400; return state(d); }
+int nvmlDeviceGetPowerUsage(device d, unsigned *p) { *p = 250000; return INDEX(d) == 1 ? NOT_SUPPORTED : state(d); }
+int nvmlDeviceGetTemperature(device d, unsigned sensor, unsigned *t) { *t = INDEX(d) == 2 ? 94 : 60; return state(d); }
+int nvmlDeviceGetCurrentClocksEventReasons(device d, unsigned long long *r) {
+    if (INDEX(d) == 1) return UNKNOWN;
+    *r = INDEX(d) == 2 ? 0x20 | 0x40 | 0x80 : 0x1; return state(d); }
+int nvmlEventSetCreate(void **set) { *set = &sent; return 0; }
+int nvmlDeviceRegisterEvents(device d, unsigned long long kinds, void *set) { return INDEX(d) == 1 ? NOT_SUPPORTED : 0; }
+struct event { device d; unsigned long long kind, data; unsigned gi, ci; };
+int nvmlEventSetWait_v2(void *set, struct event *e, unsigned timeout) {
+    if (sent++) return 10;
+    memset(e, 0, sizeof *e); e->d = &gpus[3]; e->kind = 8; e->data = 79; return 0; }
+"""
+
+
+def test_values_that_a_gpu_does_not_report_are_left_out(tmp_path: Path) -> None:
+    memory = {"memory": 400, "memory_limit": 1000}
+    normal = {"throttle_thermal": 0, "throttle_power": 0, "xid": 0}
+    assert NvidiaGpus([0, 1, 2, 3], library(tmp_path, source=STATES)).read() == {
+        0: {**memory, **normal, "power": 250, "temperature": 60},
+        1: {**memory, "utilization": 100, "memory_activity": 12, "temperature": 60, "xid": 0},
+        2: {
+            **memory, "utilization": 100, "memory_activity": 12, "power": 250, "temperature": 94, "throttle_thermal": 1,
+            "throttle_power": 1, "xid": 0,
+        },
+        3: {"xid": 79},
+    }  # fmt: skip
 
 
 def test_a_library_without_a_driver_is_not_used(tmp_path: Path) -> None:
