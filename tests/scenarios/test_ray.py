@@ -89,7 +89,7 @@ def test_a_gang_in_the_queue_shows_rays_numbers_and_cancel_leaves_nothing(ray_po
 
 def test_an_infeasible_gang_ends_by_its_queue_timeout_with_rays_numbers(ray_pool: RayPool) -> None:
     cli = ray_pool.cli
-    spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 4s}\n", 1)
+    spec = SPIN.replace("  name: spin\n", "  name: spin\n  timeout: {queue_timeout: 20s}\n", 1)
     workflow = cli.submit(cli.spec(spec.replace("gpu: 2, cpu: 1", "gpu: 64")))
     answer = cli.await_status(workflow, "FAILED_QUEUE_TIMEOUT")
     message = answer["groups"][0]["message"]
