@@ -19,7 +19,7 @@ from scenarios.kubernetes_pool import KubernetesPool
 from scenarios.lab import Lab, checkout, json_lines, train
 from scenarios.raypool import RayPool
 
-EPOCHS = 4
+EPOCHS = 6
 Configure = Callable[[Cli, pytest.FixtureRequest, Mapping[str, str]], None]
 
 
@@ -81,6 +81,8 @@ def test_the_same_file_gives_the_same_loss_on_every_backend(
             continue
         tasks, finished = train(cli, spec, epochs=EPOCHS)
         assert (len(tasks), finished["world_size"], finished["epoch"]) == (2, 2, EPOCHS)
+        assert finished["accuracy"] > 0.95
+        assert len({task["node_name"] for task in tasks.values()}) == (1 if name == "local" else 2)
         workflow = f"pytorch-dist-{len(losses) + 1}"
         assert cli.query(workflow)["pool"] == name
         losses[name] = next(row["loss"] for row in json_lines(cli.logs(workflow)) if row.get("epoch") == EPOCHS)

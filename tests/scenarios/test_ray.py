@@ -180,16 +180,17 @@ def test_a_killed_supervisor_loses_nothing(ray_pool: RayPool) -> None:
     cli.run("workflow", "cancel", second, "--wait", "60")
 
 
-def test_a_killed_program_on_the_cluster_is_started_again(any_ray_pool: RayPool) -> None:
-    cli = any_ray_pool.cli
-    workflow, group = any_ray_pool.start(waiting(cli, "echo late"))
+@pytest.mark.ssh
+def test_a_killed_program_on_the_cluster_is_started_again(far_ray_pool: RayPool) -> None:
+    cli = far_ray_pool.cli
+    workflow, group = far_ray_pool.start(waiting(cli, "echo late"))
 
-    assert any_ray_pool.cluster.kill_programs() > 0
+    assert far_ray_pool.cluster.kill_programs() > 0
     second = cli.submit(cli.spec(ALL, "second.yaml"))
     wait_until(lambda: "NO_RESOURCES" in cli.query(second)["groups"][0]["message"], 60, "Ray is asked again")
     (cli.folder / "go").touch()
     assert cli.await_status(workflow, "COMPLETED", "FAILED", *LOST)["status"] == "COMPLETED"
-    assert (cli.logs(workflow).count("late"), any_ray_pool.group_of(workflow)) == (2, group)
+    assert (cli.logs(workflow).count("late"), far_ray_pool.group_of(workflow)) == (2, group)
     cli.await_running(second)
     cli.run("workflow", "cancel", second, "--wait", "60")
 
@@ -226,20 +227,20 @@ def test_reap_removes_placement_groups_of_ended_workflows_and_names_those_of_oth
     ray_pool.cluster.ask("release", ids=[foreign])
 
 
-def test_pool_check_names_nodes_and_what_is_missing(any_ray_pool: RayPool) -> None:
-    done = any_ray_pool.cli.run("pool", "check")
+def test_pool_check_names_nodes_and_what_is_missing(ray_pool: RayPool) -> None:
+    done = ray_pool.cli.run("pool", "check")
     assert done.code == 0, done.out + done.err
     assert "2 nodes with 16 CPUs, 4 GPUs" in done.out
-    any_ray_pool.configure(python="/no/python", platforms={"h100": {"resources": {"accelerator_type:H100": 0.001}}})
-    done = any_ray_pool.cli.run("pool", "check")
+    ray_pool.configure(python="/no/python", platforms={"h100": {"resources": {"accelerator_type:H100": 0.001}}})
+    done = ray_pool.cli.run("pool", "check")
     assert done.code != 0
     assert "n1, n2: `/no/python` does not run" in done.out
     assert "no node has `accelerator_type:H100`, which platform `h100` needs" in done.out
-    any_ray_pool.configure(ray={"python": "/usr/bin/python3"})
-    done = any_ray_pool.cli.run("pool", "check")
+    ray_pool.configure(ray={"python": "/usr/bin/python3"})
+    done = ray_pool.cli.run("pool", "check")
     assert "its Python has no Ray" in done.out
-    any_ray_pool.configure(ray={"address": "127.0.0.1:1"})
-    done = any_ray_pool.cli.run("pool", "check")
+    ray_pool.configure(ray={"address": "127.0.0.1:1"})
+    done = ray_pool.cli.run("pool", "check")
     assert "Ray at `127.0.0.1:1` did not answer" in done.out
 
 
