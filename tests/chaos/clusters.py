@@ -10,55 +10,17 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from chaos.gangs import ChaosGang
 from distflow.lifecycle.states import Reason, State
-from distflow.state.record import GroupRecord, WorkflowRecord
-from distflow.state.store import Store
+from distflow.state.record import GroupRecord
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
 __all__ = ["ClusterGang", "Schedule", "Trouble", "draw_schedule"]
-
-_END_S = 120.0
-"""How long a gang may take to end."""
-_SPEC = """
-workflow:
-  name: chaos
-  groups:
-  - name: g
-    tasks:
-TASKS
-RETRY
-  resources: {default: {cpu: 2}}
-"""
-_TASK = """    - name: tNUMBER
-      lead: LEAD
-      ranks: {size: 1}
-      exitActions: {ACTIONS}
-      command:
-      - sh
-      - -c
-      - |
-        exec 9> "FOLDER/tNUMBER.lock"
-        flock -n 9 || echo tNUMBER >> "FOLDER/twice"
-        echo $$ > "FOLDER/tNUMBER.pid"
-        i=0
-        while [ ! -e "FOLDER/go" ]; do
-          echo line $i
-          i=$((i+1))
-          if [ -e "FOLDER/tNUMBER.code" ]; then
-            code=$(cat "FOLDER/tNUMBER.code")
-            rm "FOLDER/tNUMBER.code"
-            echo late
-            exit $code
-          fi
-          sleep 0.1
-        done
-        echo late
-"""
 
 
 class Trouble(Protocol):
@@ -109,23 +71,16 @@ def draw_schedule(seed: int, *, harmless: Sequence[str], ends: Sequence[str], mo
     )  # fmt: skip
 
 
-class ClusterGang:
+class ClusterGang(ChaosGang):
     """One gang on an engine."""
+
+    end_s = 120.0
 
     def __init__(self, cli: Cli, trouble: Trouble, schedule: Schedule) -> None:
         """Submit nothing yet."""
-        self.cli = cli
+        super().__init__(cli, schedule.seed, schedule)
         self.trouble = trouble
         self.schedule = schedule
-        self.folder = cli.folder / f"chaos-{schedule.seed}"
-        self.folder.mkdir()
-        self._name = ""
-
-    @property
-    def record(self) -> WorkflowRecord:
-        """The workflow as the store has it."""
-        with Store(self.cli.state / "distflow.sqlite3") as store:
-            return store.find(self._name)
 
     @property
     def group(self) -> GroupRecord:
@@ -150,12 +105,7 @@ class ClusterGang:
 
     def _submit(self) -> None:
         one = self.schedule
-        text = "".join(
-            _TASK.replace("NUMBER", str(number)).replace("LEAD", str(number == 0).lower()).replace("FOLDER", str(self.folder))
-            for number in range(one.tasks)
-        )
-        spec = _SPEC.replace("TASKS\n", text).replace("ACTIONS", "RESCHEDULE: 1-255" if one.is_retried else "")
-        spec = spec.replace("RETRY\n", "    retry: {limit: 1, backoff: 0}\n" if one.is_retried else "")
+        spec = self.spec(one.tasks, is_retried=one.is_retried) + "  resources: {default: {cpu: 2}}\n"
         self._name = self.cli.submit(self.cli.spec(spec, f"chaos-{one.seed}.yaml"))
 
     def _inject_harmless(self) -> None:
@@ -181,8 +131,7 @@ class ClusterGang:
             if one.end == "complete":
                 (self.folder / "go").touch()
             elif one.end == "exit":
-                (self.folder / "code").write_text(str(one.code))
-                (self.folder / "code").rename(self.folder / f"t{one.victim}.code")
+                self.exit(one.victim, one.code)
             else:
                 _kill(int((self.folder / f"t{one.victim}.pid").read_text()))
             if one.is_retried:
@@ -215,22 +164,6 @@ class ClusterGang:
         return record.state.is_final and all(
             task.log_complete and task.orphan is None for group in record.groups for task in group.attempts
         )
-
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait as a person does: by commands, which start a supervisor when there is none."""
-
-        def look() -> bool:
-            if condition():
-                return True
-            if self.cli.supervisor() is None:
-                self.cli.run("workflow", "query", self._name)
-            return False
-
-        try:
-            wait_until(look, _END_S, what)
-        except TimeoutError as error:
-            events = self.cli.run("workflow", "events", self._name).out
-            raise AssertionError(f"{self.schedule}: {error}\n{events}\n{self.record}") from None
 
     # What must hold.
 

@@ -10,18 +10,17 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos.gangs import ChaosGang
 from distflow.lifecycle.states import Reason, State
 from distflow.runtime.files.root_directory import PRIVATE
-from distflow.state.record import Cause, TaskRecord, WorkflowRecord
-from distflow.state.store import Store
+from distflow.state.record import Cause, TaskRecord
 from distflow.testing.kernel import NetnsHost
 from distflow.testing.sshd import Sshd
-from distflow.testing.waiting import wait_until
 from scenarios.lab import Lab
 
 __all__ = ["CUTTING", "ENDS", "HARMLESS", "Deed", "Gang", "draw_deed", "held_leases"]
@@ -36,35 +35,9 @@ ENDS = ("complete", "exit", "rank", "runner", "keeper", "host", "lost")
 _ONE_AT_A_TIME = threading.Lock()
 """Of several gangs at once, one restarts a host or cuts it off: a server that restarts must be seen to answer."""
 
-_SPEC = """
-workflow:
-  name: chaos
-  groups:
-  - name: g
-    tasks:
-TASKS
-RETRY"""
-_TASK = """    - name: tNUMBER
-      lead: LEAD
-      ranks: {size: 1}
-      exitActions: {ACTIONS}
-      command:
-      - sh
-      - -c
-      - |
-        exec 9> "FOLDER/tNUMBER.lock"
-        flock -n 9 || echo tNUMBER >> "FOLDER/twice"
+_ESCAPE = """
         # A child that tries to escape: orphaned, in a session of its own, without an environment. It keeps the lock.
         (env -i setsid sh -c ': FOLDER; while sleep 5; do :; done' &)
-        echo here
-        while [ ! -e "FOLDER/go" ]; do
-          if [ -e "FOLDER/tNUMBER.code" ]; then
-            code=$(cat "FOLDER/tNUMBER.code")
-            rm "FOLDER/tNUMBER.code"
-            exit $code
-          fi
-          sleep 0.1
-        done
 """
 _WATCHERS = (Reason.INTERNAL,)
 _REASONS = {
@@ -104,26 +77,18 @@ def draw_deed(seed: int, *, most_tasks: int = 3, ends: Sequence[str] = ENDS, har
     )  # fmt: skip
 
 
-class Gang:
+class Gang(ChaosGang):
     """One gang and what is done to it; of several at a time, each has a folder of its own."""
 
     def __init__(self, lab: Lab, deed: Deed, links: Mapping[str, NetnsHost] | None = None) -> None:
         """Take the hosts; nothing is submitted yet. With ``links``, a host can be cut off, and one that is lost is."""
+        super().__init__(lab.cli, deed.seed, deed)
         self.lab = lab
         self._links = links or {}
         self.deed = deed
-        self.folder = lab.cli.folder / f"deed-{deed.seed}"
-        self.folder.mkdir()
         self._frozen: set[str] = set()
         self._cut: set[str] = set()
         self._waiting: subprocess.Popen[str] | None = None
-        self._name = ""
-
-    @property
-    def record(self) -> WorkflowRecord:
-        """The workflow as the store has it."""
-        with Store(self.lab.cli.state / "distflow.sqlite3") as store:
-            return store.find(self._name)
 
     def run(self) -> list[str]:
         """Submit it, do everything to it, wait for its end; return what is wrong, in words."""
@@ -141,14 +106,7 @@ class Gang:
 
     def submit(self) -> None:
         """Submit it with a command line that waits for its end."""
-        deed = self.deed
-        text = "".join(
-            _TASK.replace("NUMBER", str(number)).replace("LEAD", str(number == 0).lower()).replace("FOLDER", str(self.folder))
-            for number in range(deed.tasks)
-        )
-        spec = _SPEC.replace("TASKS\n", text).replace("ACTIONS", "RESCHEDULE: 1-255" if deed.again else "")
-        spec = spec.replace("RETRY", "    retry: {limit: 1, backoff: 0}\n" if deed.again else "")
-        (self.folder / "spec.yaml").write_text(spec)
+        (self.folder / "spec.yaml").write_text(self.spec(self.deed.tasks, is_retried=self.deed.again, first=_ESCAPE))
         self._waiting = self.lab.cli.start("workflow", "submit", str(self.folder / "spec.yaml"), "--wait")
         assert self._waiting.stdout is not None
         self._name = self._waiting.stdout.readline().strip()
@@ -189,9 +147,7 @@ class Gang:
         if deed.end == "complete":
             (self.folder / "go").touch()
         elif deed.end == "exit":
-            part = self.folder / "code"
-            part.write_text(str(deed.code))
-            part.rename(self.folder / f"t{deed.victim}.code")
+            self.exit(deed.victim, deed.code)
         elif deed.end == "host":
             # As when the host restarts, except that the kernel keeps running: every process of the task and its agent at once.
             with self._restarting(node) as server:
@@ -256,21 +212,6 @@ class Gang:
         record = self.record
         orphans = [task for group in record.groups for task in group.attempts if task.orphan is not None]
         return record.state.is_final and not orphans and all(task.log_complete for task in record.groups[0].attempts)
-
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait as a person does: by looking, which starts a supervisor when there is none."""
-
-        def look() -> bool:
-            if condition():
-                return True
-            if self.lab.cli.supervisor() is None:
-                self.lab.cli.run("workflow", "query", self._name)
-            return False
-
-        try:
-            wait_until(look, 60, what)
-        except TimeoutError as error:
-            raise AssertionError(f"{self.deed}: {error}: {self.record}") from None
 
     def _processes(self, node: str, name: str) -> list[int]:
         root = str(self.root(node))
