@@ -64,7 +64,7 @@ _LONG = (
     "tests/integration/slurm/test_many_jobs.py",
 )
 """What takes 20 s and more on two cores, the longest first."""
-_ON_RAY = re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_(ray|engines)\.py)")
+_ON_RAY = re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_ray\.py|test_engines\.py::test_the_same)")
 """The tests that use a cluster of Ray."""
 
 
