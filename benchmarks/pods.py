@@ -1,9 +1,15 @@
-"""Measure a gang on a real Kubernetes cluster of two nodes: from submit to the end of one all-reduce in two pods.
+"""Measure distflow on a real Kubernetes cluster of two nodes.
 
-The peer is ``kubectl apply`` of the exported manifest with the same image, until both pods have succeeded. The cluster is that
-of the tests (``DISTFLOW_TEST_KUBERNETES``), which has no Indexed Jobs and no names of pods. Therefore the peer's pods are made
-from the template of the job, with their positions and the network of this machine. Fails if distflow takes more than 1.2 × the
-peer.
+``all-reduce``: from submit to the end of one all-reduce in two pods. The peer is ``kubectl apply`` of the exported manifest
+with the same image, until both pods have succeeded. The cluster is that of the tests (``DISTFLOW_TEST_KUBERNETES``), which has
+no Indexed Jobs and no names of pods. Therefore the peer's pods are made from the template of the job, with their positions and
+the network of this machine. Fails if distflow takes more than 1.2 × the peer.
+
+``calls``: calls of the API server in a minute, while 10 workflows of one task each run, and 100 wait for a node: the machine of
+this cluster cannot hold 100 running pods. Fails for more than 12 without those that wait, or 20 with them.
+
+Without an argument, both run. This file is not called ``kubernetes.py``, because programs in this directory and mypy would then
+take it for the client library.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +27,20 @@ from typing import Any
 import yaml
 from lab import alternate, show, write_all_reduce
 
-from distflow.testing.kubernetes import IMAGE, KubernetesCluster, find_kubernetes, pod_template
+import distflow
+from distflow.testing.kubernetes import IMAGE, ApiProxy, KubernetesCluster, find_kubernetes, pod_template
 from distflow.testing.waiting import wait_until
 
 RUNS = 3
 LIMIT = 1.2
+RUNNING, WAITING = 10, 100
+MOST_CALLS, MOST_CALLS_WAITING = 12, 20
+SPIN = """
+workflow:
+  name: {name}
+  tasks: [{{name: spin, command: [sleep, 100000]}}]
+  resources: {{default: {{cpu: {cpu}}}}}
+"""
 
 
 class Bench:
@@ -39,15 +55,19 @@ class Bench:
             "DISTFLOW_CONFIG": str(folder / "distflow.yaml"),
         }
         (folder / "pod.json").write_text(json.dumps(pod_template()))
+        self.configure(cluster.kubeconfig)
+        (folder / "spec.yaml").write_text(write_all_reduce(folder)[1])
+
+    def configure(self, kubeconfig: Path) -> None:
+        """Write the configuration of distflow."""
         settings = {
-            "kubeconfig": str(cluster.kubeconfig),
+            "kubeconfig": str(kubeconfig),
             "namespace": self.namespace,
             "image": IMAGE,
             "pod_template": "pod.json",
         }
         pool = {"backend": "kubernetes", "python": sys.executable, "kubernetes": settings}
-        (folder / "distflow.yaml").write_text(json.dumps({"pools": {"pods": pool}}))
-        (folder / "spec.yaml").write_text(write_all_reduce(folder)[1])
+        (self.folder / "distflow.yaml").write_text(json.dumps({"pools": {"pods": pool}}))
 
     def run(self, *words: str) -> str:
         """Run a command of distflow to its end, and return its output."""
@@ -101,30 +121,70 @@ class Bench:
         wait_until(lambda: not self.cluster.objects("pods", self.namespace), 60)
 
 
+def all_reduce(bench: Bench) -> bool:
+    """Measure the all-reduce. Return whether the limit is met."""
+    ratios = show(
+        f"one all-reduce in two pods, {RUNS} runs",
+        alternate(
+            {
+                "kubectl apply": partial(bench.apply, bench.manifests()),
+                "distflow": lambda: (bench.run("submit", "spec.yaml", "--wait"), None)[1],
+            },
+            runs=RUNS,
+            settle=bench.clean,
+        ),
+        "kubectl apply",
+    )
+    return ratios["distflow"] <= LIMIT
+
+
+def calls(bench: Bench) -> bool:
+    """Count the calls while workflows run and wait. Return whether the limits are met."""
+    with ApiProxy(bench.cluster, bench.folder) as proxy:
+        bench.configure(proxy.kubeconfig)
+        os.environ.update(bench.environment)
+        running = [distflow.submit(SPIN.format(name="runs", cpu=0)) for _ in range(RUNNING)]
+        wait_until(lambda: all(one.status == "RUNNING" for one in running), 600, f"{RUNNING} workflows run")
+        few = _in_a_minute(proxy, f"{RUNNING} running workflows, limit {MOST_CALLS}")
+        before = proxy.calls.copy()
+        waiting = [distflow.submit(SPIN.format(name="waits", cpu=500)) for _ in range(WAITING)]
+
+        def pods() -> int:
+            return len(bench.cluster.objects("pods", bench.namespace))
+
+        wait_until(lambda: pods() == RUNNING + WAITING, 600, f"{WAITING} pods wait")
+        print(f"to request {WAITING} more: {dict(proxy.calls - before)}")
+        many = _in_a_minute(proxy, f"{RUNNING} running and {WAITING} waiting workflows, limit {MOST_CALLS_WAITING}")
+        answer = bench.cluster.kubectl("get", "--raw", f"/api/v1/namespaces/{bench.namespace}/pods")
+        print(f"one list of {pods()} pods: {len(answer) / 2**20:.1f} MiB")
+        for one in (*running, *waiting):
+            one.cancel()
+        wait_until(lambda: not pods(), 600, "no pod is left")
+    return few <= MOST_CALLS and many <= MOST_CALLS_WAITING
+
+
+def _in_a_minute(proxy: ApiProxy, what: str) -> int:
+    before = proxy.calls.copy()
+    threading.Event().wait(60)
+    found = proxy.calls - before
+    print(f"calls in a minute, {what}: {sum(found.values())} {dict(found)}", flush=True)
+    return sum(found.values())
+
+
 def main() -> int:
-    """Run the measurement. Return 0 if the limit is met, 1 otherwise."""
+    """Run the measurements. Return 0 if the limits are met, 1 otherwise."""
     source = find_kubernetes(os.environ, Path(__file__).resolve().parent.parent)
     if source.script is None:
         print(source.missing or "the benchmark needs a cluster of its own")
         return 0
+    known = {"all-reduce": all_reduce, "calls": calls}
     with tempfile.TemporaryDirectory(prefix="bench-") as name, KubernetesCluster(Path(name) / "kubernetes", source) as cluster:
         folder = Path(name) / "distflow"
         folder.mkdir()
         bench = Bench(folder, cluster)
-        ratios = show(
-            f"one all-reduce in two pods, {RUNS} runs",
-            alternate(
-                {
-                    "kubectl apply": partial(bench.apply, bench.manifests()),
-                    "distflow": lambda: (bench.run("submit", "spec.yaml", "--wait"), None)[1],
-                },
-                runs=RUNS,
-                settle=bench.clean,
-            ),
-            "kubectl apply",
-        )
+        are_met = [known[word](bench) for word in sys.argv[1:] or known]
         cluster.delete_namespace(bench.namespace)
-    return int(ratios["distflow"] > LIMIT)
+    return int(not all(are_met))
 
 
 if __name__ == "__main__":

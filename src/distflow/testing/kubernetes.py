@@ -7,25 +7,32 @@ nodes, writes ``DIR/kubeconfig``, ``DIR/bin`` with the programs and ``DIR/pids``
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from distflow.testing.waiting import is_alive, wait_until
 
-__all__ = ["IMAGE", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template"]
+__all__ = ["IMAGE", "ApiProxy", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template"]
 
 IMAGE = "docker.io/local/skel:1"
 """An image without programs on every node of a cluster of its own. Pods mount ``/usr`` of the host to have them."""
@@ -234,6 +241,86 @@ class KubernetesCluster:
             _down(script, self.folder)
             log = (self.folder / "script.log").read_text()
             raise RuntimeError(f"the Kubernetes cluster did not start: {log[-2000:]}; logs: {self.folder}/log")
+
+
+class ApiProxy:
+    """A proxy of the API server with a kubeconfig of its own, which counts calls and can cut connections.
+
+    Clients connect to it without TLS, so it sees their requests.
+    """
+
+    _REQUEST = re.compile(rb"([A-Z]+) (?:/apis?/[^? ]*?/namespaces/[^/ ]+)?(/[^? ]*)\S* HTTP/1\.1\r\n")
+
+    def __init__(self, cluster: KubernetesCluster, folder: Path) -> None:
+        """Write ``kubeconfig`` to ``folder``."""
+        self.calls: Counter[str] = Counter()
+        """The number of calls of each kind, such as ``GET pods``."""
+        self.kubeconfig = folder / "proxy.kubeconfig"
+        config = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
+        target = config["clusters"][0]["cluster"]
+        authority = target.get("certificate-authority-data")
+        self._tls = ssl.create_default_context(cadata=base64.b64decode(authority).decode() if authority else None)
+        if target.get("insecure-skip-tls-verify"):
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        self._upstream = urlsplit(target["server"])
+        self._loop = asyncio.new_event_loop()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        port = self._server.sockets[0].getsockname()[1]
+        config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{port}"}
+        self.kubeconfig.write_text(json.dumps(config))
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> ApiProxy:
+        """Start to accept connections."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cut all connections and accept no more."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(20)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(20)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Abort all connections."""
+        self._loop.call_soon_threadsafe(self._abort)
+
+    def _abort(self) -> None:
+        for one in self._open:
+            one.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = {writer}
+        self._open.add(writer)
+        try:
+            upstream = await asyncio.open_connection(self._upstream.hostname, self._upstream.port or 443, ssl=self._tls)
+            writers.add(upstream[1])
+            pairs = self._copy(reader, upstream[1], is_request=True), self._copy(upstream[0], writer)
+            await asyncio.wait([asyncio.ensure_future(one) for one in pairs], return_when=asyncio.FIRST_COMPLETED)
+        except OSError:
+            pass  # the client sees a closed connection, as it does when the API server is away
+        finally:
+            self._open.discard(writer)
+            for one in writers:
+                one.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_request: bool = False) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(64 * 1024):
+                if is_request and (found := self._REQUEST.match(data)):
+                    method, path = found[1].decode(), found[2].decode().strip("/").split("/")
+                    self.calls[f"{method} {'/'.join([path[0], *path[2:]])}"] += 1  # without the name of the object
+                writer.write(data)
+                await writer.drain()
 
 
 def pod_template(*folders: str) -> dict[str, Any]:
