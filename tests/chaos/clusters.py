@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from chaos.gangs import ChaosGang
@@ -133,7 +135,7 @@ class ClusterGang(ChaosGang):
             elif one.end == "exit":
                 self.exit(one.victim, one.code)
             else:
-                _kill(int((self.folder / f"t{one.victim}.pid").read_text()))
+                _kill(self._rank_pid())
             if one.is_retried:
                 self._await(lambda: self._all_run(1), "its second attempt runs")
                 (self.folder / "go").touch()
@@ -145,6 +147,17 @@ class ClusterGang(ChaosGang):
             # An allocation that ended before its tasks were leased is requested again.
             self._await(lambda: self._is_over() or self._has_another(allocation), "the end of the allocation has an effect")
             (self.folder / "go").touch()
+
+    def _rank_pid(self) -> int:
+        """The id of the victim's process. In a container, the process itself knows another one."""
+        name = f"t{self.schedule.victim}"
+        pid, lock = (self.folder / f"{name}.pid").read_text().strip(), os.stat(self.folder / f"{name}.lock")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                numbers = re.search(r"^NSpid:(.*)", (folder / "status").read_text(), re.MULTILINE)
+                if numbers and numbers[1].split()[-1] == pid and os.path.samestat(os.stat(folder / "fd/9"), lock):
+                    return int(folder.name)
+        raise AssertionError(f"{name} has no process {pid}")
 
     def _has_another(self, allocation: str) -> bool:
         self.trouble.repair()

@@ -1,0 +1,148 @@
+"""Random faults of a real Kubernetes, of connections to it and of the supervisor: nothing hangs, leaks or lies.
+
+Dead kubelets and a minute without an API server take long to repair; ``scenarios/test_kubernetes.py`` has them. A few
+schedules run by default. ``CHAOS_RUNS=200`` runs more of them, ``CHAOS_SEEDS=17,23`` these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from chaos.clusters import ClusterGang, draw_schedule
+from chaos.schedules import seeds
+from distflow.lifecycle.states import Reason
+from distflow.testing.kubernetes import ApiProxy, KubernetesCluster
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.kubernetes_pool import KubernetesPool
+
+pytestmark = pytest.mark.timeout(600)
+
+CANCELED = (("FAILED_CANCELED",), (Reason.CANCELED,))
+QUOTA = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+
+
+class KubernetesTrouble:
+    """The faults of one Kubernetes cluster (contract: ``clusters.Trouble``)."""
+
+    harmless: Sequence[str] = ("streams", "api", "quota", "cordon")
+    ends: Mapping[str, tuple[Sequence[str], Sequence[Reason]]] = MappingProxyType(
+        {
+            "delete": CANCELED,
+            "owner": CANCELED,
+            # Kubernetes before 1.26 deletes an evicted pod without a reason.
+            "evict": (("FAILED_PREEMPTED", *CANCELED[0]), (Reason.PREEMPTED, *CANCELED[1])),
+            "resident": (("FAILED_BACKEND_ERROR", "FAILED_START_ERROR"), (Reason.NODE_LOST, Reason.START_ERROR)),
+        }
+    )
+
+    def __init__(self, pool: KubernetesPool, proxy: ApiProxy) -> None:
+        """Break nothing yet."""
+        self.pool = pool
+        self.cluster = pool.cluster
+        self.proxy = proxy
+        self._api = threading.Lock()
+        """Held while the API server is away, so that the commands of this object wait for it."""
+
+    def allocations(self) -> list[str]:
+        """Return the owner objects of distflow, and its pods without one."""
+        with self._api:
+            owners, pods = self.pool.owners(), self.cluster.objects("pods", self.pool.namespace)
+        return [*owners, *(name for one in pods if (name := one["metadata"]["name"].rpartition("-")[0]) not in owners)]
+
+    def inject(self, fault: str, allocation: str) -> None:
+        """Inject a fault."""
+        namespace = ("-n", self.pool.namespace)
+        match fault:
+            case "streams":
+                self.proxy.cut()
+            case "api":
+                self._restart_api_server()
+            case "quota":
+                self._kubectl("apply", *namespace, "-f", "-", stdin=json.dumps(QUOTA))
+                threading.Event().wait(3.0)
+                self._kubectl("delete", "resourcequota", "none", *namespace)
+            case "cordon":
+                self._kubectl("cordon", "node1", "node2")
+                threading.Event().wait(3.0)
+                self._kubectl("uncordon", "node1", "node2")
+            case "owner":
+                self._kubectl("delete", "configmap", allocation, *namespace)
+            case "delete":
+                self._kubectl("delete", "pod", self._pod(allocation), "--wait=false", *namespace)
+            case "evict":
+                self._evict(self._pod(allocation))
+            case "resident":
+                for pid in wait_until(lambda: _residents(allocation), 60, "the resident program runs")[-1:]:
+                    os.kill(pid, signal.SIGKILL)
+            case _:
+                raise ValueError(fault)
+
+    def repair(self) -> None:
+        """Do nothing: no fault lasts."""
+
+    def _kubectl(self, *words: str, stdin: str = "") -> str:
+        with self._api:
+            return self.cluster.kubectl(*words, stdin=stdin)
+
+    def _restart_api_server(self) -> None:
+        with self._api:
+            self.cluster.stop("apiserver")
+            threading.Event().wait(3.0)
+            self.cluster.start("apiserver")
+            wait_until(lambda: self.cluster.kubectl("get", "--raw", "/readyz", check=False) == "ok", 60, "it answers")
+            self.cluster.wait_for_nodes()
+
+    def _pods(self, allocation: str) -> list[dict[str, Any]]:
+        with self._api:
+            return self.cluster.objects("pods", self.pool.namespace, "-l", f"distflow.dev/allocation={allocation}")
+
+    def _pod(self, allocation: str) -> str:
+        """Wait until an allocation has pods, and return the last one."""
+        return str(wait_until(lambda: self._pods(allocation), 60, "there is a pod")[-1]["metadata"]["name"])
+
+    def _evict(self, pod: str) -> None:
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod}}
+        path = f"/api/v1/namespaces/{self.pool.namespace}/pods/{pod}/eviction"
+        self._kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
+def _residents(allocation: str) -> list[int]:
+    """Return the resident programs in the pods of an allocation."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"pod" in words and allocation.encode() in words:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def pool(cli: Cli, lone_kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
+    made = KubernetesPool(cli, lone_kubernetes)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", seeds((2, 5, 11)))
+def test_a_gang_on_kubernetes_ends_and_nothing_leaks_hangs_or_lies(pool: KubernetesPool, seed: int) -> None:
+    folder, kinds = pool.cli.folder, KubernetesTrouble
+    schedule = draw_schedule(seed, harmless=kinds.harmless, ends=tuple(kinds.ends), most_tasks=2)
+    with ApiProxy(pool.cluster, folder) as proxy:
+        pool.configure(
+            folders=(str(folder),), kubernetes={"kubeconfig": str(proxy.kubeconfig)}, start_barrier="30s", ping="1s",
+            connect_timeout="5s", stop_grace="2s", peer_failed_grace="1s",
+        )  # fmt: skip
+        assert ClusterGang(pool.cli, KubernetesTrouble(pool, proxy), schedule).run() == [], schedule
+        pool.await_nothing()
