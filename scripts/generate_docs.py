@@ -352,7 +352,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("world_size_differs", "If one task has another world size, distflow names that task."),
             ("world_size_not_raised", "A new worker raises the world size in every task."),
             ("world_size_too_small_everywhere", "The world size must be right even if all tasks agree on it."),
-            ("tutorial_in_small", "This also holds for tasks with one rank."),
+            ("tutorial_in_small", "The world size is also checked if each task holds one rank."),
             ("world_size_left_out_everywhere", "A task with `--offset` and `--size` also needs `--world_size`."),
         ),
     ),

@@ -290,7 +290,7 @@ def test_both_limits_hold() -> None:
 
 
 def test_wrong_batches_are_explained() -> None:
-    with pytest.raises(ValueError, match="give max_samples, max_tokens, or both"):
+    with pytest.raises(ValueError, match="a batch needs a limit: give max_samples, max_tokens, or both"):
         DynamicBatcher()
     with pytest.raises(ValueError, match="max_tokens=0"):
         DynamicBatcher(max_tokens=0)

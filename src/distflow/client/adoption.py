@@ -144,9 +144,9 @@ def _still_in_use(directory: StateDirectory, how: str) -> StateError:
 
 
 def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Separate the workflows to adopt from forgeable ones.
+    """Separate the workflows to adopt from those that a node could have forged.
 
-    A node could have invented an unsigned record. It is refused if the workflow would write files of this user.
+    An unsigned record could be forged. It is refused if its workflow would write this user's files.
     """
     trusted, refused = [], []
     for one in found:
@@ -156,7 +156,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             continue
         why = (
             f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_NAMED])}; "
-            "if you know this workflow, adopt it with trust in unsigned records"
+            "if you know this workflow, adopt it with --trust-records"
         )
         refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
     return trusted, refused
@@ -167,9 +167,9 @@ def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
     if one.is_own:
         return ()
     here, stores = writes_here(one.copy)
-    goals = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
+    outputs = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
     return (
-        f"this machine did not sign its record{goals}; read its spec (`distflow workflow spec {name}`) before you restart it",
+        f"this machine did not sign its record{outputs}; read its spec (`distflow workflow spec {name}`) before you restart it",
     )
 
 
@@ -197,20 +197,23 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
     for uuid, known in copies.items():
         # If one node has a signed record, ignore the unsigned records of other nodes.
         is_own = any(own for _, _, own in known)
-        believed = [(pool, copy) for pool, copy, own in known if own or not is_own]
-        copy, pool = latest(one for _, one in believed), believed[0][0]
-        at = {name: _nearest(copy, name, some) for name, some in attempts.get((pool.name, uuid), {}).items()}
+        accepted = [(pool, copy) for pool, copy, own in known if own or not is_own]
+        copy, pool = latest(one for _, one in accepted), accepted[0][0]
+        at = {name: _report_of(copy, name, reports) for name, reports in attempts.get((pool.name, uuid), {}).items()}
         found.append(FoundWorkflow(uuid=uuid, pool=pool, copy=copy, is_own=is_own, attempts=at))
     skipped = [AdoptedWorkflow(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in copies]
     return found, skipped
 
 
-def _nearest(copy: WorkflowCopy, name: str, some: list[AdoptedAttempt]) -> AdoptedAttempt:
-    """Return one attempt. Several nodes report it if they share their root directory."""
+def _report_of(copy: WorkflowCopy, name: str, reports: list[AdoptedAttempt]) -> AdoptedAttempt:
+    """Return the report of the node that ran an attempt, or else the first report.
+
+    Nodes that share their root directory all report the attempt.
+    """
     group, task, number = name.split("/")[1:]
     known = next((one for one in copy.record.groups if one.name == group), None)
     attempt = known.find(task, int(number)) if known and number.isdigit() else None
-    return next((one for one in some if attempt is not None and one.node == attempt.node), some[0])
+    return next((one for one in reports if attempt is not None and one.node == attempt.node), reports[0])
 
 
 def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[AdoptedWorkflow]:

@@ -72,8 +72,8 @@ def delete_credential(client: Client, name: str) -> None:
 
 _UNFIT: Mapping[CredentialType, str] = {
     CredentialType.GENERIC: "",
-    CredentialType.REGISTRY: "its type is REGISTRY, and it is used for images by itself; remove it here",
-    CredentialType.DATA: "its type is DATA, and it is used for storage URLs by itself; remove it here",
+    CredentialType.REGISTRY: "its type is REGISTRY, and distflow uses it for images automatically; remove it from the task",
+    CredentialType.DATA: "its type is DATA, and distflow uses it for storage URLs automatically; remove it from the task",
 }
 
 
@@ -83,7 +83,7 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
     Args:
         client: The client whose credentials the spec may use.
         spec: The spec.
-        is_tolerant: Whether problems are only warnings if this machine has no credentials, such as a CI machine.
+        is_tolerant: Whether to report problems as warnings if this machine has no credentials at all, like most CI machines.
 
     Raises:
         StateError: if the credentials cannot be read.

@@ -96,7 +96,7 @@ class _Group:
         if size > _LARGEST:
             raise InputError(
                 f"the files of group {self.group.name} ({size / 2**20:.1f} MiB) do not fit into a ConfigMap",
-                hint="put them into the image",
+                hint="put them into the container image of the tasks",
             )
         binary = {files[digest]: base64.b64encode(contents[digest]).decode() for digest in sorted(used)}
         settings: dict[str, Any] = {
@@ -179,7 +179,7 @@ class _Group:
         if not (image := launch.image or settings.image):
             raise InputError(
                 f"task {launch.task} has no container image",
-                hint="set `image` of the task, or name a pool with `kubernetes: {image: …}` by --pool",
+                hint="set `image` of the task, or choose a pool that sets `kubernetes.image` with --pool",
             )
         return image
 

@@ -173,7 +173,7 @@ def _stack_file() -> int:
 def world() -> World:
     """Return this process's place. Raises ``WorldError`` before ``init``."""
     if _joined is None:
-        raise WorldError("not in a world yet: call distflow.train.init() first")
+        raise WorldError("this process has not joined its world yet: call distflow.train.init() first")
     return _joined
 
 

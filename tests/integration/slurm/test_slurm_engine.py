@@ -293,7 +293,7 @@ def test_an_engine_that_cannot_be_asked_is_unreachable_and_lost_answers_do_no_ha
     with pytest.raises(NodeUnreachable, match=r"login: `squeue` failed: slurm_load_jobs error: Unable to contact"):
         engine.states({job: TASKS})
     login.answers = Completed(exit_code=0, stdout=b"something else\n", stderr=b"")
-    with pytest.raises(NodeUnreachable, match="the answer has not the requested format"):
+    with pytest.raises(NodeUnreachable, match="the answer does not have the requested format"):
         engine.states({job: TASKS})
     login.answers = Completed(exit_code=127, stdout=b"", stderr=b"sh: exec: squeue: not found\n")
     with pytest.raises(RequestRefused, match="`squeue` was not found") as caught:

@@ -1,4 +1,4 @@
-"""Allocations that are only known to the engine: those that ended workflows have left, and those of a lost store."""
+"""Find allocations that an engine still has: release those of ended workflows, search those of unknown ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from distflow.structs import replace
 
 __all__ = ["reap_allocations", "recall_allocations"]
 
-_WORDS: Mapping[str, str] = MappingProxyType({"slurm": "job", "ray": "placement group"})
-"""The engines' words for an allocation."""
-
+_ALLOCATION_TERMS: Mapping[str, str] = MappingProxyType({"slurm": "job", "ray": "placement group"})
+"""What each engine calls an allocation."""
 
 _AT_ONCE = 32
 """The maximum number of nodes that are asked in parallel."""
 
 
 def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collection[str], is_dry_run: bool) -> Reaped:
-    """Release the allocations of ended workflows (uuids). Those of other submitters are only reported.
+    """Release the allocations of workflows that have ended, and report those of other submitters.
 
-    The result has the name of the pool as its node. An error of the engine is part of it, and is not raised.
+    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. The result has the
+    name of the pool as its node. An error of the engine is in the result and is not raised.
     """
     found: list[Leftover] = []
     try:
@@ -45,7 +45,7 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
                 found.append(
                     Leftover(
                         pid=None,
-                        name=f"{_WORDS.get(pool.backend, 'allocation')} {name}",
+                        name=f"{_ALLOCATION_TERMS.get(pool.backend, 'allocation')} {name}",
                         attempt=attempt,
                         why=why,
                         is_ours=is_ours,
@@ -59,9 +59,9 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
 
 
 def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
-    """Return the workflows that run in allocations of a pool, and whose uuids are not ``known``: one result for each node.
+    """Ask each node in allocations of unknown workflows about its workflows, and return one result for each node.
 
-    Errors are in the results, and never raised.
+    ``known`` are the uuids of known workflows. Errors are in the results and are not raised.
     """
     try:
         with closing(open_engine(pool)) as engine:
@@ -77,11 +77,11 @@ def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
     }
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
         answers = list(workers.map(lambda name: recall_node(pool, pool.node(name), known=known), nodes))
-    return [_of_allocation(answer, nodes[answer.node]) for answer in answers]
+    return [_filter_by_allocation(answer, nodes[answer.node]) for answer in answers]
 
 
-def _of_allocation(answer: Recalled, allocation: Allocation) -> Recalled:
-    """Return only what belongs to the node's allocation: nodes that share ``root`` also know the attempts of others."""
+def _filter_by_allocation(answer: Recalled, allocation: Allocation) -> Recalled:
+    """Remove workflows and attempts of other allocations. Nodes that share ``root`` report them too."""
     prefix, suffix = f"{allocation.workflow}/{allocation.group}/", f"/{allocation.attempt}"
     return replace(
         answer,

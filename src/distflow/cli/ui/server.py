@@ -297,7 +297,9 @@ def _output_file(request: Request) -> Response:
     try:
         with Client() as client:
             if not path.strip("./"):
-                raise InputError("no file is named")
+                raise InputError(
+                    "the request does not name an output file", hint="set `path` in the URL to the path of the file"
+                )
             record = find_workflow(client, request.path_params["workflow"], report_age=False)
             fetched = fetch_output_files(client, record, folder, tasks=[task], paths=[glob.escape(path)])
             for error in fetched.errors:

@@ -1,4 +1,4 @@
-"""``distflow workflow query``."""
+"""Show the status of a workflow and its tasks: ``distflow workflow query``."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def upload(
         "--max-log-size": max_log_size,
     }  # fmt: skip
     if not daemon:
-        if useless := [name for name, value in daemon_options.items() if value is not None]:
-            raise InputError(f"{useless[0]} needs --daemon")
+        if ignored := [name for name, value in daemon_options.items() if value is not None]:
+            raise InputError(f"{ignored[0]} needs --daemon")
         options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
         _run(workflow, task, connect_timeout, [*options, "--", local, f"node:{remote}"])
         return
@@ -166,7 +166,7 @@ def download(
     task, pair = _parse(words)
     remote, local = split_pair(pair, "REMOTE:LOCAL")
     if os.path.lexists(local) and not os.path.isdir(local):
-        raise InputError(f"{local} is not a directory", hint="LOCAL is the directory for the files")
+        raise InputError(f"{local} is not a directory", hint="give a directory as LOCAL; the files are copied into it")
     options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
     _run(workflow, task, connect_timeout, [*options, "--", f"node:{remote_path(remote)}", f"{local_path(local).rstrip('/')}/"])
 
@@ -259,9 +259,9 @@ def _progress(no_progress: bool) -> bool:
     return not no_progress and sys.stdout.isatty()
 
 
-def _run(workflow: str, task: str | None, connect_timeout: int, words: Sequence[str]) -> None:
+def _run(workflow: str, task: str | None, connect_timeout: int, arguments: Sequence[str]) -> None:
     with open_client() as client:
-        rsync_with_task(client, workflow, task, connect_timeout, words)
+        rsync_with_task(client, workflow, task, connect_timeout, arguments)
 
 
 def _syncs_text(syncs: Syncs, found: Sequence[Sync]) -> str:

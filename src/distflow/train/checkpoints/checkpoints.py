@@ -72,7 +72,7 @@ class Checkpoints:
         is saved is sent to all of them. Raises ``ValueError``, and ``CheckpointError`` when a directory cannot be made.
         """
         if not dist.is_initialized():
-            raise CheckpointError("not in a world yet: call distflow.train.init() first")
+            raise CheckpointError("this process has not joined its world yet: call distflow.train.init() first")
         name = directory or os.environ.get("DISTFLOW_CHECKPOINT")
         if not name:
             raise ValueError("give a directory, or set DISTFLOW_CHECKPOINT")
@@ -198,8 +198,8 @@ class Checkpoints:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
                 if refused := get_unsafe_globals_in_checkpoint(folder / _EXTRA):
                     raise ValueError(
-                        f"{', '.join(sorted(refused))} in a state of {', '.join(others)} could not be loaded again: a state is "
-                        "of Python's numbers (float(value) of numpy's), texts, tensors, and lists and dictionaries of them"
+                        f"{', '.join(sorted(refused))} in a state of {', '.join(others)} could not be loaded again: use "
+                        "only Python's numbers (float(value) for numpy's), strings, tensors, and lists and dictionaries of them"
                     )
 
         self._together(make)

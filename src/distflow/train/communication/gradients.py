@@ -52,7 +52,7 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(start_iteration, 2))
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        raise ValueError(f"there is no compression {how!r}: fp16, bf16 or powersgd")
+        raise ValueError(f"compression {how!r} does not exist: give fp16, bf16 or powersgd")
 
 
 # -- less often -------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool
     never given to it. Collective in the pass that reduces.
     """
     if steps < 1:
-        raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
+        raise ValueError(f"every={steps}: give 1 or more")
     if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
         _averaged.add(model)
         warnings.warn(
@@ -104,7 +104,7 @@ def local_sgd(
     DDP's, without compression. Raises ``TypeError`` for another.
     """
     if every < 1:
-        raise ValueError(f"every is {every}; at least 1 step lies between two averages")
+        raise ValueError(f"every={every}: give 1 or more")
     _averaged.add(model)
     if every == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer

@@ -49,7 +49,7 @@ class DynamicBatcher(Generic[_Sample]):
     ) -> None:
         """Give at least one limit. ``length`` tells the tokens of a sample. Raises ``ValueError``."""
         if max_samples is None and max_tokens is None:
-            raise ValueError("give max_samples, max_tokens, or both")
+            raise ValueError("a batch needs a limit: give max_samples, max_tokens, or both")
         for name, value in (("max_samples", max_samples), ("max_tokens", max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: give 1 or more")
@@ -270,8 +270,8 @@ def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
     for name, tensor in _tensors(batch):
         if len(tensor) != samples:
             raise ValueError(
-                f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has {len(tensor)} samples, the "
-                f"first tensor {samples}"
+                f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has {len(tensor)} samples, but "
+                f"the first tensor has {samples}: give all tensors the same number of samples"
             )
     return [_part(batch, count, number) for number in range(count)]
 

@@ -160,7 +160,9 @@ class Loader:
         if refused:
             raise ValueError(f'{", ".join(sorted(refused))}: the loader decides that; see shuffle= and uneven="drop"')
         if not hasattr(dataset, "__len__"):
-            raise TypeError("the dataset has no length: a stream cannot be resumed by position")
+            raise TypeError(
+                "the dataset has no length, so the loader cannot resume it: give it __len__, or use a DataLoader of torch"
+            )
         self.sampler = EpochSampler(len(dataset), shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=world_size)
         self.batch_size = batch_size
         # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.

@@ -97,7 +97,7 @@ def _cut(
     """Return what this rank holds of a model: a stage, or the model with parts of its tensors."""
     if strategy.kind == "pipeline":
         if loss is None:
-            raise ValueError("a pipeline computes the loss in its last stage: parallelize(model, loss=…)")
+            raise ValueError("a pipeline needs a loss function for its last stage: call parallelize(model, loss=…)")
         return make_pipeline(model, mesh, device, strategy.options, loss=loss, example=example)
     # Each kind imports what it needs of torch, which is a second or two: replicas need nothing.
     if strategy.size("tp") > 1:

@@ -26,7 +26,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     All ranks must call it, after the gradients are reduced, and get the same norm. Raises ``ValueError`` for a norm below 0.
     """
     if not max_norm >= 0:
-        raise ValueError(f"max_norm is {max_norm}; a norm is at least 0")
+        raise ValueError(f"max_norm={max_norm}: give 0 or more")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = _squares(gradients).sqrt() if not isinstance(model, Pipeline) else model.over_stages(_squares(gradients)).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""A way to a node of a Ray cluster: through a machine of the cluster, to the port where the actor of a task listens."""
+"""Reach a node of a Ray cluster: through the login node, to the port where the actor of a task listens (its door)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TEST_S = 10.0
 
 
 class DoorTransport:
-    """Starts programs of the node's own Python interpreter; the inner transport of a ``MultiplexedTransport``.
+    """Opens channels to Python programs on a node, for a ``MultiplexedTransport``, which runs commands over one of them.
 
-    It opens channels only. ``hang_up`` and ``close`` concern this node: the transport to the login node belongs to the engine.
+    ``hang_up`` and ``close`` close only the channels to this node. The engine closes the transport to the login node.
     """
 
     reached_address: str | None = None
@@ -30,8 +30,8 @@ class DoorTransport:
     def __init__(self, name: str, login: Transport, find: Callable[[], Door], python: str) -> None:
         """Run programs on node ``name``.
 
-        ``find`` returns its door. It is called for each channel, and may block or raise ``NodeUnreachable``. ``python`` is the
-        interpreter behind ``login``.
+        ``find`` returns the door of the node's actor. It is called for each channel, and may block or raise
+        ``NodeUnreachable``. ``python`` is the interpreter on the login node.
         """
         self.name = name
         self._login = login
@@ -43,7 +43,7 @@ class DoorTransport:
         self._is_closed = False
 
     def open(self, argv: Sequence[str]) -> Channel:
-        """Start a program of the node's interpreter. ``argv[0]`` is ignored: the actor's interpreter takes its place."""
+        """Start a Python program on the node. The actor's interpreter runs it, so ``argv[0]`` is ignored."""
         if self._is_closed:
             raise NodeUnreachable(self.name, "the transport is closed")
         try:

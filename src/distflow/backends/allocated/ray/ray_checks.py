@@ -19,9 +19,9 @@ _PROBE_S = 90.0
 
 
 def check_ray(pool: Pool, login: str, program: ClusterProgram, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Yield the findings. It creates no placement group; a task without resources runs on each node for a moment.
+    """Yield the findings. Each node runs a short Ray task without resources, and no placement group is created.
 
-    Raises ``NodeUnreachable``.
+    Raises ``NodeUnreachable`` if Ray does not answer, or if its answer cannot be read.
     """
     settings, template = pool.ray or RaySettings(), pool.template or ssh_node()
     progress("asking Ray for its nodes")
@@ -62,10 +62,10 @@ def _cluster(
                 "ray", at, f"no node has {listed(missing)}, which platform `{name}` needs", f"{known}: change `platforms`"
             )
     names = [str(one["name"]) for one in nodes]
-    same = sorted({plain(name) for name in names if names.count(name) > 1})
-    if same:
+    duplicates = sorted({plain(name) for name in names if names.count(name) > 1})
+    if duplicates:
         yield warning(
-            "name", at, f"several nodes are called {listed(same)}", "give them names with `ray start --node-name`"
+            "name", at, f"several nodes are called {listed(duplicates)}", "give them names with `ray start --node-name`"
         )  # fmt: skip
 
 
@@ -76,16 +76,16 @@ def _python(python: str, root: str, found: Mapping[str, Any]) -> Iterator[Findin
             "ray", at, f"Ray could not run a task: {plain(str(found['error']))[:300]}", "see the log of Ray on that node"
         )
         return
-    said = plain(str(found["said"]))
+    output = plain(str(found["said"]))
     if found["code"] != 0:
         yield error(
-            "python", at, f"`{python}` does not run: {said[:300] or 'no message'}",
+            "python", at, f"`{python}` does not run: {output[:300] or 'no message'}",
             "set `python` of the pool to a Python that exists on all nodes",
         )  # fmt: skip
-    elif trouble := python_trouble(0, said):
+    elif trouble := python_trouble(0, output):
         yield error("python", at, f"`{python}` {plain(trouble)}", "set `python` of the pool to a newer Python")
     else:
-        yield note("python", at, f"`{python}` is Python {said}", "")
+        yield note("python", at, f"`{python}` is Python {output}", "")
     if not found["is_writable"]:
         yield error(
             "root", at, f"`{root}` cannot be created", "set `root` of the pool to a directory that Ray's user may write"

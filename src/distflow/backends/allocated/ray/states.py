@@ -1,7 +1,7 @@
-"""What Ray reports about placement groups and actors, and what it means. Pure.
+"""Translate Ray's reports about placement groups and actors into states of allocations.
 
-Words are those of Ray 2.9 to 2.60 (``gcs.proto`` and ``common.proto`` in its sources). Unknown words fall back to waiting for
-placement groups and actors, and to a lost node for ends.
+The states and reasons are those of Ray 2.9 to 2.60 (``gcs.proto`` and ``common.proto`` in its sources). An unknown state counts
+as waiting, and an unknown reason for an actor's death as a lost node.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SCHEDULING: Mapping[str, str] = MappingProxyType(
         "SCHEDULING_STARTED": "is being scheduled",
         "NO_RESOURCES": "waits for free resources",
         "INFEASIBLE": "cannot be placed on the nodes that the cluster has now",
-        "FAILED_TO_COMMIT_RESOURCES": "waits for another attempt to reserve its resources",
+        "FAILED_TO_COMMIT_RESOURCES": "waits until Ray tries again to reserve its resources",
         "FINISHED": "has its nodes",
         "REMOVED": "is being removed",
     }
 )
-"""States of the scheduling of placement groups, as the end of a sentence."""
+"""Ray's scheduling states of a placement group, with the end of a sentence about the group."""
 
 DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
@@ -47,7 +47,8 @@ DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "UNSPECIFIED": (Reason.NODE_LOST, "its actor ended"),
     }
 )
-"""Ray's reasons for the death of an actor."""
+"""Ray's reasons for the death of an actor, each with distflow's reason and a clause for the message."""
+
 _OTHER_DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
         "oom_context": (Reason.OOM_KILLED, "Ray killed its actor, because its node was out of memory"),
@@ -74,8 +75,9 @@ def parse_allocation(
 ) -> tuple[AllocationState, Mapping[str, Door]]:
     """Return the state of an allocation, and the door of each host if it is granted.
 
-    ``found`` is what the program on the cluster reports about it; ``None`` if Ray does not know it. ``nodes`` are those of the
-    cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError`` or another error for a report without sense.
+    ``found`` is the report of the program on the cluster, or ``None`` if Ray does not know the allocation. ``nodes`` are those
+    of the cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
+    ``AttributeError`` if the report is malformed.
     """
     if found is None:
         return Over(reason=Reason.NODE_LOST, message=f"Ray no longer knows placement group {name}: was its head restarted?"), {}
@@ -84,11 +86,12 @@ def parse_allocation(
     dead = sorted((one for one in actors if one["state"] == "DEAD"), key=lambda one: float(one["ended"] or 0))
     if found["state"] == "REMOVED":
         message = (
-            f"placement group {name} was removed, not by distflow, or no supervisor used it for the time of `idle_release`"
+            f"placement group {name} was removed by another program, or automatically because no "
+            "supervisor used it for longer than `idle_release`"
         )
         return Over(reason=Reason.CANCELED, message=message, may_be_late=True), {}
     if dead:
-        return _death(_first(dead), tasks, names), {}
+        return _death(_first_death(dead), tasks, names), {}
     if found["state"] != "CREATED":
         return Queued(_pending(found, nodes)), {}
     doors = [_door(one) for one in actors]
@@ -111,8 +114,8 @@ def hosts_of(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _first(dead: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the actor that explains the end: one whose node died, or else the first one."""
+def _first_death(dead: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return an actor whose node died, or else the actor that died first."""
     return next((one for one in dead if (one["cause"] or {}).get("reason") == "NODE_DIED"), dead[0])
 
 
@@ -128,10 +131,10 @@ def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, s
     task = tasks[index] if 0 <= index < len(tasks) else f"number {index}"
     host = names.get(str(actor["node"]), "")
     message = f"task {task}{f' on {host}' if host else ''}: {text}"
-    said = _last_line(detail)
+    last_line = _last_line(detail)
     return Over(
         reason=reason,
-        message=f"{message} ({said})" if said else message,
+        message=f"{message} ({last_line})" if last_line else message,
         hosts=(host,) if host and reason is Reason.NODE_LOST else (),
         is_failure=reason is Reason.START_ERROR,
     )
@@ -148,7 +151,7 @@ def _door(actor: Mapping[str, Any]) -> Door | None:
         return None
     port = int(given["port"])
     if not 0 < port < 65536:
-        raise ValueError("a port that does not exist")
+        raise ValueError(f"{port} is not a valid port")
     bytes.fromhex(str(given["token"]))
     ipaddress.ip_address(str(given["address"]))
     return Door(address=str(given["address"]), port=port, token=str(given["token"]))

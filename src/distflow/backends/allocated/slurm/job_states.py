@@ -260,7 +260,7 @@ def jobs_of(text: str, separator: str) -> Mapping[str, Sequence[Component]]:
     width = len(_FIELDS) + 1
     first, *parts = text.split(separator)
     if first.strip() or len(parts) % width or any(part.strip() for part in parts[width - 1 :: width]):
-        raise ValueError("the answer has not the requested format")
+        raise ValueError("the answer does not have the requested format")
     found: dict[str, list[Component]] = {}
     for at in range(0, len(parts), width):
         name, number, state, starts, hosts, reason, comment = parts[at : at + width - 1]
