@@ -216,14 +216,12 @@ def cli(tmp_path: Path, commands: Commands, has_runtime: bool) -> Iterator[Cli]:
     yield made
     try:
         wait_until(lambda: not made.processes(), 30)
-    finally:
+    except TimeoutError:
         left = made.processes()
         for pid, _ in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-    assert not left, left
+        assert not left, left
 
 
 @pytest.fixture
