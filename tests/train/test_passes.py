@@ -106,7 +106,7 @@ def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> No
         return outputs["out"].mean()
 
     assert forward_backward(model, {"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
-    with pytest.raises(ValueError, match="into 2 micro-batches: mask has 3 samples, the first tensor 6"):
+    with pytest.raises(ValueError, match="into 2 micro-batches: mask has 3 samples, but the first tensor has 6"):
         forward_backward(model, {"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
     with pytest.raises(ValueError, match="the batch holds no tensor"):
         evaluate(model, {"ids": 1}, None, own)

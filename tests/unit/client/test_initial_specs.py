@@ -249,5 +249,5 @@ def test_samples_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "--list-samples"]) == 0
     assert "hello-world       The smallest gang" in capsys.readouterr().out
     assert run(["init", "--list-samples", "-t", "json"]) == 0
-    first = json.loads(capsys.readouterr().out)["samples"][0]
-    assert (first["name"], first["files"]) == ("hello-world", ["hello_world.yaml"])
+    files = {one["name"]: one["files"] for one in json.loads(capsys.readouterr().out)["samples"]}
+    assert files["hello-world"] == ["hello_world.yaml"]

@@ -84,7 +84,7 @@ def parse_allocation(
     actors = sorted(found["actors"], key=lambda one: int(one["index"]))
     names = {str(one["id"]): plain(str(one["name"])) for one in nodes}
     dead = sorted((one for one in actors if one["state"] == "DEAD"), key=lambda one: float(one["ended"] or 0))
-    if found["state"] == "REMOVED":
+    if found["state"] == "REMOVED" or any(_is_removal(one) for one in dead):
         message = (
             f"placement group {name} was removed by another program, or automatically because no "
             "supervisor used it for longer than `idle_release`"
@@ -119,12 +119,16 @@ def _first_death(dead: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return next((one for one in dead if (one["cause"] or {}).get("reason") == "NODE_DIED"), dead[0])
 
 
+def _is_removal(actor: Mapping[str, Any]) -> bool:
+    """Tell whether an actor died with its placement group, which Ray may report before the group's state changes."""
+    detail = str((actor["cause"] or {}).get("message", ""))
+    return "placement group is removed" in detail or "placement group was removed" in detail
+
+
 def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, str]) -> Over:
     cause = actor["cause"] or {}
     kind, detail = str(cause.get("kind", "")), str(cause.get("message", ""))
     reason, text = _OTHER_DEATHS.get(kind) or DEATHS.get(str(cause.get("reason")), DEATHS["UNSPECIFIED"])
-    if "placement group is removed" in detail or "placement group was removed" in detail:
-        reason, text = Reason.CANCELED, "its placement group was removed"
     if cause.get("node") == _PREEMPTED:
         reason, text = Reason.PREEMPTED, "its Ray node was preempted"
     index = int(actor["index"])

@@ -100,7 +100,7 @@ def test_waiting_is_explained_with_rays_numbers(word: str) -> None:
         (died("RAY_KILL"), Reason.CANCELED, "was killed with `ray.kill`"),
         (died("NODE_DIED", node="AUTOSCALER_DRAIN_PREEMPTED"), Reason.PREEMPTED, "its Ray node was preempted"),
         (died(kind="oom_context"), Reason.OOM_KILLED, "out of memory"),
-        (died("WORKER_DIED", message="because its placement group is removed"), Reason.CANCELED, "was removed"),
+        (died("WORKER_DIED", message="because its placement group is removed"), Reason.CANCELED, "group abc was removed"),
         (died(kind="creation_task_failure_context", message="OSError: no"), Reason.START_ERROR, "could not start (OSError"),
         (died("SOMETHING_NEW"), Reason.NODE_LOST, "its actor ended"),
         (None, Reason.NODE_LOST, "its actor ended"),
