@@ -67,6 +67,30 @@ sys.stdout.write(json.dumps({
 dist.destroy_process_group()
 """
 
+ENDS_SLOWLY = """
+import atexit, os, pathlib, sys, time
+
+lost = pathlib.Path("FOLDER/lost")
+if os.environ["RANK"] == "0":
+    while not lost.exists():
+        time.sleep(0.05)
+    raise RuntimeError("Connection closed by peer")
+atexit.register(lambda: (lost.touch(), time.sleep(60)))
+raise ValueError("bad label")
+"""
+"""Rank 1 fails, and its process remains after rank 0 has lost it."""
+
+SLOW = """
+workflow:
+  name: slow
+  groups:
+  - name: train
+    launcher: spawn
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: [python3, train.py], files: [{path: train.py, localpath: train.py}]}
+    - {name: worker, ranks: {size: 1}, command: [python3, train.py], files: [{path: train.py, localpath: train.py}]}
+"""
+
 TRAIN = """
 workflow:
   name: train
@@ -153,6 +177,15 @@ def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str
         said = [json.loads(line["text"]) for line in lines if line["text"].startswith("{")]
         assert [(row["rank"], row["task"]) for row in said] == [(rank, task)]
     assert "[master rank 1] {" in cli.logs("train-1")
+
+
+def test_a_rank_that_ends_slowly_after_its_exception_is_the_first_cause(cli: Cli) -> None:
+    cli.spec(ENDS_SLOWLY.replace("FOLDER", str(cli.folder)), "train.py")
+    workflow = cli.submit(cli.spec(SLOW))
+    assert cli.await_status(workflow, "FAILED")["status"] == "FAILED"
+    (group,) = json.loads(cli.run("workflow", "why", workflow, "-t", "json").out)["groups"]
+    assert (group["first_cause"]["task"], group["first_cause"]["ranks"]) == ("worker", "1"), group
+    assert "ValueError: bad label" in group["first_cause"]["message"]
 
 
 @pytest.mark.torch

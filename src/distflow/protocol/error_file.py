@@ -1,11 +1,12 @@
 """torch's error file: the exception of a process that failed, left for the process that started it.
 
-Format and variable are those of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13). ``rank`` and
-``pid`` at the top level are distflow's additions.
+Format and variable are those of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13). ``rank``,
+``pid`` and ``raised_at`` at the top level are distflow's additions.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Mapping, NamedTuple, Optional
 
@@ -29,28 +30,32 @@ class ErrorReport(NamedTuple):
     """Python's traceback; empty when there is none."""
     rank: Optional[int] = None
     pid: Optional[int] = None
+    raised_at: Optional[float] = None
+    """The latest time of the failure, in seconds since the epoch by the clock of its node."""
 
 
-def error_file(message: str, callstack: str, timestamp_s: int, more: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of an error file, ready for JSON. ``timestamp_s`` is in seconds since the epoch."""
-    extra = {"py_callstack": callstack, "timestamp": str(timestamp_s)}
-    return {"message": {"message": message, "extraInfo": extra}, **more}
+def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of an error file, ready for JSON. ``raised_at`` is in seconds since the epoch."""
+    extra = {"py_callstack": callstack, "timestamp": str(int(raised_at))}
+    return {"message": {"message": message, "extraInfo": extra}, "raised_at": raised_at, **more}
 
 
 def parse_error_file(content: object) -> Optional[ErrorReport]:
     """Return the report in decoded JSON, or ``None`` when that is not an error file. Any process may have written it."""
     if not isinstance(content, Mapping) or "message" not in content:
         return None
-    message, callstack = content["message"], None
+    message, extra = content["message"], None
     if isinstance(message, Mapping):
         extra = message.get("extraInfo")
-        callstack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
         message = message.get("message", "")
+    extra = extra if isinstance(extra, Mapping) else {}
+    callstack = extra.get("py_callstack")
     return ErrorReport(
         message=str(message),  # torch writes a plain text for a process that was killed
         callstack=callstack if isinstance(callstack, str) else "",
         rank=_integer(content.get("rank")),
         pid=_integer(content.get("pid")),
+        raised_at=_seconds(content.get("raised_at"), extra.get("timestamp")),
     )
 
 
@@ -61,3 +66,10 @@ def is_symptom(text: str) -> bool:
 
 def _integer(value: object) -> Optional[int]:
     return value if isinstance(value, int) and not isinstance(value, bool) else None  # JSON's `true` is an int to Python
+
+
+def _seconds(exact: object, whole: object) -> Optional[float]:
+    """Return a time from distflow's field, or else the end of the second that torch's field names."""
+    if isinstance(exact, float):
+        return exact if math.isfinite(exact) else None
+    return int(whole) + 1.0 if isinstance(whole, str) and re.fullmatch(r"[0-9]{1,12}", whole) else None

@@ -22,6 +22,7 @@ from distflow.lifecycle.exits import Action, ExitActions, action_of, signal_name
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.protocol.ends import EndReason
+from distflow.protocol.error_file import is_symptom, parse_error_file
 from distflow.state.ends import RankText
 from distflow.state.record import Cause, End, GroupRecord, HiddenFailure, TaskRecord
 from distflow.structs import replace
@@ -120,6 +121,10 @@ _Conclusion = tuple[State, Reason | None, str]
 
 def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one case for each reason
     match end.reason:
+        case EndReason.PEER_FAILED if _failed_before_stop(end):
+            return _by_command(end)
+        case EndReason.STOPPED if group.stop_reason is Reason.PEER_FAILED and _failed_before_stop(end):
+            return _by_command(end)
         case EndReason.STOPPED | EndReason.RELEASED:
             if group.state is not State.STOPPING:
                 return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
@@ -152,6 +157,17 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
             return State.FAILED, Reason.INTERNAL, _BOTH_DIED
         case EndReason.EXITED | EndReason.UNKNOWN:
             return _by_command(end)
+
+
+def _failed_before_stop(end: End) -> bool:
+    """Return whether the command was stopped while it was ending because of an exception of its own.
+
+    A process takes a while to end after its exception. Its peers lose it in that time, and may end sooner.
+    """
+    error = parse_error_file(end.error)
+    if not end.exit_code or error is None or error.raised_at is None or end.stopped_at is None or is_symptom(error.message):
+        return False
+    return (end.clock.ours(error.raised_at) if end.clock else error.raised_at) <= end.stopped_at
 
 
 def _by_command(end: End) -> _Conclusion:

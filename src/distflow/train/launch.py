@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         help="restart all ranks up to this many times after a failure (one machine only)",
     )
     add("--stop-grace", type=float, default=30.0, metavar="S", help="seconds that ranks have after SIGTERM (default: 30)")
-    add("--failure-grace", type=float, default=5.0, metavar="S", help="the same, when another rank failed (default: 5)")
+    add("--failure-grace", type=float, default=3.0, metavar="S", help="the same, when another rank failed (default: 3)")
     add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, where the machine says which")
     add("-m", "--module", action="store_true", help="the target is the name of a module, as in python -m")
     add("target", help="script, or module with -m")

@@ -62,6 +62,29 @@ def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[St
     assert (task.state, task.reason) == expected
 
 
+@pytest.mark.parametrize("why", [EndReason.STOPPED, EndReason.PEER_FAILED])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ({"message": "ValueError: bad label", "raised_at": 69.9}, Reason.EXIT_CODE),
+        ({"message": {"message": "ValueError: bad label", "extraInfo": {"timestamp": "69"}}}, Reason.EXIT_CODE),
+        # It may be a consequence of the signal, or of the loss of a peer.
+        ({"message": "ValueError: bad label", "raised_at": 70.1}, Reason.PEER_FAILED),
+        ({"message": {"message": "ValueError: bad label", "extraInfo": {"timestamp": "70"}}}, Reason.PEER_FAILED),
+        ({"message": "ValueError: bad label", "raised_at": True}, Reason.PEER_FAILED),
+        ({"message": "RuntimeError: Connection closed by peer", "raised_at": 69.0}, Reason.PEER_FAILED),
+        (None, Reason.PEER_FAILED),
+    ],
+)
+def test_a_task_that_was_already_failing_when_it_was_stopped_failed_by_itself(
+    why: EndReason, error: dict[str, object] | None, reason: Reason
+) -> None:
+    clock = Clock(offset_s=-30.0, uncertainty_s=0.01)
+    end = End(ended_at=101.0, reason=why, exit_code=1, stopped_at=100.0, error=error, clock=clock)
+    task = conclude(TaskRecord(name="t", state=State.RUNNING), _stopping(Reason.PEER_FAILED), end)
+    assert task.reason is reason
+
+
 def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason=EndReason.BOTH_DIED))
     assert "KillUserProcesses=no" in task.message

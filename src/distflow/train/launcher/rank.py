@@ -207,12 +207,15 @@ def write_exception(error: BaseException, *, rank: int) -> None:
     path = os.environ.get(VARIABLE)
     if path:
         text = "".join(traceback.format_exception(type(error), error, _frames_of_script(error.__traceback__)))
-        write_failure(Path(path), f"{type(error).__name__}: {error}", text, {"rank": rank, "pid": os.getpid()}, mode="x")
+        more = {"rank": rank, "pid": os.getpid()}
+        write_failure(Path(path), f"{type(error).__name__}: {error}", text, time.time_ns() / 1e9, more, mode="x")
 
 
-def write_failure(path: Path, message: str, callstack: str, more: Mapping[str, Any], *, mode: str = "w") -> None:
+def write_failure(
+    path: Path, message: str, callstack: str, raised_at: float, more: Mapping[str, Any], *, mode: str = "w"
+) -> None:
     """Write an error file. Errors of writing are ignored, because the failure itself matters more."""
-    text = json.dumps(error_file(message, callstack, time.time_ns() // 10**9, more))
+    text = json.dumps(error_file(message, callstack, raised_at, more))
     with contextlib.suppress(OSError), path.open(mode, encoding="utf-8") as file:
         file.write(text)
 

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from distflow.protocol.error_file import VARIABLE
+from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
 from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
 from distflow.train.launcher.rank_processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
@@ -49,8 +50,8 @@ class Share:
     max_restarts: int = 0
     stop_grace_s: float = 30.0
     """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
-    failure_grace_s: float = 5.0
-    """The same, when another rank has failed."""
+    failure_grace_s: float = 3.0
+    """The same, when another rank has failed. It is shorter than a pool's ``peer_failed_grace``, so that this is reported."""
     numa: bool = False
     """Bind each rank to the CPUs next to its GPU."""
 
@@ -70,7 +71,7 @@ def read_share(
     master_port: int | None = None,
     max_restarts: int = 0,
     stop_grace_s: float = 30.0,
-    failure_grace_s: float = 5.0,
+    failure_grace_s: float = 3.0,
     numa: bool = False,
 ) -> Share:
     """Combine the arguments with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
@@ -332,7 +333,8 @@ def _leave(outcome: Outcome) -> None:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
         if end.code < 0:
             more["signal"] = end.how
-        write_failure(Path(path), _message(end), end.failure.report.callstack if end.failure else "", more)
+        report = end.failure.report if end.failure else ErrorReport(message="")
+        write_failure(Path(path), _message(end), report.callstack, report.raised_at or time.time_ns() / 1e9, more)
 
 
 def _message(end: End) -> str:
