@@ -196,7 +196,8 @@ class ClusterGang(ChaosGang):
             yield f"the exit code is {group.cause.exit_code}, and not {one.code}"
         yield from self._lost_output()
         try:
-            wait_until(lambda: not self.trouble.allocations(), 60)
+            # After a restart of its API server, Kubernetes may take more than a minute to delete the pods of a deleted owner.
+            wait_until(lambda: not self.trouble.allocations(), 180)
         except TimeoutError:
             yield f"left the allocations {self.trouble.allocations()}"
 

@@ -23,6 +23,8 @@ import pytest
 from contract.test_runtime_faults import kill_together
 from distflow.backends import steady
 from distflow.backends.allocated.backend import open_backend
+from distflow.backends.allocated.engine import QuestionLimit
+from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 from distflow.backends.base import (
     Absent,
     AttemptKey,
@@ -237,7 +239,7 @@ def slurm_with_two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 def on_slurm(slurm_with_two_gpus: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     """A way to make benches whose nodes a real Slurm allocates. Their jobs end with the test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_with_two_gpus.config))
-    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
+    monkeypatch.setattr(SlurmEngine, "question_limit", QuestionLimit(at_once=4.0, every_s=0.1))
 
     def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
         node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))
@@ -261,9 +263,8 @@ def ray_with_two_gpus() -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def on_ray(ray_with_two_gpus: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+def on_ray(ray_with_two_gpus: RayCluster) -> Iterator[Callable[..., Bench]]:
     """A way to make benches whose nodes a real Ray cluster allocates. Their placement groups end with the test."""
-    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
 
     def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
         node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))
@@ -279,11 +280,10 @@ def on_ray(ray_with_two_gpus: RayCluster, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def on_kubernetes(kubernetes: KubernetesCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+def on_kubernetes(kubernetes: KubernetesCluster) -> Iterator[Callable[..., Bench]]:
     """A way to make benches whose nodes are pods of a real Kubernetes. They end with the test."""
     if not kubernetes.is_own:
         pytest.skip("pods of a cluster of somebody else do not run on this machine")
-    monkeypatch.setattr("distflow.backends.allocated.backend._POLL_EVERY_S", 0.1)
     namespace = kubernetes.create_namespace()
     gpu = f"example.com/{namespace}"  # for this test alone, because others use the cluster at the same time
     kubernetes.add_resource(gpu, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from distflow.backends.allocated.engine import (
     Allocation,
@@ -15,6 +16,7 @@ from distflow.backends.allocated.engine import (
     AllocationState,
     Granted,
     Over,
+    QuestionLimit,
     Queued,
     RequestRefused,
     node_name,
@@ -37,6 +39,8 @@ class _Job:
 
 class LocalEngine:
     """Allocations that exist only in this object."""
+
+    question_limit: ClassVar = QuestionLimit(at_once=10.0, every_s=0.1)
 
     def __init__(self, *, grants_at_once: bool = True) -> None:
         """``grants_at_once``: without it, allocations wait until ``grant`` is called."""

@@ -28,6 +28,7 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
+    QuestionLimit,
     Queued,
     RequestRefused,
     host_of,
@@ -71,15 +72,9 @@ __all__ = ["AllocatedBackend", "open_backend"]
 
 _FIRST_POLL_S = 0.3
 """Seconds from a request to the first question about it. Each further question comes later, up to ``_QUEUED_POLL_S``."""
-_POLL_GROWTH = 1.5
 _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
 """Seconds between two questions while no allocation waits: nodes report the end of their tasks themselves."""
-_POLLS, _POLL_EVERY_S = 4.0, 8.0
-"""Questions that may follow each other quickly, and seconds until there may be one more: at most 11 in any minute.
-
-One more comes before the first request, because an earlier process may have made it.
-"""
 _RETRY_S = 10.0
 """The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
 _DOUBT_S = 60.0
@@ -165,7 +160,7 @@ class AllocatedBackend:
         """Allocated nodes that are unreachable, as last reported."""
         self._is_engine_away = False
         """Whether the last question to the engine failed."""
-        self._pace = _Pace()
+        self._pace = _Pace(engine.question_limit)
         self._is_closing = False
         self._closes_at = 0.0
         self._thread = threading.Thread(target=self._work, name=f"allocations of {pool.name}", daemon=True)
@@ -656,10 +651,11 @@ def _pause_s(failures: int) -> float:
 class _Pace:
     """When the engine is asked: soon after a change, then ever more rarely, and never too often."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: QuestionLimit) -> None:
+        self._limit = limit
         self._last = time.monotonic()
         self._wait_s = _QUEUED_POLL_S
-        self._tokens = _POLLS
+        self._allowed = limit.at_once
         self._counted_at = time.monotonic()
         self.is_urgent = False
 
@@ -674,18 +670,19 @@ class _Pace:
         ``is_queued``: whether an allocation waits. ``most_s``: the longest time between two questions, if there may be one.
         """
         wait_s = min(most_s, self._wait_s if is_queued or self.is_urgent else _HELD_POLL_S)
-        lacking = max(0.0, 1.0 - self._filled()) * _POLL_EVERY_S
+        lacking = max(0.0, 1.0 - self._allowed_now()) * self._limit.every_s
         return max(self._last + wait_s - time.monotonic(), lacking)
 
     def begin(self) -> None:
         """Count a question that is asked now."""
-        self._tokens, self._counted_at = self._filled() - 1.0, time.monotonic()
+        self._allowed, self._counted_at = self._allowed_now() - 1.0, time.monotonic()
         self._last = time.monotonic()
-        self._wait_s = min(self._wait_s * _POLL_GROWTH, _QUEUED_POLL_S)
+        # The more questions may follow each other quickly, the more closely they do.
+        self._wait_s = min(self._wait_s * (1.0 + 2.0 / self._limit.at_once), _QUEUED_POLL_S)
         self.is_urgent = False
 
-    def _filled(self) -> float:
-        return min(_POLLS, self._tokens + (time.monotonic() - self._counted_at) / _POLL_EVERY_S)
+    def _allowed_now(self) -> float:
+        return min(self._limit.at_once, self._allowed + (time.monotonic() - self._counted_at) / self._limit.every_s)
 
 
 def _allocation_of(key: AttemptKey) -> Allocation:

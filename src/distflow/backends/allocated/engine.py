@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
@@ -25,6 +25,7 @@ __all__ = [
     "Granted",
     "NodeRequest",
     "Over",
+    "QuestionLimit",
     "Queued",
     "Relay",
     "RequestDelayed",
@@ -149,8 +150,20 @@ class Relay(Transport, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionLimit:
+    """How often the states of allocations may be asked for."""
+
+    at_once: float
+    """Questions that may follow each other quickly."""
+    every_s: float
+    """Seconds after which there may be one more."""
+
+
 class Engine(Protocol):
     """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine cannot be asked now."""
+
+    question_limit: ClassVar[QuestionLimit]
 
     def request(self, wanted: AllocationRequest) -> str:
         """Request an allocation and return its id. May be repeated: an existing allocation with the same marker is returned.

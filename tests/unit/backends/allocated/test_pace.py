@@ -7,6 +7,7 @@ import random
 import pytest
 
 from distflow.backends.allocated.backend import _Pace
+from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 
 
 class SetTime:
@@ -20,12 +21,12 @@ class SetTime:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_engine_is_asked_at_most_11_times_in_any_minute_and_at_once_when_that_is_rare(
+def test_slurm_is_asked_at_most_11_times_in_any_minute_and_at_once_when_that_is_rare(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, chance = SetTime(), random.Random(seed)
     monkeypatch.setattr("distflow.backends.allocated.backend.time", clock)
-    pace, asked = _Pace(), []
+    pace, asked = _Pace(SlurmEngine.question_limit), []
     while clock.now < 2000.0:
         if chance.random() < 0.5:
             pace.hurry()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from distflow.backends.allocated.engine import (
     Allocation,
@@ -15,6 +15,7 @@ from distflow.backends.allocated.engine import (
     AllocationState,
     Granted,
     Over,
+    QuestionLimit,
     Queued,
     RequestDelayed,
     RequestRefused,
@@ -65,6 +66,8 @@ class KubernetesEngine:
     3. If some pods of a gang have nodes for ``start_barrier`` and others get none, all are deleted: they would keep another
        gang from its nodes.
     """
+
+    question_limit: ClassVar = QuestionLimit(at_once=8.0, every_s=2.0)
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from distflow.backends.allocated.engine import (
     Allocation,
@@ -13,6 +14,7 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
+    QuestionLimit,
     RequestRefused,
     node_name,
 )
@@ -33,6 +35,8 @@ __all__ = ["RayEngine", "bundle_of"]
 
 class RayEngine:
     """Allocates nodes as placement groups of a Ray cluster (contract: ``allocated.engine.Engine``)."""
+
+    question_limit: ClassVar = QuestionLimit(at_once=8.0, every_s=2.0)
 
     def __init__(self, pool: Pool, login: Transport) -> None:
         """Ask the cluster's own Python over ``login``, which ``close`` closes."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 from distflow.backends.allocated.engine import (
     Allocation,
@@ -16,6 +17,7 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
+    QuestionLimit,
     Queued,
     Relay,
     RequestRefused,
@@ -86,6 +88,8 @@ class SlurmEngine:
     2. A submission whose answer was lost is found by its marker. If Slurm accepts it later nevertheless, so that two jobs have
        the same marker, ``states`` cancels the one that was not asked about.
     """
+
+    question_limit: ClassVar = QuestionLimit(at_once=4.0, every_s=8.0)
 
     def __init__(
         self,
