@@ -268,6 +268,27 @@ def test_a_node_whose_kubelet_is_gone_is_lost(lone_pool: KubernetesPool) -> None
     assert lone_pool.cli.query(workflow)["groups"][0]["first_cause"]["reason"] == "NODE_LOST"
 
 
+def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: KubernetesPool) -> None:
+    cluster = lone_pool.cluster
+    workflow = _runs(lone_pool)
+    task, node = next((name, task["node_name"].partition("_")[0]) for name, task in lone_pool.cli.tasks(workflow).items())
+    kubelet, settings = node.replace("node", "kubelet"), cluster.folder / node / "kubelet.yaml"
+    before = settings.read_text()
+    cluster.stop(kubelet)
+    try:
+        assert 'memory.available: "50Mi"' in before
+        settings.write_text(before.replace('memory.available: "50Mi"', 'memory.available: "99%"'))
+        cluster.start(kubelet)
+        answer = _ends(lone_pool, workflow, "FAILED_EVICTED")
+    finally:
+        settings.write_text(before)
+        if cluster.is_up(kubelet):
+            cluster.stop(kubelet)
+    first = answer["groups"][0]["first_cause"]
+    assert (first["task"], first["reason"]) == (task, "EVICTED"), answer
+    assert "memory" in first["message"]
+
+
 def test_a_gang_waits_for_its_quota(pool: KubernetesPool) -> None:
     cli = pool.cli
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
