@@ -16,7 +16,9 @@ from distflow.structs import replace
 
 __all__ = ["reap_allocations", "recall_allocations"]
 
-_ALLOCATION_TERMS: Mapping[str, str] = MappingProxyType({"slurm": "job", "ray": "placement group"})
+_ALLOCATION_TERMS: Mapping[str, str] = MappingProxyType(
+    {"slurm": "job", "ray": "placement group", "kubernetes": "pods of ConfigMap"}
+)
 """What each engine calls an allocation."""
 
 _AT_ONCE = 32

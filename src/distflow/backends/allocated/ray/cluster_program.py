@@ -58,7 +58,7 @@ class NotPossible(Exception):
 
 
 class NodeActor:
-    """The actor of one task: parent of the resident program, and door for connections to it."""
+    """The actor of one task: it is the parent of the resident program, and accepts connections to it."""
 
     def __init__(self, resident: str, allocation: str, index: int, peers: list[str], idle_release_s: float) -> None:
         """Start the resident program. ``peers``: the names of all actors of the allocation."""
@@ -84,8 +84,8 @@ class NodeActor:
         for target in (self._read_reports, self._accept, self._release_when_idle):
             threading.Thread(target=target, daemon=True).start()
 
-    def door(self) -> dict[str, Any]:
-        """Return where it listens, and the token."""
+    def endpoint(self) -> dict[str, Any]:
+        """Return the address and port at which the actor accepts connections, and the token."""
         port = self._server.getsockname()[1]
         return {"address": self._address, "port": port, "token": self._token.hex()}
 
@@ -200,7 +200,7 @@ class Cluster:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         self._state: Any = importlib.import_module("ray._private.state")
-        self._doors: dict[str, Any] = {}
+        self._endpoints: dict[str, Any] = {}
         """Name of an actor → its answer, or the reference of one that has not come yet."""
 
     def about(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Cluster:
         """Return what Ray knows about allocations, about their actors, and, if one waits, about the nodes of the cluster."""
         groups = {name[:ID_LENGTH]: one for name, one in self._groups(also_removed=True).items()}
         actors = self._actors(ids)
-        self._ask_doors([actor["name"] for found in actors.values() for actor in found if actor["state"] == "ALIVE"])
+        self._ask_endpoints([actor["name"] for found in actors.values() for actor in found if actor["state"] == "ALIVE"])
         answer: dict[str, Any] = {}
         for one in ids:
             group = groups.get(one)
@@ -276,8 +276,8 @@ class Cluster:
                 answer[one] = None
                 continue
             for actor in actors[one]:
-                door = self._doors.get(actor["name"])
-                actor["door"] = door if isinstance(door, dict) else None
+                endpoint = self._endpoints.get(actor["name"])
+                actor["endpoint"] = endpoint if isinstance(endpoint, dict) else None
             answer[one] = {
                 "state": group["state"], "scheduling": (group.get("stats") or {}).get("scheduling_state", ""),
                 "strategy": group["strategy"], "bundles": [group["bundles"][index] for index in sorted(group["bundles"])],
@@ -299,14 +299,14 @@ class Cluster:
                 )  # fmt: skip
         return found
 
-    def _ask_doors(self, names: list[str]) -> None:
-        """Ask new actors where they listen."""
+    def _ask_endpoints(self, names: list[str]) -> None:
+        """Ask new actors for their endpoints."""
         pending = {}
         for name in names:
-            known = self._doors.get(name)
+            known = self._endpoints.get(name)
             if known is None:
                 try:
-                    known = self._doors[name] = self._ray.get_actor(name, namespace=NAMESPACE).door.remote()
+                    known = self._endpoints[name] = self._ray.get_actor(name, namespace=NAMESPACE).endpoint.remote()
                 except ValueError:
                     continue  # it has just ended
             if not isinstance(known, dict):
@@ -316,9 +316,9 @@ class Cluster:
         ready, _ = self._ray.wait(list(pending), num_returns=len(pending), timeout=_ANSWER_S)
         for one in ready:
             try:
-                self._doors[pending[one]] = self._ray.get(one)
+                self._endpoints[pending[one]] = self._ray.get(one)
             except self._ray.exceptions.RayError:
-                self._doors.pop(pending[one], None)
+                self._endpoints.pop(pending[one], None)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the cluster with their resources."""
@@ -344,7 +344,7 @@ class Cluster:
         groups = {name[:ID_LENGTH]: one["name"] for name, one in self._groups().items()}
         for found in self._actors(ids).values():
             for actor in found:
-                self._doors.pop(actor["name"], None)
+                self._endpoints.pop(actor["name"], None)
                 if actor["state"] != "DEAD":
                     try:
                         self._ray.kill(self._ray.get_actor(actor["name"], namespace=NAMESPACE), no_restart=True)

@@ -16,10 +16,10 @@ from distflow.errors import NodeUnreachable
 from distflow.runtime.untrusted import decode_object
 from distflow.transports.base import Channel, Deadline, Transport
 
-__all__ = ["ClusterProgram", "RayMissing"]
+__all__ = ["ClusterProgram", "RayMissing", "unreadable_answer"]
 
 _LOADER = "import sys; i = sys.stdin.buffer; exec(compile(i.read(int(i.readline())), 'distflow', 'exec'))"
-"""Ray stores the command of each program that connects to it, so that has to be short."""
+"""Ray stores the command line of each program that connects to it, so the command line must be short."""
 _START_S = 60.0
 _ANSWER_S = 40.0
 _LONGEST_ANSWER = 64 << 20
@@ -31,10 +31,10 @@ class RayMissing(NodeUnreachable):
 
 
 class ClusterProgram:
-    """The program, which is started with the first question, and again after it has ended. Thread-safe."""
+    """The program on the cluster. The first question starts it, and so does the first one after it has ended. Thread-safe."""
 
     def __init__(self, login: Transport, *, python: str, address: str) -> None:
-        """``python``: the cluster's interpreter behind ``login``. ``address``: that of the cluster, as in ``ray.init``."""
+        """Run the cluster's interpreter ``python`` behind ``login``. ``address`` is the cluster's, as in ``ray.init``."""
         self._login = login
         self._python = python
         self._address = address
@@ -42,7 +42,7 @@ class ClusterProgram:
         self._channel: Channel | None = None
         self._received = b""
         self.versions: dict[str, Any] = {}
-        """Those of ``ray`` and ``python``, once it has been started."""
+        """The versions of ``ray`` and ``python``, after the program has started."""
 
     def ask(self, name: str, *, timeout_s: float = _ANSWER_S, **arguments: object) -> Any:
         """Return the answer to a request: a method of ``Cluster``.
@@ -62,7 +62,9 @@ class ClusterProgram:
         if answer.get("kind") == "refused":
             raise RequestRefused(f"Ray refused the request: {_text(answer)}", hint="change the resources in the spec")
         if "answer" not in answer:
-            raise NodeUnreachable(self._login.name, f"Ray could not do `{name}`: {_text(answer)}")
+            raise NodeUnreachable(
+                self._login.name, f"Ray failed to answer `{name}`: {_text(answer)}", hint="see `ray status` on that machine"
+            )
         return answer["answer"]
 
     def close(self) -> None:
@@ -103,10 +105,16 @@ class ClusterProgram:
             while b"\n" not in self._received:
                 data = channel.read()
                 if not data and deadline.has_passed:
-                    raise NodeUnreachable(self._login.name, f"{who} did not answer within {deadline.seconds:g} s")
+                    raise NodeUnreachable(
+                        self._login.name, f"{who} did not answer within {deadline.seconds:g} s",
+                        hint="`ray status` on that machine shows whether its cluster runs",
+                    )  # fmt: skip
                 if not data or len(self._received) > _LONGEST_ANSWER:
                     tail = plain(channel.stderr_tail().strip())[-_SHOWN:]
-                    raise NodeUnreachable(self._login.name, f"`{self._python}` ended without an answer: {tail or 'no message'}")
+                    raise NodeUnreachable(
+                        self._login.name, f"`{self._python}` ended without an answer: {tail or 'no message'}",
+                        hint="`ray.python` of the pool must be the interpreter of the Ray cluster",
+                    )  # fmt: skip
                 self._received += data
         finally:
             timer.cancel()
@@ -114,7 +122,7 @@ class ClusterProgram:
         try:
             answer: dict[str, Any] = decode_object(line, max_bytes=_LONGEST_ANSWER)
         except ValueError as error:
-            raise NodeUnreachable(self._login.name, f"Ray's answer could not be read: {error}") from error
+            raise unreadable_answer(self._login.name, error) from error
         return answer
 
     def _end(self) -> None:
@@ -122,6 +130,14 @@ class ClusterProgram:
             with contextlib.suppress(NodeUnreachable):
                 self._channel.close()
         self._channel = None
+
+
+def unreadable_answer(login: str, error: Exception) -> NodeUnreachable:
+    """Return the error for an answer of Ray that lacks a part or has a wrong type."""
+    return NodeUnreachable(
+        login, f"distflow cannot read Ray's answer: {type(error).__name__}: {plain(str(error))[:200]}",
+        hint="a newer distflow may support this version of Ray; `ray --version` on that machine shows the version",
+    )  # fmt: skip
 
 
 def _text(answer: dict[str, Any]) -> str:

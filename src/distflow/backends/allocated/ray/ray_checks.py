@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distflow.backends.allocated.ray.program import ClusterProgram
+from distflow.backends.allocated.ray.program import ClusterProgram, unreadable_answer
 from distflow.backends.machines.checks.findings import Finding, count, error, few, note, warning
 from distflow.backends.machines.checks.measured import python_trouble
 from distflow.documents.quantities import bytes_text
 from distflow.documents.text import listed, plain
-from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, RaySettings, ssh_node
 
 __all__ = ["check_ray"]
@@ -31,8 +30,8 @@ def check_ray(pool: Pool, login: str, program: ClusterProgram, progress: Callabl
         progress("running Python on each node")
         for one in program.ask("probe", timeout_s=_PROBE_S, python=template.python, root=template.root):
             yield from _python(template.python, template.root, one)
-    except (KeyError, TypeError, ValueError, AttributeError) as strange:
-        raise NodeUnreachable(login, f"Ray's answer makes no sense: {type(strange).__name__}") from strange
+    except (KeyError, TypeError, ValueError, AttributeError) as malformed:
+        raise unreadable_answer(login, malformed) from malformed
 
 
 def _cluster(

@@ -18,10 +18,10 @@ from distflow.backends.allocated.engine import (
     RequestRefused,
     node_name,
 )
-from distflow.backends.allocated.ray.door import DoorTransport
-from distflow.backends.allocated.ray.program import ClusterProgram
+from distflow.backends.allocated.ray.endpoint import EndpointTransport
+from distflow.backends.allocated.ray.program import ClusterProgram, unreadable_answer
 from distflow.backends.allocated.ray.ray_checks import check_ray
-from distflow.backends.allocated.ray.states import Door, parse_allocation
+from distflow.backends.allocated.ray.states import Endpoint, parse_allocation
 from distflow.backends.base import NO_EXIT_CODES
 from distflow.backends.machines.checks.findings import Finding
 from distflow.documents.text import did_you_mean, plain
@@ -39,7 +39,7 @@ class RayEngine:
     question_limit: ClassVar = QuestionLimit(at_once=8.0, every_s=2.0)
 
     def __init__(self, pool: Pool, login: Transport) -> None:
-        """Ask the cluster's own Python over ``login``, which ``close`` closes."""
+        """Use the cluster's own Python on the machine behind ``login``. ``close`` also closes ``login``."""
         self._pool = pool
         self._settings = pool.ray or RaySettings()
         self._template = pool.template or ssh_node()
@@ -47,10 +47,10 @@ class RayEngine:
         self._program = ClusterProgram(login, python=self._settings.python, address=self._settings.address)
         self._state = threading.Lock()
         """Guards everything below."""
-        self._doors: dict[tuple[str, str], Door] = {}
-        """Allocation and host → door."""
+        self._endpoints: dict[tuple[str, str], Endpoint] = {}
+        """The endpoint of each node, by allocation and host."""
         self._over: dict[str, Over] = {}
-        """Ended allocations: Ray may give other reasons after they were released."""
+        """Ended allocations with their first reason, because Ray may give other reasons after they were released."""
         self._notices: dict[str, str] = {}
 
     def request(self, wanted: AllocationRequest) -> str:
@@ -58,7 +58,7 @@ class RayEngine:
         bundles = [bundle_of(self._pool.name, self._settings, node) for node in wanted.nodes]
         answer = self._program.ask(
             "request", marker=wanted.allocation.marker, bundles=bundles, strategy=self._settings.strategy,
-            excluded=[[_of_ray(host) for host in node.excluded] for node in wanted.nodes], resident=_resident(),
+            excluded=[[_ray_node(host) for host in node.excluded] for node in wanted.nodes], resident=_resident(),
             idle_release_s=self._settings.idle_release_s,
         )  # fmt: skip
         try:
@@ -66,7 +66,7 @@ class RayEngine:
             with self._state:
                 self._notices[found] = plain(str(answer["notice"]))
         except (KeyError, TypeError) as error:
-            raise self._strange(error) from error
+            raise unreadable_answer(self._login.name, error) from error
         return found
 
     def notice(self, allocation_id: str) -> str:
@@ -75,7 +75,7 @@ class RayEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one question. What remains of ended ones is removed."""
+        """Return the state of each allocation, with one question. The remains of ended ones are removed."""
         with self._state:
             found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
         asked = [one for one in ids if one not in found]
@@ -85,16 +85,16 @@ class RayEngine:
         ended = []
         try:
             for one in asked:
-                state, doors = parse_allocation(answer["states"][one], answer["nodes"], ids[one], one)
+                state, endpoints = parse_allocation(answer["states"][one], answer["nodes"], ids[one], one)
                 found[one] = state
                 with self._state:
                     if isinstance(state, Granted):
-                        self._doors |= {(one, host): door for host, door in doors.items()}
+                        self._endpoints |= {(one, host): endpoint for host, endpoint in endpoints.items()}
                     elif isinstance(state, Over):
                         self._over[one] = state
                         ended.append(one)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise self._strange(error) from error
+            raise unreadable_answer(self._login.name, error) from error
         if ended:
             self.release(ended)
         return found
@@ -105,23 +105,23 @@ class RayEngine:
         try:
             names = {str(one): Allocation.of_marker(str(name)) for one, name in answer.items()}
         except AttributeError as error:
-            raise self._strange(error) from error
+            raise unreadable_answer(self._login.name, error) from error
         return {one: allocation for one, allocation in names.items() if allocation is not None}
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  Ray keeps no accounts
         """Remove placement groups and their actors, and with them all of their processes."""
         self._program.ask("release", ids=list(ids))
         with self._state:
-            self._doors = {key: door for key, door in self._doors.items() if key[0] not in ids}
+            self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[0] not in ids}
             for one in ids:
                 self._notices.pop(one, None)
 
     def transport(self, allocation_id: str, host: str) -> Transport:
         """Return a transport to a node of an allocation, without connecting."""
-        door = DoorTransport(
-            node_name(host, allocation_id), self._login, lambda: self._door(allocation_id, host), self._settings.python,
+        endpoint = EndpointTransport(
+            node_name(host, allocation_id), self._login, lambda: self._endpoint(allocation_id, host), self._settings.python,
         )  # fmt: skip
-        return MultiplexedTransport(door, ping_s=self._pool.ping_s)
+        return MultiplexedTransport(endpoint, ping_s=self._pool.ping_s)
 
     def login_transport(self) -> Transport:
         """Return a transport to the machine with the cluster's Python."""
@@ -136,24 +136,21 @@ class RayEngine:
         self._program.close()
         self._login.close()
 
-    def _door(self, allocation_id: str, host: str) -> Door:
-        """Return the door of a node. Raises ``NodeUnreachable`` if the allocation does not have it."""
+    def _endpoint(self, allocation_id: str, host: str) -> Endpoint:
+        """Return the endpoint of a node. Raises ``NodeUnreachable`` if the allocation does not have it."""
         key = (allocation_id, host)
         with self._state:
-            door = self._doors.get(key)
-        if door is None:
+            endpoint = self._endpoints.get(key)
+        if endpoint is None:
             state = self.states({allocation_id: ()})[allocation_id]
             with self._state:
-                door = self._doors.get(key)
-            if door is None:
+                endpoint = self._endpoints.get(key)
+            if endpoint is None:
                 said = f" ({state.message})" if isinstance(state, Over) else ""
-                raise NodeUnreachable(node_name(host, allocation_id), f"placement group {allocation_id} does not have it{said}")
-        return door
-
-    def _strange(self, error: Exception) -> NodeUnreachable:
-        return NodeUnreachable(
-            self._login.name, f"Ray's answer makes no sense: {type(error).__name__}: {plain(str(error))[:200]}"
-        )
+                raise NodeUnreachable(
+                    node_name(host, allocation_id), f"placement group {allocation_id} does not include this node{said}"
+                )
+        return endpoint
 
 
 def bundle_of(pool: str, settings: RaySettings, node: NodeRequest) -> dict[str, float]:
@@ -171,8 +168,8 @@ def bundle_of(pool: str, settings: RaySettings, node: NodeRequest) -> dict[str, 
     return {name: amount for name, amount in given.items() if amount}
 
 
-def _of_ray(host: str) -> str:
-    """Return the name of a Ray node from that of a host, which has a number for further tasks on one node."""
+def _ray_node(host: str) -> str:
+    """Return the name of the Ray node of a host: ``n1`` for ``n1+2``, the host of a second task on that node."""
     return host.partition("+")[0]
 
 

@@ -18,7 +18,7 @@ from distflow.documents.quantities import bytes_text
 from distflow.documents.text import few, plain
 from distflow.lifecycle.states import Reason
 
-__all__ = ["ACTOR_STATES", "DEATHS", "GROUP_STATES", "SCHEDULING", "Door", "hosts_of", "parse_allocation"]
+__all__ = ["ACTOR_STATES", "DEATHS", "GROUP_STATES", "SCHEDULING", "Endpoint", "hosts_of", "parse_allocation"]
 
 GROUP_STATES = ("PENDING", "PREPARED", "CREATED", "REMOVED", "RESCHEDULING")
 ACTOR_STATES = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING", "DEAD")
@@ -62,8 +62,8 @@ _AMOUNTS = ("CPU", "GPU", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """Where an actor listens for connections."""
+class Endpoint:
+    """The address and port at which an actor accepts connections, and the token that it asks for."""
 
     address: str
     port: int
@@ -72,8 +72,8 @@ class Door:
 
 def parse_allocation(
     found: Mapping[str, Any] | None, nodes: Sequence[Mapping[str, Any]], tasks: Sequence[str], name: str
-) -> tuple[AllocationState, Mapping[str, Door]]:
-    """Return the state of an allocation, and the door of each host if it is granted.
+) -> tuple[AllocationState, Mapping[str, Endpoint]]:
+    """Return the state of an allocation, and the endpoint of each host if it is granted.
 
     ``found`` is the report of the program on the cluster, or ``None`` if Ray does not know the allocation. ``nodes`` are those
     of the cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
@@ -94,12 +94,12 @@ def parse_allocation(
         return _death(_first_death(dead), tasks, names), {}
     if found["state"] != "CREATED":
         return Queued(_pending(found, nodes)), {}
-    doors = [_door(one) for one in actors]
-    if len(doors) < len(found["bundles"]) or any(one["state"] != "ALIVE" for one in actors) or None in doors:
+    endpoints = [_endpoint(one) for one in actors]
+    if len(endpoints) < len(found["bundles"]) or any(one["state"] != "ALIVE" for one in actors) or None in endpoints:
         return Queued("has its nodes, and Ray starts distflow's actors there"), {}
     hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
     return Granted(hosts=dict(zip(tasks or map(str, range(len(hosts))), hosts, strict=False))), {
-        host: door for host, door in zip(hosts, doors, strict=True) if door is not None
+        host: endpoint for host, endpoint in zip(hosts, endpoints, strict=True) if endpoint is not None
     }
 
 
@@ -149,8 +149,8 @@ def _last_line(text: str) -> str:
     return plain(lines[-1])[:300] if lines else ""
 
 
-def _door(actor: Mapping[str, Any]) -> Door | None:
-    given = actor.get("door")
+def _endpoint(actor: Mapping[str, Any]) -> Endpoint | None:
+    given = actor.get("endpoint")
     if not isinstance(given, Mapping):
         return None
     port = int(given["port"])
@@ -158,7 +158,7 @@ def _door(actor: Mapping[str, Any]) -> Door | None:
         raise ValueError(f"{port} is not a valid port")
     bytes.fromhex(str(given["token"]))
     ipaddress.ip_address(str(given["address"]))
-    return Door(address=str(given["address"]), port=port, token=str(given["token"]))
+    return Endpoint(address=str(given["address"]), port=port, token=str(given["token"]))
 
 
 def _pending(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:

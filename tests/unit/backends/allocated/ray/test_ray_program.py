@@ -47,11 +47,14 @@ def engine(python: str) -> RayEngine:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "head: Ray's answer could not be read"),
-        ("[1]", "head: Ray's answer could not be read"),
-        ("[" * 100, "head: Ray's answer could not be read"),
-        ('{"kind": "failed", "error": "GcsError: \\u001b[31mgone\\nfor ever"}', "head: Ray could not do `nodes`: GcsError:"),
-        ("{}", "head: Ray could not do `nodes`: no reason"),
+        ("nonsense", "head: distflow cannot read Ray's answer"),
+        ("[1]", "head: distflow cannot read Ray's answer"),
+        ("[" * 100, "head: distflow cannot read Ray's answer"),
+        (
+            '{"kind": "failed", "error": "GcsError: \\u001b[31mgone\\nfor ever"}',
+            "head: Ray failed to answer `nodes`: GcsError:",
+        ),
+        ("{}", "head: Ray failed to answer `nodes`: no reason"),
     ],
 )
 def test_a_wrong_answer_is_an_error_without_control_characters(python: Given, line: str, message: str) -> None:
@@ -73,7 +76,7 @@ def test_a_refusal_is_final(python: Given) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ((["not an answer"], False), NodeUnreachable, "could not be read"),
+        ((["not an answer"], False), NodeUnreachable, "cannot read Ray's answer"),
         (([], True), NodeUnreachable, "ended without an answer: it failed"),
         ((['{"kind": "no ray", "error": "No module named ray"}'], False), RayMissing, "its Python has no Ray"),
         ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "Ray at `auto` did not answer: x"),
@@ -100,7 +103,7 @@ def test_an_interpreter_that_does_not_exist_is_named() -> None:
 )
 def test_states_without_sense_are_an_error_and_not_an_end(python: Given, answer: Any) -> None:
     one = engine(python(READY, json.dumps({"answer": answer})))
-    with pytest.raises(NodeUnreachable, match="makes no sense"):
+    with pytest.raises(NodeUnreachable, match="cannot read Ray"):
         one.states({"abc": ("a",)})
     one.close()
 
@@ -114,6 +117,6 @@ def test_other_answers_without_sense_are_errors(python: Given) -> None:
     )
     for ask in asks:
         one = engine(python(READY, '{"answer": 5}'))
-        with pytest.raises(NodeUnreachable, match="makes no sense"):
+        with pytest.raises(NodeUnreachable, match="cannot read Ray"):
             ask(one)
         one.close()

@@ -15,7 +15,7 @@ from distflow.backends.allocated.ray.states import (
     DEATHS,
     GROUP_STATES,
     SCHEDULING,
-    Door,
+    Endpoint,
     hosts_of,
     parse_allocation,
 )
@@ -31,11 +31,11 @@ NODES = [
     }
     for number in (1, 2)
 ]  # fmt: skip
-DOOR = {"address": "10.0.0.1", "port": 4242, "token": "ab" * 32}
+ENDPOINT = {"address": "10.0.0.1", "port": 4242, "token": "ab" * 32}
 
 
 def actor(index: int, state: str = "ALIVE", cause: Any = None, ended: float = 0, **changes: Any) -> dict[str, Any]:
-    named = {"name": f"distflow:u/g/0/{index}@abc", "index": index, "node": f"id{index + 1}", "door": DOOR}
+    named = {"name": f"distflow:u/g/0/{index}@abc", "index": index, "node": f"id{index + 1}", "endpoint": ENDPOINT}
     return named | {"state": state, "cause": cause, "ended": ended} | changes
 
 
@@ -64,10 +64,10 @@ def test_rays_own_words_are_all_known() -> None:
 
 
 def test_a_placement_group_is_granted_when_all_actors_answer() -> None:
-    state, doors = parse_allocation(found(), NODES, ("master", "worker"), "abc")
+    state, endpoints = parse_allocation(found(), NODES, ("master", "worker"), "abc")
     assert state == Granted(hosts={"master": "n1", "worker": "n2"})
-    assert doors["n2"] == Door(address="10.0.0.1", port=4242, token="ab" * 32)
-    for actors in ([actor(0)], [actor(0), actor(1, door=None)], [actor(0), actor(1, "PENDING_CREATION")]):
+    assert endpoints["n2"] == Endpoint(address="10.0.0.1", port=4242, token="ab" * 32)
+    for actors in ([actor(0)], [actor(0), actor(1, endpoint=None)], [actor(0), actor(1, "PENDING_CREATION")]):
         assert isinstance(state_of(found(actors=actors)), Queued)
 
 
@@ -129,11 +129,18 @@ def test_an_unknown_placement_group_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    "door", [DOOR | {"port": 0}, DOOR | {"port": "x"}, DOOR | {"address": "-oProxyCommand=x"}, DOOR | {"token": "?"}, {}]
+    "endpoint",
+    [
+        ENDPOINT | {"port": 0},
+        ENDPOINT | {"port": "x"},
+        ENDPOINT | {"address": "-oProxyCommand=x"},
+        ENDPOINT | {"token": "?"},
+        {},
+    ],
 )
-def test_a_door_without_sense_is_an_error(door: dict[str, Any]) -> None:
+def test_an_endpoint_without_sense_is_an_error(endpoint: dict[str, Any]) -> None:
     with pytest.raises((ValueError, KeyError)):
-        state_of(found(actors=[actor(0), actor(1, door=door)]))
+        state_of(found(actors=[actor(0), actor(1, endpoint=endpoint)]))
 
 
 def test_tasks_on_one_node_have_names_of_their_own() -> None:

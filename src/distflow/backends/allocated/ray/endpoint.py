@@ -1,4 +1,4 @@
-"""Reach a node of a Ray cluster: through the login node, to the port where the actor of a task listens (its door)."""
+"""Connect to a node of a Ray cluster, through the login node, at the endpoint of the task's actor (its address and port)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 
-from distflow.backends.allocated.ray.states import Door
+from distflow.backends.allocated.ray.states import Endpoint
 from distflow.backends.machines.connection.bootstrap import python_argv
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Channel, Completed, Stream, Transport
 
-__all__ = ["DoorTransport"]
+__all__ = ["EndpointTransport"]
 
 _TEST_S = 10.0
 
 
-class DoorTransport:
+class EndpointTransport:
     """Opens channels to Python programs on a node, for a ``MultiplexedTransport``, which runs commands over one of them.
 
     ``hang_up`` and ``close`` close only the channels to this node. The engine closes the transport to the login node.
@@ -27,10 +27,10 @@ class DoorTransport:
     reached_address: str | None = None
     named_addresses: tuple[str, ...] = ()
 
-    def __init__(self, name: str, login: Transport, find: Callable[[], Door], python: str) -> None:
+    def __init__(self, name: str, login: Transport, find: Callable[[], Endpoint], python: str) -> None:
         """Run programs on node ``name``.
 
-        ``find`` returns the door of the node's actor. It is called for each channel, and may block or raise
+        ``find`` returns the endpoint of the node's actor. It is called for each channel, and may block or raise
         ``NodeUnreachable``. ``python`` is the interpreter on the login node.
         """
         self.name = name
@@ -49,9 +49,9 @@ class DoorTransport:
         try:
             if self._is_suspect:
                 self._test_login()
-            door = self._find()
+            endpoint = self._find()
             channel = self._login.open([*python_argv(self._python), "-I", "-S", "-c", _source()])
-            asked = {"address": door.address, "port": door.port, "token": door.token, "argv": list(argv[1:])}
+            asked = {"address": endpoint.address, "port": endpoint.port, "token": endpoint.token, "argv": list(argv[1:])}
             channel.write(json.dumps(asked).encode() + b"\n")
         except NodeUnreachable as error:
             raise type(error)(self.name, f"its login node {error.message}", hint=error.hint) from error
@@ -94,4 +94,4 @@ class DoorTransport:
 
 @functools.cache
 def _source() -> str:
-    return importlib.resources.files("distflow.runtime.services").joinpath("door_client.py").read_text()
+    return importlib.resources.files("distflow.runtime.services").joinpath("endpoint_client.py").read_text()
