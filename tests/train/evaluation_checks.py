@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distflow.samples.gpt import loss_of
-from distflow.train.parallel import parallelize
-from distflow.train.passes import evaluate
+from distflow.train.parallel import ParallelPlan, parallelize
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Loss
 from train.ranks import Found, batch, new_model, optimizer_of, whole
@@ -111,7 +110,7 @@ def _mode() -> Found:
 def _none() -> Found:
     inputs, targets = batch(0)
     try:
-        evaluate(new_model(), inputs[:0], targets[:0], loss_of)
+        ParallelPlan(new_model(), make_strategy("none", 1)).evaluate(inputs[:0], targets[:0], loss_of)
     except ValueError as error:
         return {"said": str(error)}
     return {"said": "nothing"}

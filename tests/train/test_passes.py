@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train import finish
 from distflow.train.parallel import ParallelPlan
-from distflow.train.passes import evaluate, forward_backward
 from distflow.train.strategies.description import choose, data_shard, forget, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -75,6 +74,7 @@ def loss_of(outputs: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) 
     return nn.functional.mse_loss(outputs["out"], targets["labels"])
 
 
+NONE = make_strategy("none", 1)
 IDS, MASK = torch.arange(12.0).reshape(6, 2) / 12, torch.tensor([[1.0, 0.0], [1.0, 1.0]] * 3)
 
 
@@ -90,23 +90,24 @@ def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
     for micro_batches in (1, 4):
         torch.manual_seed(0)
         model = DistributedDataParallel(TwoInputs())
-        loss = forward_backward(model, inputs, targets, loss_of, micro_batches=micro_batches)
+        plan = ParallelPlan(model, NONE)
+        loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=micro_batches)
         gradient = model.module.line.weight.grad
         assert gradient is not None
-        found.append((loss.item(), gradient.flatten().tolist(), evaluate(model, inputs, targets, loss_of).item()))
+        found.append((loss.item(), gradient.flatten().tolist(), plan.evaluate(inputs, targets, loss_of).item()))
     assert found[0][1] == pytest.approx(found[1][1])
     assert found[0][0] == pytest.approx(found[1][0])
     assert found[0][2] == found[1][2] == pytest.approx(found[0][0])
 
 
 def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> None:
-    model = TwoInputs()
+    plan = ParallelPlan(TwoInputs(), NONE)
 
     def own(outputs: dict[str, torch.Tensor], _: None) -> torch.Tensor:
         return outputs["out"].mean()
 
-    assert forward_backward(model, {"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
+    assert plan.forward_backward({"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
     with pytest.raises(ValueError, match="into 2 micro-batches: mask has 3 samples, but the first tensor has 6"):
-        forward_backward(model, {"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
+        plan.forward_backward({"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
     with pytest.raises(ValueError, match="the batch holds no tensor"):
-        evaluate(model, {"ids": 1}, None, own)
+        plan.evaluate({"ids": 1}, None, own)

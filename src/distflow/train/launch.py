@@ -43,21 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--offset", type=int, help="first global rank of this machine (default: DISTFLOW_RANK_OFFSET, else 0)")
     add("--size", type=int, help="number of ranks on this machine (default: DISTFLOW_RANK_SIZE, else 1)")
-    add(
-        "--world_size",
-        "--world-size",
-        type=int,
-        help="number of ranks on all machines (default: DISTFLOW_WORLD_SIZE, else all are here)",
-    )
+    world_help = "number of ranks on all machines (default: DISTFLOW_WORLD_SIZE, else all are here)"
+    add("--world_size", "--world-size", type=int, help=world_help)
     add("--master-addr", "--master_addr", help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine)")
     add("--master-port", "--master_port", type=int, help="port of rank 0's store (default: MASTER_PORT, else a free one)")
-    add(
-        "--max-restarts",
-        "--max_restarts",
-        type=int,
-        default=0,
-        help="restart all ranks up to this many times after a failure (one machine only)",
-    )
+    restarts_help = "restart all ranks up to this many times after a failure (one machine only)"
+    add("--max-restarts", "--max_restarts", type=int, default=0, help=restarts_help)
     add("--stop-grace", type=float, default=30.0, metavar="S", help="seconds that ranks have after SIGTERM (default: 30)")
     add("--failure-grace", type=float, default=3.0, metavar="S", help="the same, when another rank failed (default: 3)")
     add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, where the machine says which")

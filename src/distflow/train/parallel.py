@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from distflow.train.communication.gradients import accumulate, local_sgd
-from distflow.train.loading.batching import Batch, BatchSizes, batch_sizes
+from distflow.train.communication.gradients import accumulate, begin_step, local_sgd
+from distflow.train.loading.batching import Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
-from distflow.train.passes import evaluate, forward_backward
 from distflow.train.strategies.build import prepare
 from distflow.train.strategies.description import Strategy, choose, place, said_strategy
 from distflow.train.strategies.options import StrategyOptions
-from distflow.train.strategies.stages import Loss
+from distflow.train.strategies.stages import Loss, Pipeline
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -119,7 +119,19 @@ class ParallelPlan:
         pipeline it is that of all stages. Raises ``ValueError`` for fewer samples than micro-batches.
         """
         count = self.strategy.passes if micro_batches is None else micro_batches
-        return forward_backward(self.model, inputs, targets, loss, micro_batches=count, apart=self._apart)
+        if isinstance(self.model, Pipeline):
+            return self.model.step(inputs, targets)
+        samples = sample_count(inputs)
+        if not 1 <= count <= samples:
+            raise ValueError(f"a batch of {samples} samples cannot be cut into {count} micro-batches")
+        begin_step(self.model)
+        losses = []
+        for some, wanted in zip(cut(inputs, count, samples), cut(targets, count, samples), strict=True):
+            with accumulate(self.model, count, apart=self._apart):
+                share = loss(self._called(some), wanted) * (sample_count(some) / samples)
+                share.backward()
+            losses.append(share.detach())
+        return torch.stack(losses).sum()
 
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch over the shares of all ranks, without gradients and in evaluation mode.
@@ -128,7 +140,21 @@ class ParallelPlan:
         are those of ``forward_backward``. ``loss`` may be any mean over samples, such as accuracy. The result is a scalar that
         is equal on every rank. Raises ``ValueError`` for a share without samples.
         """
-        return evaluate(self.model, inputs, targets, loss)
+        model, samples = self.model, sample_count(inputs)
+        if not samples:
+            raise ValueError("evaluate() was given no samples; every rank needs at least one")
+        with torch.no_grad(), _evaluating(model):
+            mean = model.evaluate(inputs, targets, loss) if isinstance(model, Pipeline) else loss(self._called(inputs), targets)
+            if not dist.is_initialized():
+                return mean
+            # Each share is held by equally many ranks, so that those who share a tensor or a pipeline change nothing.
+            total = torch.stack([mean.double() * samples, mean.new_tensor(samples, dtype=torch.float64)])
+            dist.all_reduce(total)
+            return (total[0] / total[1]).to(mean.dtype)
+
+    def _called(self, inputs: Batch) -> Any:
+        arguments, named = as_arguments(inputs)
+        return self.model(*arguments, **named)
 
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
         """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.
@@ -194,3 +220,19 @@ class ParallelPlan:
     @property
     def _apart(self) -> int:
         return int(self.strategy.options.get("sync_gradients_every", 1))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each module back into its own; let shards that were gathered go."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in model.modules():
+            # FSDP2's keep what the backward pass would need; the parameters would not be shards until then.
+            if (reshard := getattr(module, "reshard", None)) is not None:
+                reshard()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from distflow.train.communication.gradients import means_of
 from distflow.train.communication.votes import from_all, from_first
 from distflow.train.strategies.stages import Pipeline
+from distflow.train.strategies.weights import whole_tensors
 
 __all__ = ["Worker"]
 
@@ -46,12 +46,7 @@ class Worker:
 
         Between two averages of ``local_sgd`` they are the mean of the ranks' weights.
         """
-        if isinstance(self.model, Pipeline):
-            stages = from_all({name: value.cpu() for name, value in self.model.part.state_dict().items()})
-            return {name: value for stage in stages for name, value in stage.items()}
-        means = means_of(self.model)
-        state = {**get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True)), **means}
-        return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: value.detach().to("cpu", copy=True) for name, value in whole_tensors(self.model, all_names=True)}
 
     def set_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the weights that rank 0 gives, as ``get_model_state`` returns them; those of other ranks are ignored.

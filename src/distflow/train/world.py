@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["World", "WorldError", "before_leaving", "control_group", "finish", "init", "is_debug", "world"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DEBUG = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
+_DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """What ``DISTFLOW_DEBUG=1`` sets unless it is set: checked collectives, and a record of the last of them."""
 
 

@@ -2,9 +2,9 @@
 
 Everything here ends with the mean over the ranks, never with the sum, and leaves all ranks with equal values: a rank that
 rounds differently from the others drifts away from them.
-"""
 
-from __future__ import annotations
+DDP wants the types of a hook's parameters not to be text, so this module does without ``__future__``.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,11 +15,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
-
-from distflow.train.communication.hooks import in_bfloat16, until_apart
 
 __all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "drifts", "local_sgd", "means_of"]
 
@@ -47,7 +46,7 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
     elif how == "bf16":
         # torch's own hook refuses every backend but NCCL and XCCL.
         own = dist.get_backend(group) not in ("nccl", "xccl")
-        model.register_comm_hook(group, in_bfloat16 if own else default_hooks.bf16_compress_hook)
+        model.register_comm_hook(group, _in_bfloat16 if own else default_hooks.bf16_compress_hook)
     elif how == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(start_iteration, 2))
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -55,16 +54,22 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
         raise ValueError(f"compression {how!r} does not exist: give fp16, bf16 or powersgd")
 
 
+def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over the ranks, sent as bfloat16; on every backend, unlike torch's own hook."""
+    gradients = bucket.buffer()
+    work = dist.all_reduce(gradients.to(torch.bfloat16).div_(state.size()), group=state, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+    return future
+
+
 # -- less often -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
-    """Run one micro-batch's forward and backward pass; only every ``steps``-th reduces gradients over the ranks.
+    """Do what ``ParallelPlan.accumulate`` does.
 
-    Gives true in the pass that reduces: then step the optimizer and zero the gradients. Divide the loss by ``steps`` yourself,
-    as without ranks. Warns once if ``apart``, the strategy's ``sync_gradients_every``, asks for ``local_sgd`` and the model was
-    never given to it. Collective in the pass that reduces.
+    Warns once if ``apart``, the strategy's ``sync_gradients_every``, asks for ``local_sgd``, which never got the model.
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
@@ -97,12 +102,7 @@ def begin_step(model: nn.Module) -> None:
 def local_sgd(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int, warmup_steps: int = 0
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
-
-    Between two averages no gradient is sent, after ``warmup_steps`` ordinary steps; ranks differ until the next average. By
-    default ``every`` is the strategy's ``sync_gradients_every``; with 1 the optimizer is returned as it is. The model must be
-    DDP's, without compression. Raises ``TypeError`` for another.
-    """
+    """Do what ``ParallelPlan.local_sgd`` does, for a model in DDP without compression."""
     if every < 1:
         raise ValueError(f"every={every}: give 1 or more")
     _averaged.add(model)
@@ -115,9 +115,22 @@ def local_sgd(
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
     # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
     averager = PeriodicModelAverager(period=every, warmup_steps=warmup_steps + every - 1, process_group=model.process_group)
-    model.register_comm_hook((averager, warmup_steps), until_apart)
+    model.register_comm_hook((averager, warmup_steps), _until_apart)
     _averagers[model.module] = averager
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+
+def _until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients over the ranks in the first steps, and leave them as they are from then on.
+
+    Unlike torch's own hook it asks the averager which step it is: so both continue together after a checkpoint was loaded.
+    """
+    averager, warmup_steps = state
+    if averager.step < warmup_steps:
+        return default_hooks.allreduce_hook(averager.process_group, bucket)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def drifts(model: object) -> bool:

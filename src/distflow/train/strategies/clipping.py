@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor
 
 from distflow.train.strategies.stages import Pipeline
 
@@ -21,10 +20,7 @@ __all__ = ["clip_gradients"]
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that their norm over the whole model is at most ``max_norm``; return the norm before.
-
-    All ranks must call it, after the gradients are reduced, and get the same norm. Raises ``ValueError`` for a norm below 0.
-    """
+    """Do what ``ParallelPlan.clip_gradients`` does."""
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}: give 0 or more")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -38,26 +34,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 def _squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of whole gradients, in float32; one reduction for each way in which they are cut."""
-    whole: list[torch.Tensor] = []
-    cut: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = defaultdict(list)
+    alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            if any(isinstance(placement, Partial) for placement in gradient.placements):
-                whole.append(gradient.full_tensor())
-            else:
-                cut[gradient.device_mesh, tuple(gradient.placements)].append(gradient.to_local())
-        else:
-            whole.append(gradient)
-    total = _sum(whole)
-    for (mesh, placements), parts in cut.items():
-        squares = _sum(parts)
-        for axis, placement in enumerate(placements):
-            if not placement.is_replicate():
-                dist.all_reduce(squares, group=mesh.get_group(axis))
-        total = total.to(squares.device) + squares
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        alike[key].append(gradient.detach().float())
+    total = torch.zeros(())
+    for some in alike.values():
+        norm = nn.utils.get_total_norm(some)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total = total.to(whole.device) + whole.square()
     return total
-
-
-def _sum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    squares = [tensor.detach().float().square().sum() for tensor in tensors]
-    return torch.stack(squares).sum() if squares else torch.zeros(())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 __all__ = [
     "AXES",
@@ -34,14 +34,7 @@ __all__ = [
 ]
 
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "ddp": ("dp",),
-        "fsdp": ("dp", "fsdp"),
-        "tp": ("tp",),
-        "hybrid": ("fsdp", "tp"),
-        "pipeline": ("pp", "dp"),
-        "none": ("dp",),
-    }
+    {"ddp": ("dp",), "fsdp": ("dp", "fsdp"), "tp": ("tp",), "hybrid": ("fsdp", "tp"), "pipeline": ("pp", "dp"), "none": ("dp",)}
 )
 """The mesh axes of each kind, in the order in which ranks fill them if no mesh is given."""
 KINDS = tuple(AXES)
@@ -88,11 +81,11 @@ def _plan(value: object) -> object:
     raise Wrong("a mapping from module names (`blocks.*.attention.q`) to `colwise` or `rowwise`")
 
 
-def _choice(*words: str, lower: bool = True) -> Callable[[object], object]:
+def _choice(*words: str) -> Callable[[object], object]:
     def check(value: object) -> object:
-        word = (value.lower() if lower else value.upper()) if isinstance(value, str) else value
-        if word in words:
-            return word
+        for word in words:
+            if isinstance(value, str) and value.lower() == word.lower():
+                return word
         raise Wrong(f"one of {', '.join(f'`{known}`' for known in words)}")
 
     return check
@@ -245,41 +238,26 @@ _INSTEAD = {
     "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
     "gradient_accumulation_steps": "in a pipeline these are the `micro_batches`",
 }
-_CHECKS: Mapping[str, Callable[[object], object]] = {
-    "bucket_cap_mb": _number,
-    "static_graph": _flag,
-    "find_unused_parameters": _flag,
-    "gradient_as_bucket_view": _flag,
-    "compression": _choice("none", "fp16", "bf16", "powersgd"),
-    "powersgd_rank": _count,
-    "sync_gradients_every": _count,
-    "sharding_strategy": _choice("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", lower=False),
-    "mixed_precision": _precision,
-    "reduce_dtype": _choice("fp32", "bf16", "fp16"),
-    "cpu_offload": _flag,
-    "activation_checkpointing": _flag,
-    "auto_wrap_policy": _choice("none", "transformer_layer", "size"),
-    "transformer_layer_cls": _names,
-    "min_num_params": _count,
-    "state_dict_type": _choice("FULL_STATE_DICT", "SHARDED_STATE_DICT", lower=False),
-    "plan": _plan,
-    "schedule": _choice("gpipe", "1f1b"),
-    "split_points": _names,
-    "micro_batches": _count,
-    "gradient_accumulation_steps": _count,
-    "micro_batch_size": _count,
-    "global_batch_size": _count,
-    "timeout_s": _number,
-}
 
+
+def _check_of(hint: Any) -> Callable[[object], object]:
+    """Return the check for values of an option of this type."""
+    types = get_args(hint)
+    if get_origin(types[0]) is Literal:
+        return _precision if bool in types else _choice(*get_args(types[0]))
+    return {bool: _flag, int: _count, float: _number, str: _names}.get(types[0], _plan)
+
+
+_TYPES = {name: hint for options in STRATEGIES.values() for name, hint in get_type_hints(options).items() if name != "kind"}
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         name: Option(
             kinds=tuple(kind for kind, options in STRATEGIES.items() if name in options.__dataclass_fields__),
-            check=check,
+            check=_check_of(hint),
             instead=_INSTEAD.get(name, ""),
         )
-        for name, check in _CHECKS.items()
+        for name, hint in _TYPES.items()
+        if name not in MESH_SIZES
     }
 )
 """Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and are not in it."""

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication.gradients import all_reduce_mean
 from distflow.train.loading.batching import Batch, as_arguments, sample_count, shape_of
 from distflow.train.strategies.initial import allocate
 
-__all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]
+__all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From outputs and targets of a micro-batch to its mean loss."""
@@ -109,6 +110,13 @@ class Pipeline(nn.Module):
     def forward(self, *_: Any) -> torch.Tensor:
         """Refuse: no rank has the whole model. Raises ``TypeError``."""
         raise TypeError("a pipeline is not called but stepped: loss = model.step(inputs, targets), then optimizer.step()")
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """Return the module whose names are those of the whole model."""
+    if isinstance(model, Pipeline):
+        return model.part
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def make_pipeline(

@@ -10,21 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication.gradients import means_of
 from distflow.train.communication.votes import from_all
-from distflow.train.strategies.stages import Pipeline
+from distflow.train.strategies.stages import Pipeline, inner_module
 
 __all__ = ["full_state_dict", "set_training_state", "training_state"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the whole model's parameters on rank 0's CPU, under their plain names (FSDP's FULL_STATE_DICT); else nothing.
-
-    All ranks must call it. Of a pipeline each rank returns its own stage: no rank ever holds the whole. Between two averages of
-    ``local_sgd`` it is the mean of the ranks' parameters.
-    """
+    """Do what ``ParallelPlan.full_state_dict`` does."""
     if isinstance(model, Pipeline):
         return {name: tensor.detach().cpu() for name, tensor in model.part.state_dict().items()}
     means = means_of(model)
@@ -50,7 +45,7 @@ def training_state(
     means = means_of(model) if saved is None else {}
     left_out = _left_to_others(model) if saved is None else frozenset()
     if optimizer is None:
-        return {"model": {**_without(left_out, get_model_state_dict(_held(model))), **means}}
+        return {"model": {**_without(left_out, get_model_state_dict(inner_module(model))), **means}}
     averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
     optimizer = _inner(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -59,7 +54,7 @@ def training_state(
     is_new = not optimizer.state
     if is_new and saved is not None:
         optimizer.zero_grad()  # torch makes no states to load into where there are gradients
-    model_state, optimizer_state = get_state_dict(_held(model), optimizer)
+    model_state, optimizer_state = get_state_dict(inner_module(model), optimizer)
     states: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
     if is_new:
         # torch took a step to make these, which counts: an optimizer that never stepped is saved and continues as such.
@@ -82,7 +77,7 @@ def training_state(
 
 def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
     """Take over a state as ``training_state`` has it, with the optimizer's groups as any strategy left them."""
-    held = _held(model)
+    held = inner_module(model)
     optimizer_state = dict(state.get("optimizer", {}))
     if optimizer_state and isinstance(model, Pipeline):
         own = {name for name, _ in held.named_parameters()}
@@ -107,20 +102,13 @@ def _left_to_others(model: nn.Module) -> frozenset[str]:
 
     So they do in the passes of DDP.
     """
-    if isinstance(model, Pipeline):
-        is_first, held = model.replicas is None or dist.get_rank(model.replicas) == 0, model.part
-    else:
-        is_first, held = dist.get_rank() == 0, model.module if isinstance(model, DistributedDataParallel) else model
+    replicas = model.replicas if isinstance(model, Pipeline) else None
+    is_first, held = (isinstance(model, Pipeline) and replicas is None) or dist.get_rank(replicas) == 0, inner_module(model)
     return frozenset() if is_first else frozenset(name for name, _ in held.named_buffers(remove_duplicate=False))
 
 
 def _without(names: Collection[str], state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in names}
-
-
-def _held(model: nn.Module) -> nn.Module:
-    """Return the module whose names are those of the whole model."""
-    return model.part if isinstance(model, Pipeline) else model
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

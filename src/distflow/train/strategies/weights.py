@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication.gradients import means_of
 from distflow.train.communication.votes import all_ranks, from_all
 from distflow.train.strategies.initial import tied_names
-from distflow.train.strategies.stages import Pipeline
+from distflow.train.strategies.stages import Pipeline, inner_module
 
 __all__ = ["load_weights", "save_weights", "weight_names", "whole_tensors"]
 
@@ -87,7 +86,7 @@ def save_weights(model: nn.Module, directory: str | Path, *, max_file_size: int)
     if is_writer:
         write()
         _publish(folder, written, total)
-        config = getattr(_inner(model), "config", None)
+        config = getattr(inner_module(model), "config", None)
         if config is not None and hasattr(config, "save_pretrained"):
             config.save_pretrained(folder)
     all_ranks(True)
@@ -108,12 +107,12 @@ def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) ->
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
 
-    Of a tied parameter it yields the first name. Between two averages of ``local_sgd`` parameters are the mean of the ranks.
+    Of a tied parameter it yields the first name, or all of them. Under ``local_sgd``, parameters are the mean of the ranks.
     """
-    repeated = {name for _, *others in tied_names(_inner(model)) for name in others}
+    repeated = () if all_names else {name for _, *others in tied_names(inner_module(model)) for name in others}
     state = {**_states(model), **means_of(model)}
     if isinstance(model, Pipeline):
         device = next(model.part.parameters()).device
@@ -130,16 +129,9 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the module whose names are those of the whole model."""
-    if isinstance(model, Pipeline):
-        return model.part
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what this rank holds of each parameter and buffer, not copied, by their names in the whole model."""
-    state = get_model_state_dict(_inner(model))
+    state = get_model_state_dict(inner_module(model))
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
