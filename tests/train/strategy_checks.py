@@ -129,6 +129,20 @@ def mesh_groups() -> Found:
     return {axis: sorted({tuple(one[axis]) for one in everyone}) for axis in ("fsdp", "tp")}
 
 
+def sequence_parts() -> Found:
+    """The lengths that norms see of a sequence of 12, and what is said of one that cannot be divided."""
+    model, lengths = prepared(new_model(), "tp", sequence_parallel=True).model, []
+    for norm in (model.get_submodule("block0.mlp_norm"), model.get_submodule("block1.attention_norm")):
+        norm.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].to_local().shape[1]))
+    whole_length = model(batch(0)[0]).shape[1]
+    try:
+        model(batch(0)[0][:, :7])
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    return {"parts": lengths[:2], "whole": whole_length, "said": said}
+
+
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +265,10 @@ def clipped(*strategies: Strategy) -> Found:
         index, count = plan.data_shard
         inputs, targets = (one.tensor_split(count)[index] for one in batch(0))
         plan.forward_backward(inputs, targets, loss_of)
-        found[f"{strategy.kind} {strategy.names}"] = [plan.clip_gradients(0.5).item(), plan.clip_gradients(9.0).item()]
+        found[f"{strategy.kind} {strategy.names} {dict(strategy.options)}"] = [
+            plan.clip_gradients(0.5).item(),
+            plan.clip_gradients(9.0).item(),
+        ]
     return found
 
 
@@ -285,6 +302,9 @@ def refusals() -> Found:
         "fused by name": lambda: prepared(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
         "fused by shape": lambda: prepared(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
         "heads": lambda: prepared(Gpt(heads=1, hidden=32), "tp"),
+        "sequence": lambda: prepared(
+            new_model(), "tp", plan={"*.up_proj": "colwise", "*.down_proj": "rowwise"}, sequence_parallel=True
+        ),
         "layers": lambda: prepared(Plain(), "ddp", activation_checkpointing=True),
         "class": lambda: prepared(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
         "call": lambda: prepared(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
@@ -324,17 +344,22 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "fsdp bf16": made("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
         "tp": made("tp"),
         "tp by plan": made("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
+        "tp of sequences": made("tp", sequence_parallel=True),
         "pipeline gpipe": made("pipeline", schedule="gpipe", micro_batches=4),
         "pipeline 1f1b": made("pipeline", micro_batches=4),
         "pipeline cut": made("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
+        "sequence parts": sequence_parts,
         "compression": compression,
         "powersgd": powersgd_sends_less,
         "buckets": buckets,
         "accumulation": accumulation,
         "local sgd": drifting_apart,
         "means": means,
-        "clipping": lambda: clipped(*(make_strategy(kind, 2) for kind in ("ddp", "fsdp", "tp", "pipeline"))),
+        "clipping": lambda: clipped(
+            *(make_strategy(kind, 2) for kind in ("ddp", "fsdp", "tp", "pipeline")),
+            make_strategy("tp", 2, {"sequence_parallel": True}),
+        ),
         "whole state": whole_state,
         "refusals": refusals,
         **evaluations(2),
@@ -347,6 +372,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "tp": made("tp"),
         "hybrid": made("hybrid", tp_size=2),
         "hybrid checkpointed": made("hybrid", tp_size=2, activation_checkpointing=True),
+        "hybrid of sequences": made("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
         "pipeline": made("pipeline", micro_batches=8),
         "pipeline of replicas": made("pipeline", stages=2, micro_batches=2),
         "clipping": lambda: clipped(

@@ -32,6 +32,7 @@ VALUES: dict[str, list[object]] = {
     "compression": ["bf16", "none", "zip"], "powersgd_rank": [2], "sync_gradients_every": [1, 2],
     "sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "no_shard", "HALF"],
     "mixed_precision": [True, False, "bf16", "bf17"], "reduce_dtype": ["fp32", "none"], "cpu_offload": [True, False, "yes"],
+    "sequence_parallel": [True, "no"],
     "activation_checkpointing": [True], "auto_wrap_policy": ["size", "none", "transformer_layer"],
     "transformer_layer_cls": ["Block", ["Block"], 3], "min_num_params": [1000], "state_dict_type": ["FULL_STATE_DICT"],
     "plan": [{"up": "colwise"}, {"up": "columns"}], "schedule": ["gpipe", "1f1b", "2f2b"], "split_points": [["one"]],

@@ -20,10 +20,14 @@ EXACT = 1e-14
 TRAINED = {
     2: (
         "ddp", "ddp static graph", "ddp checkpointed", "fsdp", "fsdp SHARD_GRAD_OP", "fsdp NO_SHARD", "fsdp by size",
-        "fsdp by class, checkpointed", "fsdp offloaded", "fsdp bf16", "tp", "tp by plan", "pipeline gpipe", "pipeline 1f1b",
+        "fsdp by class, checkpointed", "fsdp offloaded", "fsdp bf16", "tp", "tp by plan",
+        "tp of sequences", "pipeline gpipe", "pipeline 1f1b",
         "pipeline cut",
     ),
-    4: ("ddp", "fsdp", "fsdp HYBRID_SHARD", "tp", "hybrid", "hybrid checkpointed", "pipeline", "pipeline of replicas"),
+    4: (
+        "ddp", "fsdp", "fsdp HYBRID_SHARD", "tp", "hybrid", "hybrid checkpointed", "hybrid of sequences",
+        "pipeline", "pipeline of replicas",
+    ),
 }  # fmt: skip
 """The checks that train: ranks → names."""
 WHOLE_SHARE = 1.0
@@ -77,6 +81,12 @@ def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
     assert sum(worlds[4]["pipeline"]["shares"]) == pytest.approx(WHOLE_SHARE)
     assert max(worlds[4]["pipeline"]["shares"]) < 0.5
     assert sum(worlds[4]["pipeline of replicas"]["shares"]) == pytest.approx(2 * WHOLE_SHARE)
+
+
+def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
+    found = worlds[2]["sequence parts"]
+    assert (found["parts"], found["whole"]) == ([6, 6], 12)
+    assert "pad sequences of 7 to a multiple of the 2 ranks" in found["said"]
 
 
 def test_every_stage_knows_the_loss(worlds: Worlds) -> None:
@@ -228,6 +238,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
         ("fused by name", "c_attn seems to hold several matrices at once"),
         ("fused by shape", "mixed seems to hold several matrices at once"),
         ("heads", "block0.attention.q_proj has 1 heads (num_heads), which 2 ranks cannot share"),
+        ("sequence", "Block needs norms of its own, and all of its linear layers in the plan"),
         ("layers", "name their class in transformer_layer_cls"),
         ("class", "the model has no layer of class Blok; it has Attention, Block"),
         ("call", "loss = model.step(inputs, targets)"),

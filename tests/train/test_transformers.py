@@ -55,7 +55,8 @@ for name, build in MODELS.items():
     torch.distributed.barrier()
     size = sum(one.numel() for one in alone.parameters())
     strategies = [train.DDP(), train.FSDP(), train.FSDP(activation_checkpointing=True)]
-    for strategy in [*strategies, *([train.TensorParallel()] if name not in ("gpt2", "bert") else [])]:
+    parts = [train.TensorParallel(), train.TensorParallel(sequence_parallel=True)]
+    for strategy in [*strategies, *(parts if name not in ("gpt2", "bert") else [])]:
         for weights in None, folder:
             read[0] = 0
             torch.manual_seed(0)
@@ -88,13 +89,13 @@ def test_models_of_hugging_face_train_as_in_one_process(start: Start) -> None:
     run = start(SCRIPT, "--size", "2")
     assert run.wait() == 0, run.stderr
     compared = [one for one in run.records if "worst" in one]
-    assert len(compared) == 2 * 2 * (5 * 3 + 3)
+    assert len(compared) == 2 * 2 * (5 * 3 + 3 * 2)
     assert all(one["complete"] and one["worst"] < 1e-6 for one in compared), compared
     parts = {(one["kind"], one["rank"]): one["read"] for one in compared if one["read"]}
     assert parts.keys() == {(kind, rank) for kind in ("ddp", "fsdp", "tp") for rank in (0, 1)}
     assert all(part <= (1 if kind == "ddp" else 0.6) for (kind, _), part in parts.items()), parts
     saved = [one["saved"] for one in run.records if "saved" in one]
-    assert saved == [True] * (5 * 3 + 3)
+    assert saved == [True] * (5 * 3 + 3 * 2)
     drawn = [one["std"] for one in run.records if "std" in one]
     assert len(drawn) == 2 * 5
     assert all(0.018 < one < 0.022 for one in drawn), "the initializer_range of the configuration"

@@ -22,8 +22,11 @@ from distflow.train.strategies.options import MESH_SIZES, OPTIONS
 
 __all__ = ["AXES", "FOREIGN_KEYS", "Draft", "Given", "read_block"]
 
-AXES = {"dp": "dp", "data": "dp", "replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "tp": "tp", "pp": "pp"}
-"""Names of mesh axes in specs and other guides, and their names here."""
+AXES = {
+    "dp": "dp", "data": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "dp_shard": "fsdp",
+    "tp": "tp", "pp": "pp",
+}  # fmt: skip
+"""Names of mesh axes in specs, in torchtitan and accelerate, and in other guides, and their names here."""
 
 _CLUSTER_KINDS = {"ray": "ddp", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "pipeline": "pipeline"}
 _CLUSTER_KEYS = (
@@ -160,6 +163,11 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
         draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
         return
+    if "cp" in words and len(set(words)) == len(words):
+        if sizes.pop(words.index("cp")) != 1:
+            draft.add(path, "context parallelism (`cp`) is not supported", "write cp: 1, and sequence_parallel: true with tp")
+            return
+        words.remove("cp")
     for word in words:
         if word not in AXES:
             draft.add(path, f"`{word}` is not a known mesh axis", did_you_mean(word, AXES, what="axes"))

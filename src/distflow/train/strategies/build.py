@@ -103,7 +103,9 @@ def _cut(
     if strategy.size("tp") > 1:
         from distflow.train.strategies.tensors import split_tensors  # noqa: PLC0415
 
-        split_tensors(model, mesh["tp"], strategy.options.get("plan"))
+        layers = repeated_layers(model, strategy.options.get("transformer_layer_cls", ()))
+        divided = layers if strategy.options.get("sequence_parallel") else None
+        split_tensors(model, mesh["tp"], strategy.options.get("plan"), divided)
     if strategy.kind == "fsdp" or (strategy.kind == "hybrid" and strategy.size("fsdp") > 1):
         from distflow.train.strategies.shards import shard  # noqa: PLC0415
 

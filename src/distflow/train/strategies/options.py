@@ -179,6 +179,8 @@ class TensorParallel(_Repeated):
     plan: Mapping[str, str] | None = None
     """Name pattern of modules → ``colwise`` or ``rowwise``."""
     tp_size: int | None = None
+    sequence_parallel: bool | None = None
+    """Each rank keeps only its part of the sequence between attention and MLP, and computes the norms of this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,7 @@ class HybridParallel(_Sharded):
     plan: Mapping[str, str] | None = None
     """Name pattern of modules → ``colwise`` or ``rowwise``."""
     tp_size: int | None = None
+    sequence_parallel: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +237,7 @@ _INSTEAD = {
     "mixed_precision": "with ddp, `compression: bf16` halves what is sent; "
     "for bf16 arithmetic use torch.autocast in the program",
     "reduce_dtype": "with ddp, say `compression: bf16` or `fp16`",
+    "sequence_parallel": "only tensor parallelism divides sequences: `kind: tp` or `kind: hybrid`",
     "cpu_offload": "only sharded parameters can be kept on the CPU: `kind: fsdp`",
     "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
     "gradient_accumulation_steps": "in a pipeline these are the `micro_batches`",

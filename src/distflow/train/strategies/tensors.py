@@ -7,13 +7,22 @@ and output of attention; up, gate and down of an MLP. A module must take the num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from distflow.train.strategies.initial import tied_names
 
@@ -98,8 +107,13 @@ def _style(name: str) -> ParallelStyle:
     return ColwiseParallel() if name == "colwise" else RowwiseParallel()
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
-    """Cut the model's matrices over a mesh of one axis, in place. Raises ``ValueError`` when they cannot be cut so."""
+def split_tensors(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, divided: Sequence[nn.Module] | None = None
+) -> nn.Module:
+    """Cut the model's matrices over a mesh of one axis, in place. Raises ``ValueError`` when they cannot be cut so.
+
+    In the layers ``divided``, a rank also has only its part of the sequence (sequence parallelism).
+    """
     chosen = dict(plan or own_plan(model, mesh.size()) or derive_plan(model))
     if not chosen:
         raise ValueError(
@@ -116,8 +130,45 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
             if style in ("colwise", "rowwise"):
                 _check(name, modules, style, mesh.size())
             styles[name] = _style(style)
+    if divided is not None:
+        _divide_sequence(divided, mesh, {modules[name]: name for name in styles}, styles)
     parallelize_module(model, mesh, styles)
     return model
+
+
+def _divide_sequence(
+    layers: Sequence[nn.Module], mesh: DeviceMesh, cut: Mapping[nn.Module, str], styles: dict[str, ParallelStyle]
+) -> None:
+    """Let a rank have only its part of the sequence in these layers, but for the matrices and what is between them.
+
+    The matrices at the end of attention and MLP scatter their sums along the sequence. Norms take the parts, and return the
+    whole to the matrices after them. Raises ``ValueError`` for layers of which not every matrix is cut.
+    """
+    if not layers:
+        raise ValueError("sequence_parallel: no repeated layers found; name their class in transformer_layer_cls")
+    for layer in layers:
+        norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
+        linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        if not norms or not all(module in cut for module in linear):
+            raise ValueError(
+                f"sequence_parallel: {type(layer).__name__} needs norms of its own, and all of its linear layers in the plan"
+            )
+        for module in linear:
+            if isinstance(styles[cut[module]], RowwiseParallel):
+                styles[cut[module]] = RowwiseParallel(output_layouts=Shard(1))
+        for norm in norms:
+            parallelize_module(norm, mesh, SequenceParallel())
+            gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
+            parallelize_module(norm, mesh, gathered)
+
+    def check(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if (length := inputs[0].shape[1]) % mesh.size():
+            raise ValueError(f"sequence_parallel: pad sequences of {length} to a multiple of the {mesh.size()} ranks of tp")
+
+    layers[0].register_forward_pre_hook(check)
+    part = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+    parallelize_module(layers[0], mesh, part)
+    parallelize_module(layers[-1], mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
 
 
 def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
