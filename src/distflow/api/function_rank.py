@@ -4,8 +4,8 @@ Its directory contains ``function.pkl``, the function with its arguments, and ``
 result is a file of the task's output. It is a pickle of one of these mappings:
 
 * ``{"value": bytes}``, the pickled return value
-* ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception, which is empty if it has no pickle, its traceback,
-  and its type and message
+* ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception (empty if it cannot be pickled), its traceback, and
+  its type and message
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _leave_group() -> None:
-    """Close the process group of torch if the function left it open: its threads may abort a process that ends."""
+    """Close the process group of torch if the function left it open: its threads may abort a process that is exiting."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         gc.collect()  # a model that had the last reference to the group could hang: pytorch/pytorch#56297
@@ -71,13 +71,13 @@ def _leave_group() -> None:
 
 
 def _check_python(place: Path, wanted: str, executable: str) -> None:
-    """End the process if this is another Python than the one that wrote the function: their byte code differs."""
+    """End the process if this is another Python than the one that pickled the function: their byte code differs."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != wanted:
         _refuse(
             place,
-            f"the function was written by Python {wanted} ({executable}), and {sys.executable} is Python {version}. "
-            f"Use the same version: give distflow.run the path of a Python {wanted} of the nodes as `python=`",
+            f"the function was pickled by Python {wanted} ({executable}), but {sys.executable} is Python {version}. "
+            f"Use the same version: pass `python=` with the path of a Python {wanted} on the nodes to distflow.run",
         )
 
 
@@ -87,7 +87,7 @@ def _refuse(place: Path, message: str) -> NoReturn:
 
 
 def _pickled(cloudpickle: Any, error: Exception) -> bytes:
-    """Return the pickle of an exception, or an empty one if there is none that can be read."""
+    """Return the pickle of an exception, or an empty one if no pickle of it can be loaded."""
     for one in (error, _Rebuilt(error)):
         with contextlib.suppress(Exception):
             data: bytes = cloudpickle.dumps(one)
@@ -97,7 +97,7 @@ def _pickled(cloudpickle: Any, error: Exception) -> bytes:
 
 
 class _Rebuilt:
-    """Stands for an exception whose constructor does not take its ``args``, so that Python's own pickle cannot be read."""
+    """Pickles an exception whose constructor does not accept its ``args``. A plain pickle of it could not be loaded."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,7 +1,7 @@
 """Specs as Python values: built in a program, written as YAML, read from YAML.
 
 A field has the name and the meaning of the YAML key (``docs/spec.md``), with underscores instead of hyphens and capital
-letters: ``exit_actions`` is ``exitActions``. Fields without a value are left out of the YAML. Numbers may also be texts with
+letters: ``exit_actions`` is ``exitActions``. Fields without a value are left out of the YAML. Numbers may also be strings with
 a template, such as ``"{{gpus}}"``. ``distflow.submit`` checks a spec as the command line does; nothing is checked before.
 """
 

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _TRIES = 3
-"""The maximum number of consecutive connections that bring nothing. Each continues the transfer of the previous one."""
+"""The maximum number of consecutive connections that transfer nothing. Each connection continues where the last one ended."""
 _NODES_AT_ONCE = 32
 _FEW_NAMES = 10
 """The maximum number of files that an error names."""

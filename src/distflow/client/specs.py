@@ -248,7 +248,7 @@ def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
         Problem(
             where=mark,
             severity=severity,
-            message=f"pool {pool.name!r} has no platform {name!r}",
+            message=f"pool `{pool.name}` has no platform `{name}`",
             hint=did_you_mean(name, known, what="platforms") if known else "add it to `platforms` of the pool",
         )
         for name, mark in marks.items()

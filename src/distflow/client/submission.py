@@ -288,7 +288,7 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         example = f", such as `{min(paths)}`" if paths else ""
         other_way = f"add them to {venv.file}" if venv else f"give the path of a Python that has them as `python=`{example}"
         raise InputError(
-            f"the function needs {missing}, not installed for {lacking[0].executable} on {few([one.node for one in lacking])}",
+            f"the function needs {missing}; {lacking[0].executable} lacks that on {few([one.node for one in lacking])}",
             hint=f"install what is missing there, or {other_way}",
         )
 

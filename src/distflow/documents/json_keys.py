@@ -6,7 +6,7 @@ __all__ = ["name_keys"]
 
 
 def name_keys(**given: str | None) -> dict[str, str | None]:
-    """Return names for a JSON document under both of their keys, of which the longer one is the same in all documents.
+    """Return each name under two keys, such as ``task`` and ``task_name``. All JSON documents have the longer key.
 
     >>> name_keys(task="master", node=None)
     {'task': 'master', 'task_name': 'master', 'node': None, 'node_name': None}

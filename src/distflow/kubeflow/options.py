@@ -37,7 +37,7 @@ class TrainerCommand:
 
 @dataclass
 class TrainerArgs:
-    """Arguments after that command."""
+    """The arguments of the command of a ``CustomTrainerContainer``."""
 
     args: list[str]
 

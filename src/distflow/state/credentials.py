@@ -93,7 +93,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
     known = (*_REQUIRED[kind], *_OPTIONAL[kind])
     unknown = [key for key in payload if key not in known]
     if unknown:
-        raise InputError(f"a {kind.value} credential has no key {unknown[0]!r}", hint=f"keys: {', '.join(known)}")
+        raise InputError(f"a {kind.value} credential has no key `{unknown[0]}`", hint=f"keys: {', '.join(known)}")
     missing = [key for key in _REQUIRED[kind] if key not in payload]
     if missing:
         raise InputError(f"a {kind.value} credential needs {' and '.join(missing)}", hint=f"keys: {', '.join(known)}")
@@ -115,7 +115,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
 
 def _check_entry(key: str, value: str) -> None:
     if not key or not value:
-        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}")
+        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint="write KEY=VALUE")
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(
@@ -124,7 +124,10 @@ def _check_entry(key: str, value: str) -> None:
     if "\0" in value:
         raise InputError(f"the value of {key} holds a NUL byte", hint="store it as base64, and decode it in the task")
     if len(value.encode("utf-8", "surrogateescape")) > LONGEST_VALUE:
-        raise InputError(f"the value of {key} is longer than {LONGEST_VALUE // 1024} KiB")
+        raise InputError(
+            f"the value of {key} is longer than {LONGEST_VALUE // 1024} KiB",
+            hint="send larger data with `files` or `inputs` of the task",
+        )
 
 
 class Credentials:
@@ -173,7 +176,7 @@ class Credentials:
         made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
         with _errors(self._folder), self._locked():
             there = self.all()
-            before = next((one for one in there if one.profile is not None and _is_same(one, made)), None)
+            before = next((one for one in there if one.profile is not None and _has_same_profile(one, made)), None)
             if any(one.name == name and one != before for one in there):
                 raise InputError(
                     f"the credential {name} already exists", hint=f"remove it first: distflow credential delete {name}"
@@ -209,7 +212,7 @@ class Credentials:
         write_private(self._folder / f"{one.name}.json", text.encode())
 
 
-def _is_same(one: Credential, other: Credential) -> bool:
+def _has_same_profile(one: Credential, other: Credential) -> bool:
     return (one.type, one.profile) == (other.type, other.profile)
 
 

@@ -294,7 +294,10 @@ def _make_folders(client: Any, path: str) -> None:
     for one in reversed(missing):
         try:
             client.mkdir(one)
-        except OSError:
+        except OSError as error:
             # Another transfer may have made it.
             if not _is_folder(client, one):
-                raise StorageError(f"the directory {one} cannot be created") from None
+                raise StorageError(
+                    f"the directory {one} cannot be created on the SSH server: {error}",
+                    hint="choose a directory in which your account on that server may write",
+                ) from None

@@ -50,7 +50,8 @@ class WebStore:
             size = answer.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,18}", size) or answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise StorageError(
-                    f"{self._url}: the server does not report the size of the file, so a truncated download would go unnoticed"
+                    f"{self._url}: the server does not report the size of the file, so a truncated download would go unnoticed",
+                    hint="use a server that sends `Content-Length` without compression, or another store, such as `s3://`",
                 )
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
             return Entry(key=key, size=int(size), tag=tag, modified=_seconds(answer.headers.get("Last-Modified")))

@@ -30,7 +30,7 @@ from distflow.supervisor.snapshot import HeldResources, NodeView, PoolUsage, Sna
 __all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 
 
-_AROUND_S = 3600.0
+_SETUP_AND_COLLECT_S = 3600.0
 """Seconds that a gang may need its nodes in addition to its ``exec_timeout``, to prepare and to collect its outputs."""
 _LEASE_OUTLIVES_S = 15.0
 """Seconds that nodes hold a lease longer than the start barrier, because the supervisor decides about a late gang. If a node
@@ -226,8 +226,8 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         venvs=_venvs(plan, nodes, pool),
         platforms={one.task: one.resource.platform for one in plan.launches if one.resource.platform is not None},
         excluded=_excluded(plan, group),
-        time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + _AROUND_S,
-        margin_s=_AROUND_S,
+        time_limit_s=None if plan.timeouts.exec_s is None else plan.timeouts.exec_s + _SETUP_AND_COLLECT_S,
+        margin_s=_SETUP_AND_COLLECT_S,
         images={launch.task: launch.image for launch in plan.launches if launch.image is not None},
         mounts={launch.task: launch.mounts for launch in plan.launches if launch.mounts},
         priority=record.priority.value,

@@ -195,10 +195,10 @@ class MultiplexedChannel:
             raise _copy_of(error)
         if refusal is not None:
             raise NodeUnreachable(self._connection.node, f"nothing answers on its port {port} ({refusal})")
-        raise NodeUnreachable(self._connection.node, f"did not connect to its port {port} within {deadline.seconds:g} s")
+        raise NodeUnreachable(self._connection.node, f"no connection to its port {port} within {deadline.seconds:g} s")
 
     def take(self, kind: int, content: bytes) -> None:
-        """Handle a message, with the lock held. Raises ``ValueError`` if it makes no sense."""
+        """Handle a message, with the lock held. Raises ``ValueError`` if it is invalid."""
         if kind == hub.OUTPUT:
             self._allowed -= len(content)
             if self._output_ended or self._allowed < 0:
@@ -353,7 +353,9 @@ class _HubConnection:
             raise ValueError("embedded null byte")
         content = b"\0".join(words)
         if len(content) > hub.LARGEST_FRAME:
-            raise TransportError(self.node, f"the arguments of `{argv[0]}` are longer than {hub.LARGEST_FRAME} bytes")
+            raise TransportError(
+                self.node, f"the arguments of `{argv[0]}` are longer than {hub.LARGEST_FRAME} bytes", hint="pass them in a file"
+            )
         return self._begin(hub.OPEN, content, is_command=True, collects=collects)
 
     def dial(self, port: int, deadline: Deadline) -> MultiplexedChannel:

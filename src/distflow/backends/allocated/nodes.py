@@ -17,7 +17,7 @@ __all__ = ["AllocatedNode", "Engines", "NodeChannel", "SharedEngine"]
 
 _T = TypeVar("_T")
 
-_KNOWN_FOR_S = 2.0
+_CACHED_S = 2.0
 """How long an answer of the engine is used."""
 
 
@@ -58,19 +58,19 @@ class SharedEngine:
         self.engine = engine
         self.users = 0
         self._asking = threading.Lock()
-        """Held during a question, so that several transports ask it together."""
+        """Held during a question, so that several transports share its answer."""
         self._existing: Collection[str] = ()
         self._asked_at = -math.inf
 
     def exists(self, allocation: str) -> bool:
         """Return whether an allocation has not ended. Raises ``NodeUnreachable`` if the engine cannot be asked."""
         with self._asking:
-            if time.monotonic() - self._asked_at >= _KNOWN_FOR_S:
+            if time.monotonic() - self._asked_at >= _CACHED_S:
                 self._existing, self._asked_at = self.engine.allocations().keys(), time.monotonic()
             return allocation in self._existing
 
-    def doubt(self) -> None:
-        """Ask again, because something failed."""
+    def invalidate(self) -> None:
+        """Discard the last answer of the engine, because an operation failed."""
         with self._asking:
             self._asked_at = -math.inf
 
@@ -109,7 +109,7 @@ class AllocatedNode:
 
     def hang_up(self) -> None:
         """Close the channels to this node. The next operation asks again whether the allocation exists."""
-        self._shared.doubt()
+        self._shared.invalidate()
         self._inside.hang_up()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class AllocatedNode:
 
     def _has_ended(self) -> bool:
         """Return whether the allocation has ended after an operation went there."""
-        self._shared.doubt()
+        self._shared.invalidate()
         try:
             return not self._shared.exists(self._allocation)
         except NodeUnreachable:
@@ -134,11 +134,11 @@ class AllocatedNode:
             raise NodeUnreachable(self.name, "the transport is closed")
         there = self._inside if self._shared.exists(self._allocation) else self._shared.engine.login_transport()
         if there is None:
-            raise NodeUnreachable(self.name, "its allocation has ended, and its files ended with it")
+            raise NodeUnreachable(self.name, "its allocation has ended, and its files were removed with it")
         try:
             return action(there)
         except NodeUnreachable:
-            self._shared.doubt()
+            self._shared.invalidate()
             raise
 
 
@@ -168,7 +168,7 @@ class NodeChannel:
     def read(self) -> bytes:
         """Wait for output and return up to 64 KiB of it."""
         data = self._channel.read()
-        if not data and self._starts_elsewhere():
+        if not data and self._restart_on_login_node():
             data = self._channel.read()
         self._is_used = True
         return data
@@ -188,7 +188,7 @@ class NodeChannel:
             self._is_closed = True
             self._channel.close()
 
-    def _starts_elsewhere(self) -> bool:
+    def _restart_on_login_node(self) -> bool:
         """Start the command on the login node if its allocation ended before it started. Returns whether that was done."""
         if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
             return False

@@ -149,7 +149,7 @@ def _ago(seconds: float) -> str:
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
-    """Return where the output files of a workflow are, with the command for them. Empty if no task has run, or has written any.
+    """Return where the output files of a workflow are, with the command for them. Empty if no task has run or written files.
 
     ``until``: how long they are kept, in seconds since the epoch.
     """

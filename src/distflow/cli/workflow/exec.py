@@ -104,7 +104,7 @@ def _parse(entry: str) -> list[str]:
     except ValueError as error:
         raise InputError(f"--entry `{entry}`: {error}") from None
     if not argv:
-        raise InputError("--entry is empty")
+        raise InputError("--entry is empty", hint="give a command, such as `--entry bash`")
     return argv
 
 

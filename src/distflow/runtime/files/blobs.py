@@ -56,7 +56,7 @@ def earlier_blobs(root: str) -> List[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether an earlier version received this file: it is named by a SHA-256, belongs to this user, and has our mark."""
+    """Whether an earlier version received this file: it is named by a SHA-256, belongs to this user, and has the mark."""
     try:
         info = os.lstat(path)
     except OSError:

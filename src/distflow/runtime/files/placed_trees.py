@@ -27,9 +27,9 @@ FOLDER = "placed"
 _USERS = ".users"
 """The suffix of the file next to a blob that lists the attempts with a record of it."""
 _TAKEN = ".taken"
-_FEW = 100
-_SMALL = 16 << 20
-"""Archives with few entries and few bytes are unpacked in no time."""
+_FEW_ENTRIES = 100
+_SMALL_BYTES = 16 << 20
+"""Archives with few entries and few bytes are not recorded, because unpacking them again is fast."""
 _MOST_USERS = 64
 _TICK_S = 0.05
 """File times are only as fine as a clock tick. A write later than this changes them."""
@@ -56,7 +56,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
             old = path_inside(directory, relative)
             if not _is_settled(directory) or is_in_output(directory, old) or _is_linked(directory, old, states):
                 continue
-            if _is_visited(os.path.relpath(directory, root), directory, old):
+            if _is_in_use(os.path.relpath(directory, root), directory, old):
                 continue
             os.rename(path, path + _TAKEN)
         except (OSError, OpError, ValueError):
@@ -79,7 +79,7 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
     """
     unknown = [name for name, state in states.items() if state is None]
     try:
-        is_small = len(states) < _FEW and os.stat(path_of(root, digest)).st_size < _SMALL
+        is_small = len(states) < _FEW_ENTRIES and os.stat(path_of(root, digest)).st_size < _SMALL_BYTES
         if is_small or any("\0" in name for name in unknown):
             return
         if unknown:
@@ -145,7 +145,7 @@ def _is_settled(directory: str) -> bool:
     return state.get("boot_id") == processes.boot_id() and state.get("host") == os.uname().nodename
 
 
-def _is_visited(attempt: str, directory: str, top: str) -> bool:
+def _is_in_use(attempt: str, directory: str, top: str) -> bool:
     """Whether a process has its working directory in ``directory`` or a file in ``top`` open, or was started by the attempt."""
     mark, home, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -160,7 +160,7 @@ def remove(known: Optional[Json]) -> Optional[str]:
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
-    """Return the container programs on the node, each with the additional variables that it needs, which are none."""
+    """Return the container programs on the node, each with the additional environment variables that it needs (none)."""
     found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
@@ -200,12 +200,12 @@ def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Op
     if exit_code == 125 and not os.path.exists(os.path.join(directory, _CREATED)):
         return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
     if exit_code == 137 and known.get("memory"):
-        why = _ran_out(known)
+        why = _memory_message(known)
         return (EndReason.EVICTED, why) if why else (None, None)
     return None, None
 
 
-def _ran_out(known: Json) -> Optional[str]:
+def _memory_message(known: Json) -> Optional[str]:
     try:
         words = [known["program"], "inspect", "--format", "{{.State.OOMKilled}}", known["name"]]
         done = _run(words, dict(os.environ, **known["env"]), _INSPECT_S)
@@ -307,7 +307,9 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
     if os.path.exists(path):
         return {"program": program, "was_there": True}
     if _is_image_file(image):
-        raise OpError("image_pull", "the image file `{}` does not exist on this node".format(image))
+        raise OpError(
+            "image_pull", "the image file `{}` does not exist on this node; copy it there, or correct `image`".format(image)
+        )
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     part = "{}.{}.part".format(path, os.getpid())
     source = image if "://" in image else "docker://" + image
@@ -317,9 +319,7 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=_PULL_S, check=False, encoding="utf-8", errors="replace",
         )  # fmt: skip
         if pulled.returncode != 0:
-            lines = [line.strip() for line in pulled.stderr.splitlines() if line.strip()]
-            why = " / ".join(lines[-2:])[:1000] or "no error was printed"
-            raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, why))
+            raise OpError("image_pull", "cannot pull the image `{}`: {}".format(image, _last_lines(pulled.stderr)))
         os.replace(part, path)
     except subprocess.TimeoutExpired:
         raise OpError("timeout", "pulling the image `{}` took longer than {:g} s".format(image, _PULL_S)) from None

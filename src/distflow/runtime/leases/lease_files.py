@@ -38,9 +38,9 @@ __all__ = [
 
 
 _MOST_BYTES = 4096
-_LOOKS = 100
-_LOOK_S = 0.001
-"""Checking a lock takes microseconds."""
+_LOCK_TRIES = 100
+_LOCK_RETRY_S = 0.001
+"""The time between two tries. Other processes hold a lock only for microseconds when they check it."""
 
 
 def open_directory(path: str) -> int:
@@ -142,12 +142,12 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
 
 
 def write_holder(fd: int, holder: Json) -> None:
-    """Write the holder into a lock file. A file with a second name (a hard link) may be anyone's, so it is not changed."""
+    """Write the holder into a lock file. A file with a second hard link may belong to any user, so it is not changed."""
     try:
         if os.fstat(fd).st_nlink > 1:
             return
         text = json.dumps(holder).encode()
-        # Overwritten first and truncated then, so that readers never find an empty file.
+        # Overwrite first and truncate afterwards, so that readers never find an empty file.
         os.pwrite(fd, text.ljust(len(os.pread(fd, _MOST_BYTES, 0))), 0)
         os.ftruncate(fd, len(text))
     except OSError:
@@ -167,15 +167,15 @@ def read_holder(fd: int) -> Optional[Json]:
 
 
 def _flock(fd: int) -> None:
-    """Lock a file. Raises ``BlockingIOError`` if it is held. Shared locks of readers (``read_held``) are waited for."""
-    for _ in range(_LOOKS):
+    """Lock a file. Wait for the shared locks of readers (``read_held``). Raises ``BlockingIOError`` if it has a holder."""
+    for _ in range(_LOCK_TRIES):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # succeeds unless the file has a holder, because readers share the lock
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(fd, fcntl.LOCK_UN)
-            time.sleep(_LOOK_S)  # noqa: TID251  flock knows no time limit
+            time.sleep(_LOCK_RETRY_S)  # noqa: TID251  flock knows no time limit
     raise BlockingIOError(errno.EWOULDBLOCK, "other processes keep checking it")
 
 

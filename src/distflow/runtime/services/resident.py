@@ -165,11 +165,11 @@ class Resident:
             for name, value in os.environ.items()
             if name in _KEPT or not name.startswith(_OF_STEPS)
         }
-        self._env.pop(b"SSH_CONNECTION", None)  # that of the login from which the job was submitted
+        self._env.pop(b"SSH_CONNECTION", None)  # it describes the login from which the job was submitted
         if b"DISTFLOW_NODE_ADDRESS" not in self._env:
             self._env[b"DISTFLOW_NODE_ADDRESS"] = _address_to(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")).encode()
         self._wake, wake = socket.socketpair()
-        self._woken = wake  # kept open
+        self._wake_writer = wake  # the reference keeps it open
         for end in (self._wake, wake):
             end.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

@@ -304,7 +304,7 @@ class SshConnection:
     ) -> NodeUnreachable:
         if proxy is not None:
             place += f" through `{proxy.command}`"
-        hint = f"output of the ProxyCommand:\n{proxy.said}" if proxy is not None and proxy.said else ""
+        hint = f"output of the ProxyCommand:\n{proxy.stderr_tail}" if proxy is not None and proxy.stderr_tail else ""
         if not in_time:
             where = "did not finish the key exchange" if transport.remote_version else "sent no SSH banner"
             return NodeUnreachable(self.node, f"{place} {where} within {deadline.seconds:g} s", hint=hint)

@@ -157,8 +157,8 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {error}") from error
     if done.returncode not in (0, 1):
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {said}")
+        reason = done.stderr.decode("utf-8", "replace").strip()
+        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {reason}")
     return done.returncode == 1
 
 

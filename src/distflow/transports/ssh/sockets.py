@@ -26,7 +26,7 @@ _LOOK_UPS = 16
 
 
 def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
-    """Connect to the first address of the host that accepts. Raises ``OSError``."""
+    """Connect to the first address of the host that accepts a connection. Raises ``OSError``."""
     error: OSError | None = None
     addresses = _resolve(host, deadline)
     for number, (family, kind, protocol, address) in enumerate(addresses):
@@ -162,15 +162,15 @@ class ProxyProcess:
             raise
         finally:
             theirs.close()
-        self._said = b""
-        self._drain = threading.Thread(target=self._listen, name="ProxyCommand", daemon=True)
+        self._stderr = b""
+        self._drain = threading.Thread(target=self._drain_stderr, name="ProxyCommand", daemon=True)
         self._drain.start()
 
     @property
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of its standard error, for messages."""
         self._drain.join(0.2)
-        return self._said.decode("utf-8", "replace").strip()
+        return self._stderr.decode("utf-8", "replace").strip()
 
     def close(self) -> None:
         """Stop the command and its child processes. May be called twice, and never raises."""
@@ -188,9 +188,9 @@ class ProxyProcess:
                 continue
         self._drain.join(0.5)
 
-    def _listen(self) -> None:
+    def _drain_stderr(self) -> None:
         if self._process.stderr is None:
             return
         with self._process.stderr as pipe:
             while data := os.read(pipe.fileno(), 4096):
-                self._said = (self._said + data)[-_TAIL:]
+                self._stderr = (self._stderr + data)[-_TAIL:]

@@ -83,7 +83,7 @@ _CLOSE_S = 1.0
 _LATE_S = 2.0
 """Time limit for each step of stopping a late command: finding its process, killing it, waiting for its end."""
 _STOPPED_S = 3 * _LATE_S
-# All other characters mean themselves between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
+# All other characters are literal between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
 
 
@@ -128,8 +128,8 @@ class SshChannel:
     def stderr_tail(self) -> str:
         """The end of the command's standard error, and why the connection broke if it did."""
         with self._state:
-            said = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
-        return tail_with_reason(said, "" if self._is_closed else self._connection.end_reason())
+            tail = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
+        return tail_with_reason(tail, "" if self._is_closed else self._connection.end_reason())
 
     @property
     def exit_code(self) -> int | None:
@@ -189,7 +189,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
     program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
     stderr = bytearray()
     pid = re.compile(rf"{mark} (\d+)\n".encode())
-    # A late command must start before it can be stopped.
+    # A command can be stopped only after it has started, so it gets some extra time to start.
     channel = connection.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
@@ -245,8 +245,8 @@ def remote_command(argv: Sequence[str], mark: str = "") -> str:
 
     With a ``mark``, the mark and the command's process id are first written to standard error.
 
-    sshd passes the line to the login shell. Quotes, backslashes, newlines and ``!`` mean other things in fish and csh, so they
-    are sent as octal numbers inside one pair of single quotes. A POSIX shell replaces the login shell and decodes them.
+    sshd passes the line to the login shell. In fish and csh, quotes, backslashes, newlines and ``!`` have other meanings. So
+    they are sent as octal numbers inside one pair of single quotes. A POSIX shell replaces the login shell and decodes them.
     """
     first = f'printf "{mark} %d\\n" $$ >&2; ' if mark else ""
     words = f"{first}exec {quote(argv)}".encode("utf-8", "surrogateescape")
@@ -279,11 +279,11 @@ def _close_channel(
     if channel.closed:
         return
 
-    def say() -> None:
+    def close_quietly() -> None:
         with contextlib.suppress(*FOREIGN):
             close()
 
-    thread = threading.Thread(target=say, name=f"closing a channel of {connection.node}", daemon=True)
+    thread = threading.Thread(target=close_quietly, name=f"closing a channel of {connection.node}", daemon=True)
     thread.start()
     thread.join(patience_s)
     if thread.is_alive():

@@ -84,7 +84,7 @@ class KubernetesApi:
         except (HTTPError, OSError, ValueError) as error:
             raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
         if not isinstance(data, dict):
-            raise NodeUnreachable(self.name, "the API server sent another answer than an object")
+            raise NodeUnreachable(self.name, "the answer of the API server is not a JSON object")
         return data
 
     def objects(self, kind: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:

@@ -373,7 +373,10 @@ class SlurmEngine:
             raise self._commands.failed("scontrol", done)
         *parts, nodes = done.stdout.decode("utf-8", "replace").split(separator)
         if len(parts) != 4 * len(ended):
-            raise NodeUnreachable(self._commands.node, "`scontrol`: the answer does not have the requested format")
+            raise NodeUnreachable(
+                self._commands.node, "`scontrol`: the answer does not have the requested format",
+                hint="a newer distflow may support this version of Slurm; `scontrol --version` shows the version",
+            )  # fmt: skip
         down = {
             name for name, _, state in (line.partition(" ") for line in nodes.split("\n")) if state.startswith(("down", "fail"))
         }

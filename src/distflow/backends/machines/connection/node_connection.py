@@ -185,7 +185,11 @@ class Connection:
             missing = self.request("stage", blobs=asked)["missing"]
             lacking = [blob for blob in blobs if blob.digest in missing]
             if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
-                raise NodeError(self.node.name, f"blob {gone[0]} is no longer there, and the submitter never had it")
+                raise NodeError(
+                    self.node.name,
+                    f"its file {gone[0]} was removed, and this machine has no copy",
+                    hint="submit the workflow again",
+                )
             if lacking:
                 total = sum(blob.size for blob in lacking)
                 send_blobs(
