@@ -123,7 +123,7 @@ def run_command(
             help="The directory to send. Default: this one, or for a script elsewhere, its git repository.",
         ),
     ] = None,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Where the output files arrive.")] = RESULTS,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The local directory for the output files.")] = RESULTS,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when the workflow is submitted. Nothing is fetched.")
     ] = False,

@@ -34,17 +34,17 @@ _BUSY_PERCENT = 70.0
 _FULL_CPU = 0.85
 _ONE_CORE = (0.85, 1.3)
 """CPU time for each GPU in cores if only the main process of each rank works."""
-_THROTTLED = 0.1
-_SLOWER = 0.85
-_LONGER = 1.15
+_THROTTLED_SHARE = 0.1
+_SLOW_GPU_RATIO = 0.85
+_LONG_STEP_RATIO = 1.15
 _GROWTH = 0.05
 """The least growth of memory, as a part of the memory at the beginning."""
 _SOON_S = 7 * 86400.0
-_MOST = 4
+_MOST_SHOWN = 4
 
 IDLE = Rule(
     key="gpu-idle",
-    shows="GPUs with less than 5% utilization for two minutes and longer",
+    shows="GPUs with less than 5% utilization for two minutes or longer",
     cause="GPUs are reserved but not used",
     remedy="If only some GPUs are idle, start one rank for each GPU, or request fewer `gpus`. If all are idle, "
     "`distflow workflow stacks <id>` shows what the ranks do: they may load data, wait, or compute on the CPU (no `.cuda()`).",
@@ -54,7 +54,7 @@ INPUT = Rule(
     shows="GPU utilization below 70%, and CPUs in full use or one busy core for each GPU",
     cause="the GPUs wait for the CPUs",
     remedy="Speed up the loading of data: more workers of the data loader (`num_workers`), `pin_memory`, data that is decoded "
-    "or tokenized beforehand, a faster place for it. `distflow workflow stacks <id>` shows where the ranks spend their time.",
+    "or tokenized beforehand, or faster storage. `distflow workflow stacks <id>` shows where the ranks spend their time.",
 )
 THERMAL = Rule(
     key="gpu-throttled",
@@ -148,7 +148,7 @@ def find_inefficiencies(uses: Sequence[ResourceUse], paces: Sequence[RankPace] =
         Diagnosis(
             key=rule.key,
             cause=rule.cause,
-            found=few([words for _, words in found[rule.key]], "; ", most=_MOST),
+            found=few([words for _, words in found[rule.key]], "; ", most=_MOST_SHOWN),
             remedy=rule.remedy,
             task=found[rule.key][0][0],
         )
@@ -199,7 +199,7 @@ def _errors(use: ResourceUse) -> Iterator[str]:
 
 
 def _thermal(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
-    hot = [gpu for gpu in gpus if (gpu.mean("throttle_thermal") or 0.0) >= _THROTTLED]
+    hot = [gpu for gpu in gpus if (gpu.mean("throttle_thermal") or 0.0) >= _THROTTLED_SHARE]
     if not hot:
         return ""
     share = max(gpu.mean("throttle_thermal") or 0.0 for gpu in hot)
@@ -247,7 +247,7 @@ def _unequal(gpus: Sequence[_Gpu]) -> Iterator[tuple[str, str]]:
             continue
         middle = median(mean for _, mean in known)
         for gpu, mean in known:
-            if mean < _SLOWER * middle and middle > 0:
+            if mean < _SLOW_GPU_RATIO * middle and middle > 0:
                 words = f"{name} of GPU {gpu.number} of {gpu.use.place} is {mean:.0f}{unit}, the median is {middle:.0f}{unit}"
                 yield gpu.use.samples.task, words
 
@@ -255,7 +255,7 @@ def _unequal(gpus: Sequence[_Gpu]) -> Iterator[tuple[str, str]]:
 def _slow_ranks(paces: Sequence[RankPace]) -> Iterator[tuple[str, str]]:
     middle = median(one.step_s for one in paces) if len(paces) > 1 else 0.0
     for one in paces:
-        if one.step_s > _LONGER * middle > 0:
+        if one.step_s > _LONG_STEP_RATIO * middle > 0:
             place = f"{one.task} on {one.node}" if one.node else one.task
             yield one.task, f"a step of rank {one.rank} ({place}) takes {one.step_s:.3g} s, the median is {middle:.3g} s"
 

@@ -85,9 +85,11 @@ class _Reader:
                 (self.constraints if is_constraint else self.lines).append(line)
 
     def requirements(self, shown: str) -> Requirements:
-        """Return what was read. Raises ``ProblemsFound`` with all findings."""
+        """Return the requirements that were read. Raises ``ProblemsFound`` with all findings."""
         if not self.problems and sum(len(line) for line in (*self.lines, *self.constraints)) > _LIMIT:
-            self.problems.append(Problem(where=Mark(shown), message="the requirements are larger than 1 MiB"))
+            self.problems.append(
+                Problem(where=Mark(shown), message="the requirements are larger than 1 MiB", hint="remove lines")
+            )
         raise_errors(self.problems)
         if not self.lines:
             hint = "write one requirement in each line, such as `torch==2.4.0`"
@@ -102,7 +104,9 @@ class _Reader:
         elif os.path.realpath(inner) in above:
             self.problems.append(Problem(where=where, message=f"`{named}` includes itself", hint="remove this line"))
         elif self._files >= _MOST_FILES:
-            self.problems.append(Problem(where=where, message=f"more than {_MOST_FILES} files are included"))
+            self.problems.append(
+                Problem(where=where, message=f"more than {_MOST_FILES} files are included", hint="merge some of them")
+            )
         else:
             self.read(inner, os.path.join(os.path.dirname(shown), named), is_constraint=is_constraint, above=above)
 

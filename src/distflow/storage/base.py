@@ -1,4 +1,4 @@
-"""What a store is, and which of its objects a URL selects. Pure; the keys of a store are not trusted."""
+"""The interface of stores, and the selection of objects by a URL. Pure; the keys of a store are not trusted."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Entry:
     """One object as its store describes it."""
 
     key: str
-    """Its key in the container. Not trusted: it may be meant to escape from the target directory."""
+    """Its key in the container. Not trusted: it may try to escape from the target directory."""
     size: int
     """Bytes."""
     tag: str = ""
-    """Differs when the content differs (an ETag, a generation, a time); empty: the store has none."""
+    """Differs when the content differs (an ETag, a generation, a time). Empty if the store has none."""
     md5: str = ""
-    """MD5 of the content, hexadecimal; ``<md5>-<parts>``: MD5 of the MD5s of the parts, as in S3; empty: not known."""
+    """MD5 of the content, hexadecimal, or as in S3 the MD5 of the MD5s of its parts (``<md5>-<parts>``). Empty if unknown."""
     modified: float | None = None
     """Seconds since the epoch."""
 
@@ -56,7 +56,7 @@ class Entry:
 class Store(Protocol):
     """One container, accessed with one set of credentials. It knows nothing of local files, regexes or retries.
 
-    Contract, held by tests/integration/storage/test_stores.py for every implementation:
+    Contract, which tests/integration/storage/test_stores.py checks for every implementation:
 
     1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. It returns no
        entries when there are none, and raises ``StorageMissing`` when the container does not exist.
@@ -88,10 +88,10 @@ class Store(Protocol):
         """Remove an object. ``top``: the key of the directory that the user named, if ``key`` lies below it."""
 
     def check_readable(self, key: str) -> None:
-        """Return when objects at the key may be listed. Raises ``StorageError``."""
+        """Check that objects at the key may be listed. Raises ``StorageError`` if not."""
 
     def check_writable(self, key: str) -> None:
-        """Return when objects can be written below the key; nothing is left there. Raises ``StorageError``."""
+        """Check that objects can be written below the key, and leave nothing there. Raises ``StorageError`` if not."""
 
     def close(self) -> None:
         """Release connections."""

@@ -47,8 +47,8 @@ def cancel_workflows(
     """Cancel workflows.
 
     Each task gets SIGTERM, and SIGKILL after the pool's grace period. distflow then checks that no process is left. A task on
-    an unreachable node is stopped as soon as the node responds. If a workflow cannot be canceled, the others still are, and the
-    exit code is not 0.
+    an unreachable node is stopped as soon as the node responds. If one workflow cannot be canceled, the
+    others are canceled anyway, and the exit code is not 0.
     """
     with open_client() as client:
         results = cancel(client, ids, message=message, force=force)

@@ -33,7 +33,7 @@ _COMMAND_S = 30.0
 
 _ANSWER_S = 10.0
 _TRANSIENT = (408, 425, 429)
-"""Status codes that a later request may not get, in addition to those from 500."""
+"""Status codes after which a retry may succeed, in addition to those from 500."""
 _SLACK_HOST = "hooks.slack.com"
 _SLACK_LENGTH = 3000
 
@@ -156,4 +156,4 @@ def _send_by_apprise(url: str, message: Message) -> None:
     if service is None:
         raise NotifyError("apprise does not know a service for this URL")
     if not is_sent:
-        raise NotifyError("apprise could not deliver it", may_retry=True)
+        raise NotifyError("apprise could not deliver the message", may_retry=True)
