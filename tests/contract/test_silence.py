@@ -87,7 +87,7 @@ def test_services_of_a_silent_connection_end(here: NodeUnderTest, closing: ExitS
 
 
 def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_SIGN_EVERY_S", 0.001)
+    monkeypatch.setattr(stream, "_KEEPALIVE_EVERY_S", 0.001)
     data = [os.urandom(3_000_000), b"", b"x" * 5_000_000, os.urandom(10)]
     blobs = []
     for number, content in enumerate(data):

@@ -48,7 +48,7 @@ _LEFT_OUT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "exclude": ("`exclude` is left out", ""),
     }
 )
-"""Keys without a counterpart: what is said about them."""
+"""Keys without a counterpart in OSMO, each with its warning and the hint."""
 _OF_GROUP = ("timeout", "retry", "shared", "elastic", "stop_on_missing_ranks")
 _CONVERTED_OF_GROUP = ("launcher", "framework", "debug", "strategy")
 _CONVERTED_OF_TASK = ("launcher", "ranks", "replicas")
@@ -205,7 +205,7 @@ class _Conversion:
         *,
         is_written_again: bool = False,
     ) -> None:
-        # Written again, `on` must be a text, which YAML would write as `true`.
+        # When the document is written again, `on` must stay a text. YAML would write it as `true`.
         self._is_written_again = is_written_again
         self._spec, self._worlds, self._document, self._notes = spec, worlds, document, notes
         self._tasks = [(group, task) for group in spec.groups for task in group.tasks]

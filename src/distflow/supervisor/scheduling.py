@@ -1,4 +1,4 @@
-"""Which waiting gang may lease nodes now, and which resources are free. Pure.
+"""Choose the waiting gangs that may lease nodes now, and compute which resources are free. Pure.
 
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang never
 overtakes one that waits for nodes, so that a large gang is never starved. A gang that has nodes keeps them. Only one gang per

@@ -143,7 +143,7 @@ class _Sizes:
     tokens: int
     """Tokens of a micro-batch on one rank."""
 
-    def lines(self, *, shards: int = 1, parts: int = 1, again: bool = False, offload: bool = False) -> tuple[Line, ...]:
+    def lines(self, *, shards: int = 1, parts: int = 1, recompute: bool = False, offload: bool = False) -> tuple[Line, ...]:
         """Return the memory of a rank's GPU if states are divided into shards × parts, and matrices into parts."""
         parameter, gradient, copy = PRECISIONS[self.precision]
         count, cut = self.model.parameters, shards * parts
@@ -164,11 +164,11 @@ class _Sizes:
         elif copy:
             lines.append(each(f"{self.precision} copy", copy))
         width = 1 if self.precision == "bf16" else 2
-        kept = (_RECOMPUTED if again else _ACTIVATIONS) * width
+        kept = (_RECOMPUTED if recompute else _ACTIVATIONS) * width
         unit = self.tokens * self.model.hidden
         formula = f"{self.model.layers} layers × {kept} B × {self.tokens} tokens × {self.model.hidden}"
         total = self.model.layers * kept * unit
-        if again:
+        if recompute:
             formula += f" + one layer × {_ACTIVATIONS * width} B"
             total += _ACTIVATIONS * width * unit
         if parts > 1:
@@ -186,12 +186,12 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
         *,
         shards: int = 1,
         parts: int = 1,
-        again: bool = False,
+        recompute: bool = False,
         offload: bool = False,
     ) -> Choice:
-        lines = sizes.lines(shards=shards, parts=parts, again=again, offload=offload)
+        lines = sizes.lines(shards=shards, parts=parts, recompute=recompute, offload=offload)
         need = sum(line.bytes for line in lines)
-        options: dict[str, str | bool | int] = {"activation_checkpointing": True} if again else {}
+        options: dict[str, str | bool | int] = {"activation_checkpointing": True} if recompute else {}
         if sizes.precision == "bf16" and kind in ("fsdp", "hybrid"):
             options["mixed_precision"] = "bf16"
         if offload:
@@ -207,25 +207,27 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
     if gpus == 1:
         yield choice("none", (1,), ("dp",), "the model fits on the one GPU")
     else:
-        for again in (False, True):
-            note = "; activations are computed again" if again else ""
-            yield choice("ddp", (gpus,), ("dp",), f"the simplest strategy: every rank holds the whole model{note}", again=again)
-        for again in (False, True):
-            note = "; activations are computed again" if again else ""
+        for recompute in (False, True):
+            note = "; activations are computed again" if recompute else ""
+            yield choice(
+                "ddp", (gpus,), ("dp",), f"the simplest strategy: every rank holds the whole model{note}", recompute=recompute
+            )
+        for recompute in (False, True):
+            note = "; activations are computed again" if recompute else ""
             why = f"each rank holds 1/{gpus} of the states{note}"
-            yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, again=again)
+            yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, recompute=recompute)
     parts = 2
     while parts <= per_node and per_node % parts == 0:
         shards = gpus // parts
         if gpus % parts == 0:
             kind, shape, names = ("hybrid", (shards, parts), ("fsdp", "tp")) if shards > 1 else ("tp", (parts,), ("tp",))
             why = f"tensors are divided among {parts} ranks of a node; activations are computed again"
-            yield choice(kind, shape, names, why, shards=shards, parts=parts, again=True)
+            yield choice(kind, shape, names, why, shards=shards, parts=parts, recompute=True)
         parts *= 2
     if gpus > 1:
         states = sum(line.bytes for line in sizes.lines(shards=gpus)[:3])
         why = f"slow: states are in the memory of the nodes, {states / _GIB:.1f} GiB for each rank"
-        yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, again=True, offload=True)
+        yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, recompute=True, offload=True)
 
 
 def parse_count(text: str) -> int:

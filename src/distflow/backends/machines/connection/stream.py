@@ -18,9 +18,9 @@ __all__ = ["EMPTY_FRAME", "EMPTY_LINE", "ServiceStream"]
 
 EMPTY_LINE = b"\n"
 EMPTY_FRAME = FRAME.pack(0, RAW)
-_SIGN_EVERY_S = SILENCE_S / 6
+_KEEPALIVE_EVERY_S = SILENCE_S / 6
 
-_WORDS = 500
+_LONGEST_TEXT = 500
 """Maximum characters of a message about data from a node."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -54,22 +54,22 @@ class ServiceStream:
     read and write; any thread may call ``close``.
     """
 
-    def __init__(self, node: str, opened: Opened, ended: str, sign: bytes = EMPTY_LINE) -> None:
-        """Take over a service that has started. ``sign`` is the keepalive message."""
+    def __init__(self, node: str, opened: Opened, ended: str, keepalive: bytes = EMPTY_LINE) -> None:
+        """Take over a service that has started. ``keepalive`` is the keepalive message."""
         self._node = node
         self._channel = opened.channel
         self._held = bytearray(opened.received)
         self._ended = ended
         self._writing = threading.Lock()
-        self._sign = sign
+        self._keepalive = keepalive
         self._is_over = threading.Event()
         threading.Thread(target=self._send_keepalives, name=f"keepalives to {node}", daemon=True).start()
 
-    def write(self, data: bytes, sign: bytes = EMPTY_LINE) -> None:
-        """Send ``data``. ``sign`` is the keepalive message from then on. Raises ``NodeUnreachable``."""
+    def write(self, data: bytes, keepalive: bytes = EMPTY_LINE) -> None:
+        """Send ``data``. ``keepalive`` is the keepalive message from then on. Raises ``NodeUnreachable``."""
         with self._writing:
             self._channel.write(data)
-            self._sign = sign
+            self._keepalive = keepalive
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
@@ -77,9 +77,9 @@ class ServiceStream:
         self._channel.close()
 
     def _send_keepalives(self) -> None:
-        while not self._is_over.wait(_SIGN_EVERY_S):
+        while not self._is_over.wait(_KEEPALIVE_EVERY_S):
             with self._writing, contextlib.suppress(NodeUnreachable):
-                self._channel.write(self._sign)
+                self._channel.write(self._keepalive)
 
     def line(self) -> dict[str, Any]:
         """Wait for the next line. Raises ``AgentError`` if it is a refusal, and ``NodeUnreachable`` if there is none."""
@@ -98,7 +98,7 @@ class ServiceStream:
                 return answer
             kind, message = str(refusal["kind"]), str(refusal["message"])
         except (ValueError, KeyError, TypeError) as error:
-            raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_WORDS]}") from None
+            raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_LONGEST_TEXT]}") from None
         raise AgentError(self._node, kind, message)
 
     def read(self, size: int) -> bytes:

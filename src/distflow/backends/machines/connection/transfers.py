@@ -87,10 +87,10 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
     stream.line()
 
 
-def _write(stream: ServiceStream, data: bytes, sign: bytes) -> None:
+def _write(stream: ServiceStream, data: bytes, keepalive: bytes) -> None:
     """Write. If the receiver has ended, raise the error that it sent."""
     try:
-        stream.write(data, sign)
+        stream.write(data, keepalive)
     except NodeUnreachable:
         stream.line()
         raise
