@@ -37,6 +37,7 @@ EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
         "fsdp SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
         "tp": {},
         "pipeline": {"micro_batches": 4},
+        "pipeline interleaved": {"schedule": "interleaved_1f1b", "micro_batches": 4},
         "pipeline gpipe": {"schedule": "gpipe", "micro_batches": 4},
     },
     4: {"hybrid": {"tp_size": 2}, "pipeline": {}, "pipeline of replicas": {"stages": 2}},

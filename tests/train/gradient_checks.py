@@ -15,16 +15,17 @@ from train.ranks import Found, answer, prepared
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
 def samples(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 8, generator=torch.Generator().manual_seed(size)), torch.zeros(size, 8)
 
 
-def piped(sizes: Sequence[int]) -> float:
+def piped(sizes: Sequence[int], schedule: str = "1f1b", micro_batches: int = 4) -> float:
     """How far the gradients of a pipeline are from one process's after batches of these sizes."""
-    plan, alone = prepared(small(), "pipeline", loss=nn.functional.mse_loss, micro_batches=4), small()
+    options = {"schedule": schedule, "micro_batches": micro_batches}
+    plan, alone = prepared(small(), "pipeline", loss=nn.functional.mse_loss, **options), small()
     model = plan.model
     assert isinstance(model, Pipeline)
     for size in sizes:
@@ -42,12 +43,13 @@ def piped(sizes: Sequence[int]) -> float:
 
 def last_batches() -> Found:
     """Of 5 samples and of one, which cannot be cut into as many micro-batches as there are stages."""
-    return {str(size): piped([size]) for size in (8, 5, 1)}
+    found = {str(size): piped([size]) for size in (8, 5, 1)}
+    return found | {f"{size}, interleaved": piped([size], "interleaved_1f1b", 5) for size in (8, 5, 1)}
 
 
 def batches_together() -> Found:
     """Before the optimizer steps, and the gradients are set to zero."""
-    return {"difference": piped([8, 6, 5])}
+    return {schedule: piped([8, 6, 5], schedule) for schedule in ("1f1b", "interleaved_1f1b")}
 
 
 def trained(fails_at: int = 0, **options: Any) -> float:

@@ -56,6 +56,7 @@ def compared(strategy: Strategy, **more: Any) -> Found:
         "complete": {name for one, _, _ in names for name in one} == set(wanted),
         "shares": [share / sum(one.numel() for one in wanted.values()) for _, share, _ in names],
         "losses": [one for _, _, one in names],
+        "children": [sorted({name.partition(".")[0] for name in held}) for held, _, _ in names],
     }
 
 
@@ -308,6 +309,7 @@ def refusals() -> Found:
         "layers": lambda: prepared(Plain(), "ddp", activation_checkpointing=True),
         "class": lambda: prepared(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
         "call": lambda: prepared(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
+        "interleaved": lambda: prepared(Plain(), "pipeline", loss=loss_of, schedule="interleaved_1f1b"),
         "stages": lambda: prepared(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
         "option": lambda: prepared(new_model(), "fsdp", mixd_precision="bf16"),
         "option of the spec": lambda: prepared(new_model(), "ddp", bucket_cap=1),
@@ -347,6 +349,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "tp of sequences": made("tp", sequence_parallel=True),
         "pipeline gpipe": made("pipeline", schedule="gpipe", micro_batches=4),
         "pipeline 1f1b": made("pipeline", micro_batches=4),
+        "pipeline interleaved": made("pipeline", schedule="interleaved_1f1b", micro_batches=4),
         "pipeline cut": made("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
         "sequence parts": sequence_parts,
@@ -375,6 +378,9 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "hybrid of sequences": made("hybrid", tp_size=2, sequence_parallel=True, activation_checkpointing=True),
         "pipeline": made("pipeline", micro_batches=8),
         "pipeline of replicas": made("pipeline", stages=2, micro_batches=2),
+        "pipeline of replicas, interleaved": made(
+            "pipeline", stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
+        ),
         "clipping": lambda: clipped(
             make_strategy("hybrid", 4, {"tp_size": 2}),
             make_strategy("fsdp", 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}),

@@ -35,7 +35,8 @@ VALUES: dict[str, list[object]] = {
     "sequence_parallel": [True, "no"],
     "activation_checkpointing": [True], "auto_wrap_policy": ["size", "none", "transformer_layer"],
     "transformer_layer_cls": ["Block", ["Block"], 3], "min_num_params": [1000], "state_dict_type": ["FULL_STATE_DICT"],
-    "plan": [{"up": "colwise"}, {"up": "columns"}], "schedule": ["gpipe", "1f1b", "2f2b"], "split_points": [["one"]],
+    "plan": [{"up": "colwise"}, {"up": "columns"}], "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "2f2b"],
+    "stages_per_rank": [1, 2], "split_points": [["one"]],
     "micro_batches": [2, 4], "gradient_accumulation_steps": [2, 0], "micro_batch_size": [3], "global_batch_size": [16, 10],
     "timeout_s": [60, -1], "tp_size": [2, 4, 3], "shard_size": [2], "stages": [2, 8],
 }  # fmt: skip

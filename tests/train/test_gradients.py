@@ -19,13 +19,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_world(Path(__file__).with_name("gradient_checks.py"), 2, tmp_path_factory)
 
 
-@pytest.mark.parametrize("size", ["8", "5", "1"])
+@pytest.mark.parametrize("size", ["8", "5", "1", "8, interleaved", "5, interleaved", "1, interleaved"])
 def test_a_pipeline_takes_batches_of_any_size(found: dict[str, Any], size: str) -> None:
     assert found["last batches"][size] < TOLERANCE
 
 
 def test_gradients_of_several_batches_add_up_in_a_pipeline_too(found: dict[str, Any]) -> None:
-    assert found["batches together"]["difference"] < TOLERANCE
+    assert len(found["batches together"]) == 2
+    assert max(found["batches together"].values()) < TOLERANCE
 
 
 def test_a_static_graph_is_trained_in_several_passes(found: dict[str, Any]) -> None:

@@ -22,11 +22,11 @@ TRAINED = {
         "ddp", "ddp static graph", "ddp checkpointed", "fsdp", "fsdp SHARD_GRAD_OP", "fsdp NO_SHARD", "fsdp by size",
         "fsdp by class, checkpointed", "fsdp offloaded", "fsdp bf16", "tp", "tp by plan",
         "tp of sequences", "pipeline gpipe", "pipeline 1f1b",
-        "pipeline cut",
+        "pipeline cut", "pipeline interleaved",
     ),
     4: (
         "ddp", "fsdp", "fsdp HYBRID_SHARD", "tp", "hybrid", "hybrid checkpointed", "hybrid of sequences",
-        "pipeline", "pipeline of replicas",
+        "pipeline", "pipeline of replicas", "pipeline of replicas, interleaved",
     ),
 }  # fmt: skip
 """The checks that train: ranks → names."""
@@ -89,8 +89,12 @@ def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     assert "pad sequences of 7 to a multiple of the 2 ranks" in found["said"]
 
 
+def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
+    assert worlds[2]["pipeline interleaved"]["children"] == [["block1", "embedding"], ["block0", "head"]]
+
+
 def test_every_stage_knows_the_loss(worlds: Worlds) -> None:
-    for world, name in ((2, "pipeline gpipe"), (2, "pipeline 1f1b"), (4, "pipeline")):
+    for world, name in ((2, "pipeline gpipe"), (2, "pipeline 1f1b"), (2, "pipeline interleaved"), (4, "pipeline")):
         losses = worlds[world][name]["losses"]
         assert len(set(losses)) == 1
         assert losses[0] > 1
@@ -242,6 +246,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
         ("layers", "name their class in transformer_layer_cls"),
         ("class", "the model has no layer of class Blok; it has Attention, Block"),
         ("call", "loss = model.step(inputs, targets)"),
+        ("interleaved", "interleaved_1f1b needs an nn.Sequential"),
         ("stages", "1 layers cannot be cut into 2 stages"),
         ("option", "no option 'mixd_precision': did you mean 'mixed_precision'?"),
         ("option of the spec", "no option 'bucket_cap'"),

@@ -199,7 +199,9 @@ class PipelineParallel(StrategyOptions):
     """Each rank holds some layers (a stage), through which micro-batches flow."""
 
     kind: ClassVar[str] = "pipeline"
-    schedule: Literal["gpipe", "1f1b"] | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] | None = None
+    stages_per_rank: int | None = None
+    """Stages that each rank holds with ``interleaved_1f1b``, by default 2."""
     split_points: str | Sequence[str] | None = None
     """The modules that begin the second and each further stage."""
     micro_batches: int | None = None
@@ -315,11 +317,8 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
         yield Misfit("compression", message, "keep one of the two")
     if kind in ("fsdp", "hybrid"):
         yield from _wrapping(options)
-    if kind == "pipeline" and options.get("schedule") != "gpipe" and "micro_batches" in options:
-        stages, count = mesh["pp"], options["micro_batches"]
-        if count < stages:
-            message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
-            yield Misfit("micro_batches", message, f"say micro_batches: {stages} or more, or schedule: gpipe")
+    if kind == "pipeline":
+        yield from _staging(mesh["pp"], options)
     if "global_batch_size" in options:
         yield from _batches(mesh, options)
 
@@ -327,6 +326,16 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
 def micro_batches(options: Mapping[str, Any]) -> int:
     """Return how many micro-batches the options say that each share of a step is cut into."""
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", 1)))
+
+
+def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
+    count, schedule = options.get("micro_batches", stages), options.get("schedule")
+    if schedule != "gpipe" and count < stages:
+        message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
+        yield Misfit("micro_batches", message, f"say micro_batches: {stages} or more, or schedule: gpipe")
+    if "stages_per_rank" in options and (schedule != "interleaved_1f1b" or options["stages_per_rank"] == 1):
+        message = "`stages_per_rank` is for at least 2 interleaved stages on each rank"
+        yield Misfit("stages_per_rank", message, "say schedule: interleaved_1f1b and stages_per_rank: 2 or more")
 
 
 def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:

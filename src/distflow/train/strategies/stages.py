@@ -1,10 +1,10 @@
-"""Pipelines: the model in stages on different ranks, through which micro-batches flow (GPipe or 1F1B)."""
+"""Pipelines: the model in stages on different ranks, through which micro-batches flow (GPipe, 1F1B or interleaved 1F1B)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ _Schedules = Callable[[int, bool], Any]
 
 
 class Pipeline(nn.Module):
-    """This rank's stage, and the schedules by which micro-batches flow through all stages.
+    """This rank's stages, and the schedules by which micro-batches flow through all stages.
 
-    Its parameters are those of the stage. In checkpoints, and in ``part``, their names are those of the whole model.
+    Its parameters are those of the rank's stages. In checkpoints, and in ``part``, their names are those of the whole model.
     """
 
     def __init__(
@@ -41,10 +41,11 @@ class Pipeline(nn.Module):
         group: dist.ProcessGroup,
         device: torch.device,
         replicas: dist.ProcessGroup | None = None,
+        round_size: int = 1,
     ) -> None:
         super().__init__()
         self.part = part
-        """The stage's module."""
+        """The module of this rank's stages."""
         self.micro_batches = micro_batches
         """Into how many a batch is cut; fewer where they would not be of one size."""
         self.is_first = dist.get_rank(group) == 0
@@ -53,7 +54,7 @@ class Pipeline(nn.Module):
         """Whether the loss is computed here."""
         self.replicas = replicas
         """The ranks that hold the same stage, if there are others."""
-        self._schedules, self._group, self._device = schedules, group, device
+        self._schedules, self._group, self._device, self._round_size = schedules, group, device, round_size
         self._made: dict[bool, tuple[tuple[torch.Size, ...], Any]] = {}
 
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,9 @@ class Pipeline(nn.Module):
         shape, schedule = self._made.get(trains, (None, None))
         if shape != shape_of(inputs):
             # Of one size, because stages receive into buffers of one size, and so that the mean of their means is the batch's.
-            count = max(number for number in range(1, self.micro_batches + 1) if sample_count(inputs) % number == 0)
+            # torch also divides interleaved ones into rounds of one size.
+            sizes = [number for number in range(1, self.micro_batches + 1) if sample_count(inputs) % number == 0]
+            count = max(number for number in sizes if number % max(1, number // self._round_size) == 0)
             schedule = self._schedules(count, trains)
             self._made[trains] = shape_of(inputs), schedule
         return schedule
@@ -128,7 +131,7 @@ def make_pipeline(
     loss: Loss,
     example: tuple[torch.Tensor, ...] | None = None,
 ) -> Pipeline:
-    """Return this rank's stage of the model over the mesh axes ``pp`` and, for replicas of stages, ``dp``.
+    """Return this rank's stages of the model over the mesh axes ``pp`` and, for replicas of stages, ``dp``.
 
     An ``nn.Sequential`` is cut between its children, into parts of about equally many parameters or at ``split_points``. Any
     other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``. Raises
@@ -140,19 +143,20 @@ def make_pipeline(
     names = mesh.mesh_dim_names or ()
     group, count = mesh["pp"].get_group(), mesh["pp"].size()
     index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
-    if points and len(points) != count - 1:
-        raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
+    is_interleaved = options.get("schedule") == "interleaved_1f1b"
+    total = count * options.get("stages_per_rank", 2) if is_interleaved else count
+    if points and len(points) != total - 1:
+        raise ValueError(f"pipeline: {total} stages begin at {total - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
-        parts = _children(model, count, points)
-        stage_of: dict[nn.Parameter, int] = {}
-        for number, one in enumerate(parts):
-            if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
-                raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; put both in one stage")
-        part: nn.Module = allocate(parts[index], device)
+        parts = _children(model, total, points)
+        own = {number: allocate(parts[number], device) for number in range(index, total, count)}
+        part: nn.Module = nn.Sequential(OrderedDict(chain.from_iterable(one.named_children() for one in own.values())))
 
-        def stage() -> Any:
-            return pipelining.PipelineStage(part, index, count, device, group=group)
+        def stages() -> list[Any]:
+            return [pipelining.PipelineStage(one, number, total, device, group=group) for number, one in own.items()]
 
+    elif is_interleaved:
+        raise ValueError("pipeline: interleaved_1f1b needs an nn.Sequential; a traced model has one stage on each rank")
     elif example is None or not points:
         raise ValueError(
             "pipeline: a model that is not an nn.Sequential is traced: set split_points, the modules that begin a stage, and "
@@ -164,25 +168,26 @@ def make_pipeline(
         pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
 
-        def stage() -> Any:
-            return pipelining.build_stage(part, index, pipe.info(), device, group)
+        def stages() -> list[Any]:
+            return [pipelining.build_stage(part, index, pipe.info(), device, group)]
 
     def schedules(micro_batches: int, trains: bool) -> Any:
-        # Without a loss, torch's schedule ends with the forward pass and gives the outputs.
-        if not trains:
-            return pipelining.ScheduleGPipe(stage(), micro_batches)
-        # torch's 1F1B refuses fewer micro-batches than stages; its gain lies in those beyond.
-        is_gpipe = options.get("schedule") == "gpipe" or micro_batches < count
-        schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
-
         def share(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return loss(outputs, targets) / micro_batches
 
-        # Else torch divides the gradients in the end, those of earlier batches with them.
-        return schedule(stage(), micro_batches, loss_fn=share, scale_grads=False)
+        # Without a loss, torch's schedule ends with the forward pass and gives the outputs. With `scale_grads`, it would divide
+        # the gradients in the end, those of earlier batches with them.
+        settings: dict[str, Any] = {"loss_fn": share if trains else None, "scale_grads": False}
+        if is_interleaved:
+            return pipelining.ScheduleInterleaved1F1B(stages(), micro_batches, **settings)
+        # torch's 1F1B refuses fewer micro-batches than stages; its gain lies in those beyond.
+        is_gpipe = not trains or options.get("schedule") == "gpipe" or micro_batches < count
+        schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
+        return schedule(stages()[0], micro_batches, **settings)
 
     replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
-    return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas)
+    round_size = count if is_interleaved else 1
+    return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas, round_size)
 
 
 def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
@@ -220,4 +225,9 @@ def _children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[n
         parts = [range(first, last) for first, last in pairwise(cuts)]
     else:
         parts = balanced_parts([sum(one.numel() for one in child.parameters()) for _, child in children], count)
-    return [nn.Sequential(OrderedDict(children[place] for place in part)) for part in parts]
+    stages = [nn.Sequential(OrderedDict(children[place] for place in part)) for part in parts]
+    stage_of: dict[nn.Parameter, int] = {}
+    for number, one in enumerate(stages):
+        if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
+            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; put both in one stage")
+    return stages
