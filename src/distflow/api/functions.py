@@ -299,7 +299,7 @@ class Launcher:
             if number is not None and not (str(number).isdigit() and int(number) > 0):
                 raise InputError(f"`{name}` must be a whole number, 1 or more, not {number!r}")
         if self.name is not None and self.name != name_of(self.name):
-            raise InputError(f"`{self.name}` is not a name of a workflow", hint=f"for example `{name_of(self.name)}`")
+            raise InputError(f"`{self.name}` is not a valid name of a workflow", hint=f"for example `{name_of(self.name)}`")
         if not callable(function):
             raise InputError(f"{function!r} is not a function")
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -438,7 +438,7 @@ def run(
         queue_timeout=queue_timeout,
     )  # fmt: skip
     if on_interrupt not in ("cancel", "detach"):
-        raise InputError(f"`on_interrupt` is `cancel` or `detach`, not `{on_interrupt}`")
+        raise InputError(f"`on_interrupt` must be `cancel` or `detach`, not `{on_interrupt}`")
     job = launcher.submit(function, *args, **(kwargs or {}))
     try:
         for line in job.workflow.logs(follow=True):

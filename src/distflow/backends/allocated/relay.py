@@ -215,7 +215,7 @@ class RelayChannel:
         self._writing = threading.Lock()
         """Also guards the exchange of the channel."""
         self._is_used = False
-        """Whether data has gone either way."""
+        """Whether data was sent in either direction."""
         self._channel = start()
 
     def write(self, data: bytes) -> None:

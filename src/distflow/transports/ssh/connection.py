@@ -328,7 +328,10 @@ class SshConnection:
         note = f"\n{check.note}" if check.note else ""
         if check.kind == "revoked":
             listed = ", ".join(one.where for one in check.entries)
-            return HostKeyMismatch(self.node, f"{place} showed a revoked host key: {shown} ({listed}){note}")
+            return HostKeyMismatch(
+                self.node, f"{place} showed a revoked host key: {shown} ({listed}){note}",
+                hint="do not trust this host before its administrator has replaced the key",
+            )  # fmt: skip
         if check.kind == "changed":
             return HostKeyMismatch(
                 self.node,

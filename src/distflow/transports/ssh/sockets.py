@@ -21,7 +21,7 @@ __all__ = ["ProxyProcess", "addresses_of", "connect_tcp", "unknown_names"]
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _TAIL = 2000
 _LOOK_UP_S = 2.0
-_LOOK_UPS = 16
+_LOOK_UPS_AT_ONCE = 16
 """The number of names that are looked up at the same time."""
 
 
@@ -75,7 +75,8 @@ def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
             found[number] = _unknown_name(destinations[number], deadline)
 
     threads = [
-        threading.Thread(target=look_up, name="host names", daemon=True) for _ in range(min(_LOOK_UPS, len(destinations)))
+        threading.Thread(target=look_up, name="host names", daemon=True)
+        for _ in range(min(_LOOK_UPS_AT_ONCE, len(destinations)))
     ]
     for thread in threads:
         thread.start()

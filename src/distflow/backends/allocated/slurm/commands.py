@@ -99,7 +99,7 @@ class SlurmCommands:
             raise CommandMissing(
                 self.node,
                 f"`{program}` was not found",
-                hint="set `login` of the pool to a machine with the commands of Slurm; PATH or /etc/profile must name them",
+                hint="set `login` of the pool to a machine with the commands of Slurm, and add their directory to PATH there",
             )
         return done
 
