@@ -437,7 +437,7 @@ class Workflow:
         try:
             argv = shlex.split(command) if isinstance(command, str) else list(command)
         except ValueError as error:
-            raise InputError(f"`{command}` cannot be split: {error}") from None
+            raise InputError(f"`{command}` cannot be split into arguments: {error}") from None
         if not argv:
             raise InputError("there is no command to run")
         names = _several(task)

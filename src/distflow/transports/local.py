@@ -28,7 +28,7 @@ class LocalTransport:
     """Runs commands on this machine (contract: ``transports.base.Transport``)."""
 
     umask: ClassVar[int] = -1
-    """The umask of the commands; -1: that of this process. (The supervisor's own umask is stricter than its user's.)"""
+    """The umask of the commands; -1 for the umask of this process. (The supervisor's own umask is stricter than its user's.)"""
 
     def __init__(self, name: str = "local") -> None:
         """``name`` is the node's name in messages."""
