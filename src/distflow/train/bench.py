@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from distflow.train.launcher.starting import launch
 from distflow.train.world import finish, init, world
@@ -42,7 +43,8 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
     rows = []
     for size in sizes:
         tensor = torch.ones(max(size // 4, 1), device=device)
-        seconds = median([_seconds(tensor) for _ in range(_WARM + _ROUNDS)][_WARM:])
+        timer = Timer("dist.all_reduce(tensor)", globals={"dist": dist, "tensor": tensor})
+        seconds = median(timer.timeit(1).mean for _ in range(_ROUNDS))
         bandwidth = tensor.nbytes / seconds
         rows.append(
             {
@@ -53,20 +55,6 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
             }
         )
     return rows
-
-
-def _seconds(tensor: torch.Tensor) -> float:
-    """Sum a tensor over the ranks, and return the seconds that this took."""
-    _synchronize(tensor.device)
-    begin = perf_counter()
-    dist.all_reduce(tensor)
-    _synchronize(tensor.device)
-    return perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a call only starts work on a GPU
 
 
 def step_time(*, batch_size: int = 1024) -> float:

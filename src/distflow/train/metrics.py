@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distflow.train.communication.votes import channel
+from distflow.train.communication.votes import check_all_answer, from_all
+from distflow.train.world import control_group
 
 __all__ = ["Pace", "StepTimer", "report"]
 
@@ -138,14 +139,15 @@ class StepTimer:
             return None
         elapsed = time.perf_counter() - self._begin
         mine = elapsed if self._work_s is None else self._work_s
-        figures = torch.tensor([mine / self._steps, elapsed, self._samples, _peak_memory()], dtype=torch.float64)
-        rows = _gather(figures)
+        check_all_answer()
+        figures = mine / self._steps, elapsed, self._samples, _peak_memory()
+        rows = from_all(figures, control_group()) if dist.is_initialized() else [figures]
         slowest = max(row[1] for row in rows)
         pace = Pace(
             steps=self._steps,
             step_s=tuple(row[0] for row in rows),
             samples_per_s=tuple(row[2] / slowest for row in rows),
-            memory_bytes=tuple(int(row[3]) for row in rows),
+            memory_bytes=tuple(row[3] for row in rows),
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
         report(step=self._total, **pace.of_rank(rank), **(pace.of_all if rank == 0 else {}))
@@ -158,17 +160,6 @@ class StepTimer:
 def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _gather(figures: torch.Tensor) -> list[list[float]]:
-    """Return the figures of every rank, in their order."""
-    if not dist.is_initialized():
-        return [figures.tolist()]
-    group, device = channel()
-    mine = figures.to(device)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine, group=group)
-    return [row.tolist() for row in rows]
 
 
 def _peak_memory() -> int:

@@ -42,7 +42,13 @@ def parallelize(
         # With one rank too, so that it takes the options that more ranks will take.
         strategy = "ddp"
     placed = place(strategy, world_size())
-    plan = ParallelPlan(prepare(model, placed, loss=loss, example=example, weights=weights), placed)
+    if weights is None:
+        plan = ParallelPlan(prepare(model, placed, loss, example), placed)
+    else:
+        from distflow.train.strategies.weights import load_weights, weight_names  # noqa: PLC0415  it takes a second to import
+
+        plan = ParallelPlan(prepare(model, placed, loss, example, weight_names(weights, model)), placed)
+        load_weights(plan.model, weights)
     choose(placed, plan.rank)
     return plan
 

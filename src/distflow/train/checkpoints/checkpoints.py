@@ -339,11 +339,10 @@ def _write(value: object, path: Path) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, numpy's and torch's generators, and of this rank's GPU. Plain values and tensors only."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():

@@ -23,22 +23,13 @@ class Places:
     def __init__(self, holders: Sequence[int]) -> None:
         """``holders``: for each rank the lowest one that sees the same directory as it does."""
         self.holders = tuple(holders)
-        self._rank = dist.get_rank()
-
-    @property
-    def is_one(self) -> bool:
+        self.is_one = len(set(holders)) == 1
         """Whether all ranks see the same directory."""
-        return len(set(self.holders)) == 1
-
-    @property
-    def is_holder(self) -> bool:
-        """Whether this rank does for its place what is done once."""
-        return self.holders[self._rank] == self._rank
-
-    @property
-    def holder(self) -> int:
-        """The rank that does so."""
-        return self.holders[self._rank]
+        self._rank = dist.get_rank()
+        self.holder = holders[self._rank]
+        """The rank that does for this rank's place what is done once."""
+        self.is_holder = self.holder == self._rank
+        """Whether this rank does so."""
 
     def share(self, names: Collection[str]) -> list[str]:
         """Return this rank's part of files that the ranks of a place check together."""

@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,28 +41,14 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
 def prepare(
     model: nn.Module,
     chosen: Strategy,
-    *,
     loss: Loss | None = None,
     example: tuple[torch.Tensor, ...] | None = None,
-    weights: str | Path | None = None,
-) -> nn.Module:
-    """Return the model on this rank's device, wrapped or cut as the strategy says. Collective."""
-    if weights is None:
-        return _prepare(model, chosen, loss, example)
-    from distflow.train.strategies.weights import load_weights, weight_names  # noqa: PLC0415  it takes a second to import
-
-    prepared = _prepare(model, chosen, loss, example, weight_names(weights, model))
-    load_weights(prepared, weights)
-    return prepared
-
-
-def _prepare(
-    model: nn.Module,
-    chosen: Strategy,
-    loss: Loss | None,
-    example: tuple[torch.Tensor, ...] | None,
     loaded: Collection[str] = (),
 ) -> nn.Module:
+    """Return the model on this rank's device, wrapped or cut as the strategy says. Collective.
+
+    ``loaded`` are the names of tensors that get their values from a file later.
+    """
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
             "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"

@@ -13,16 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 from distflow.train.strategies.initial import tied_names
 
@@ -99,12 +90,12 @@ def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     return plan
 
 
-def _style(name: str) -> ParallelStyle:
+def _style(name: str) -> parallel.ParallelStyle:
     if name in _GATHERED:
-        return ColwiseParallel(output_layouts=Replicate())
+        return parallel.ColwiseParallel(output_layouts=Replicate())
     if name == "embedding_rowwise":
-        return RowwiseParallel(input_layouts=Replicate())
-    return ColwiseParallel() if name == "colwise" else RowwiseParallel()
+        return parallel.RowwiseParallel(input_layouts=Replicate())
+    return parallel.ColwiseParallel() if name == "colwise" else parallel.RowwiseParallel()
 
 
 def split_tensors(
@@ -121,7 +112,7 @@ def split_tensors(
             "say plan: {'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
-    styles: dict[str, ParallelStyle] = {}
+    styles: dict[str, parallel.ParallelStyle] = {}
     for pattern, style in chosen.items():
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
@@ -132,12 +123,12 @@ def split_tensors(
             styles[name] = _style(style)
     if divided is not None:
         _divide_sequence(divided, mesh, {modules[name]: name for name in styles}, styles)
-    parallelize_module(model, mesh, styles)
+    parallel.parallelize_module(model, mesh, styles)
     return model
 
 
 def _divide_sequence(
-    layers: Sequence[nn.Module], mesh: DeviceMesh, cut: Mapping[nn.Module, str], styles: dict[str, ParallelStyle]
+    layers: Sequence[nn.Module], mesh: DeviceMesh, cut: Mapping[nn.Module, str], styles: dict[str, parallel.ParallelStyle]
 ) -> None:
     """Let a rank have only its part of the sequence in these layers, but for the matrices and what is between them.
 
@@ -154,21 +145,25 @@ def _divide_sequence(
                 f"sequence_parallel: {type(layer).__name__} needs norms of its own, and all of its linear layers in the plan"
             )
         for module in linear:
-            if isinstance(styles[cut[module]], RowwiseParallel):
-                styles[cut[module]] = RowwiseParallel(output_layouts=Shard(1))
+            if isinstance(styles[cut[module]], parallel.RowwiseParallel):
+                styles[cut[module]] = parallel.RowwiseParallel(output_layouts=Shard(1))
         for norm in norms:
-            parallelize_module(norm, mesh, SequenceParallel())
-            gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
-            parallelize_module(norm, mesh, gathered)
+            parallel.parallelize_module(norm, mesh, parallel.SequenceParallel())
+            gathered = parallel.PrepareModuleOutput(
+                output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+            )
+            parallel.parallelize_module(norm, mesh, gathered)
 
     def check(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         if (length := inputs[0].shape[1]) % mesh.size():
             raise ValueError(f"sequence_parallel: pad sequences of {length} to a multiple of the {mesh.size()} ranks of tp")
 
     layers[0].register_forward_pre_hook(check)
-    part = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
-    parallelize_module(layers[0], mesh, part)
-    parallelize_module(layers[-1], mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
+    part = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+    parallel.parallelize_module(layers[0], mesh, part)
+    parallel.parallelize_module(
+        layers[-1], mesh, parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
 
 
 def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
