@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from contract.conftest import processes_with
+from distflow.backends.allocated.ray.endpoint import EndpointTransport
+from distflow.backends.allocated.ray.states import Endpoint
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.runtime.services import command_hub
 from distflow.testing.waiting import is_alive, wait_until
@@ -49,6 +52,29 @@ def make() -> Iterator[Callable[..., MultiplexedTransport]]:
     for transport in made:
         transport.close()
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.endswith(" of login")], what="its threads ended")
+
+
+@pytest.mark.parametrize("greeting", [b"", b"nonce\n"], ids=["at once", "after its greeting"])
+def test_a_node_that_closes_the_connection_before_its_hub_starts_is_unreachable(greeting: bytes) -> None:
+    """Python is not to blame. The node may be starting or ending."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint(address="127.0.0.1", port=server.getsockname()[1], token="00")
+
+        def refuse() -> None:
+            connection = server.accept()[0]
+            with connection:
+                connection.sendall(greeting)
+                if greeting:
+                    connection.recv(65536)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        inner = EndpointTransport("n1", LocalTransport("login"), lambda: endpoint, sys.executable)
+        transport = MultiplexedTransport(inner)
+        with pytest.raises(NodeUnreachable, match="the connection broke"):
+            transport.run(["true"], timeout_s=60)
+        transport.close()
+        thread.join()
 
 
 def hub_of(transport: MultiplexedTransport) -> int:

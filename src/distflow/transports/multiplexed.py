@@ -36,6 +36,8 @@ _SILENT_PINGS = 3
 _START_S = 30.0
 _MOST_NOISE = 4 << 20
 _SIGNALED = 128
+_NO_CONNECTION = 255
+"""The exit code of programs that connect, such as ``ssh``, if they cannot."""
 _SHOWN = 2000
 
 
@@ -472,8 +474,10 @@ class _HubConnection:
         code = channel.exit_code
         printed = "\n".join(filter(None, [noise.decode("utf-8", "replace").strip(), channel.stderr_tail().strip()]))
         hint = f"It printed:\n{printed[-_SHOWN:]}" if printed else ""
-        if code is None or code > _SIGNALED:
-            how = "the connection broke" if code is None else f"signal {code - _SIGNALED} ended the command hub"
+        if code is None or code == _NO_CONNECTION:
+            return NodeUnreachable(self.node, f"the connection broke before `{self._python}` answered", hint=hint)
+        if code > _SIGNALED:
+            how = f"signal {code - _SIGNALED} ended the command hub"
             return NodeUnreachable(self.node, f"{how} before `{self._python}` answered", hint=hint)
         what = "is not there" if code == 127 else f"ended with exit code {code} before it answered"
         return BootstrapFailed(self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=hint)

@@ -22,6 +22,8 @@ __all__ = ["main"]
 _READ = 65536
 _CONNECT_S = 15.0
 _LONGEST_NONCE = 128
+_NO_CONNECTION = 255
+"""The exit code if there was no connection to a command, as of ``ssh``."""
 
 
 def main() -> int:
@@ -34,16 +36,18 @@ def main() -> int:
         nonce = _line(lambda: peer.recv(1), _LONGEST_NONCE)
     except (OSError, EOFError) as error:
         sys.stderr.write("{}:{}: {}\n".format(where[0], where[1], getattr(error, "strerror", None) or error))
-        return 1
+        return _NO_CONNECTION
     asked = json.dumps({"argv": request["argv"]}).encode("utf-8")
     mac = hmac.new(bytes.fromhex(request["token"]), nonce + asked, hashlib.sha256).hexdigest().encode("ascii")
     peer.settimeout(None)
     peer.sendall(mac + b" " + asked + b"\n")
     threading.Thread(target=_send, args=(peer,), daemon=True).start()
+    has_answered = False
     while True:
         data = peer.recv(_READ)
         if not data:
-            return 0
+            return 0 if has_answered else _NO_CONNECTION
+        has_answered = True
         while data:
             data = data[os.write(1, data) :]
 
@@ -76,4 +80,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (BrokenPipeError, ConnectionResetError):
-        sys.exit(1)
+        sys.exit(_NO_CONNECTION)

@@ -78,6 +78,8 @@ class NodeActor:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
             env=_environment(self._address, has_gpus),
         )  # fmt: skip
+        if not self._resident.stdout or not self._resident.stdout.readline():  # its first report: it takes requests
+            raise RuntimeError("distflow's resident program has ended")
         self._server = socket.create_server(
             (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET, backlog=128
         )
