@@ -136,11 +136,12 @@ def sequence_parts() -> Found:
     for norm in (model.get_submodule("block0.mlp_norm"), model.get_submodule("block1.attention_norm")):
         norm.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].to_local().shape[1]))
     whole_length = model(batch(0)[0]).shape[1]
-    try:
-        model(batch(0)[0][:, :7])
-        said = "nothing"
-    except ValueError as error:
-        said = str(error)
+    said = []
+    for call in (lambda: model(batch(0)[0][:, :7]), lambda: model.get_submodule("block0")(x=torch.zeros(1, 12, 32))):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
     return {"parts": lengths[:2], "whole": whole_length, "said": said}
 
 

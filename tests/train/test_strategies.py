@@ -86,7 +86,9 @@ def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
 def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     found = worlds[2]["sequence parts"]
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
-    assert "pad sequences of 7 to a multiple of the 2 ranks" in found["said"]
+    too_odd, by_name = found["said"]
+    assert "pad sequences of 7 to a multiple of the 2 ranks" in too_odd
+    assert "Block has 0 positional arguments, and needs one" in by_name
 
 
 def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:

@@ -154,7 +154,12 @@ def _divide_sequence(
             )
             parallel.parallelize_module(norm, mesh, gathered)
 
-    def check(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    def check(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if len(inputs) != 1:
+            raise ValueError(
+                f"sequence_parallel: {type(layer).__name__} has {len(inputs)} positional arguments, and needs one, of shape "
+                "(batch, time, …): pass the others by name"
+            )
         if (length := inputs[0].shape[1]) % mesh.size():
             raise ValueError(f"sequence_parallel: pad sequences of {length} to a multiple of the {mesh.size()} ranks of tp")
 
