@@ -71,7 +71,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """The node of one task. Every task gets another node."""
+    """What one task needs of its node."""
 
     task: str
     gpus: int = 0
@@ -95,7 +95,7 @@ class AllocationRequest:
 
     allocation: Allocation
     label: str
-    """For people: ``<workflow id>/<group>``."""
+    """``<workflow id>/<group>``, which the engine shows to its users."""
     nodes: tuple[NodeRequest, ...]
     time_limit_s: float | None = None
     """The longest time that the group may run, with its preparation; ``None``: that of the pool."""

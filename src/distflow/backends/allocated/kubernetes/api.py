@@ -129,7 +129,8 @@ class KubernetesApi:
                 words_of_server = self._refused(error.status_code, body).message
             except NodeUnreachable as refused:
                 raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
-            raise NodeUnreachable(node, f"exec into the pod was refused: {words_of_server}") from None
+            hint = "run `distflow pool check`, which names missing permissions"
+            raise NodeUnreachable(node, f"exec into the pod was refused: {words_of_server}", hint=hint) from None
         except (websocket.WebSocketException, OSError) as error:
             raise NodeUnreachable(node, f"exec into the pod failed: {plain(str(error))[:300]}") from None
         connection: socket.socket = made.sock

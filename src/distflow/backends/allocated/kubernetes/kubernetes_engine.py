@@ -159,7 +159,7 @@ class KubernetesEngine:
         try:
             pod = pod_name(allocation_id, index_of_host(host))
         except ValueError:
-            raise NodeUnreachable(name, "this is not the name of a pod's place") from None
+            raise NodeUnreachable(name, "a pod of distflow is named NODE_NUMBER, such as `node1_0`") from None
         connect = partial(self._api.exec, name, pod, CONTAINER)
         return self._relay(PodTransport(name, python, connect, close=self._api.close), allocation_id, host, python)
 

@@ -62,17 +62,17 @@ def pod_name(allocation_id: str, index: int) -> str:
 
 
 def host_name(node: str, index: int) -> str:
-    """Return how a pod's place is called: its node, and its position, because a node may have several pods of a gang."""
+    """Return the host of a pod: its node and its position (``node1_0``), because a node may have several pods of a gang."""
     return f"{node}_{index}"  # names of nodes have no underscore
 
 
 def index_of_host(host: str) -> int:
-    """Return the position in the name of a pod's place. Raises ``ValueError`` for another name."""
+    """Return the position of the pod of a host. Raises ``ValueError`` for a name that is not a host's."""
     return int(host.rpartition("_")[2])
 
 
 def node_of_host(host: str) -> str:
-    """Return the node in the name of a pod's place, or of a node."""
+    """Return the node of a host, or the node itself."""
     return re.sub(r"_[0-9]+$", "", host)
 
 
