@@ -215,7 +215,8 @@ def cli(tmp_path: Path, commands: Commands, has_runtime: bool) -> Iterator[Cli]:
     made = Cli(tmp_path, commands, has_runtime=has_runtime)
     yield made
     try:
-        wait_until(lambda: not made.processes(), 30)
+        # A supervisor may still release an allocation of a cluster that was away: Ray has a minute to start its program.
+        wait_until(lambda: not made.processes(), 150)
     except TimeoutError:
         left = made.processes()
         for pid, _ in left:

@@ -22,7 +22,7 @@ from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import ConsoleMessage, Page
 
 pytestmark = pytest.mark.skipif(missing_chromium() is not None, reason=str(missing_chromium()))
 
@@ -58,6 +58,26 @@ workflow:
 SECTIONS = ("", "/logs", "/metrics", "/events", "/diagnosis", "/outputs", "/stacks", "/spec")
 
 
+def visit(page: Page, url: str) -> None:
+    """Open a URL, as if in a new tab.
+
+    Chromium aborts all requests when a network interface appears or goes, as other tests let them, and shows a page of its own.
+    """
+    from playwright.sync_api import Error
+
+    def is_open() -> bool:
+        try:
+            page.goto("about:blank")
+            page.goto(url)
+        except Error as error:
+            if not re.search("ERR_NETWORK_CHANGED|chrome-error:", error.message):
+                raise
+            return False
+        return True
+
+    wait_until(is_open, 60, f"{url} is open")
+
+
 class Ui:
     """A server of ``distflow ui``, and a browser."""
 
@@ -70,12 +90,15 @@ class Ui:
             "response", lambda answer: self.errors.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None
         )
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("console", self._console)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and "ERR_NETWORK_CHANGED" not in message.text:
+            self.errors.append(message.text)
 
     def open(self, fragment: str = "") -> Page:
         """Show a page, as if it were opened in a new tab."""
-        self.page.goto("about:blank")
-        self.page.goto(f"{self.origin}/{fragment}")
+        visit(self.page, f"{self.origin}/{fragment}")
         self.page.wait_for_selector("html[data-ready]", state="attached")
         return self.page
 
@@ -106,11 +129,11 @@ def serving(cli: Cli, browser: Page, *options: str) -> Iterator[Ui]:
         assert process.stdout is not None
         ui = Ui(process.stdout.readline().strip(), browser)
         browser.context.clear_cookies()
-        browser.goto(ui.url)
+        visit(browser, ui.url)
         browser.wait_for_selector("main h1")
         yield ui
     finally:
-        browser.goto("about:blank")
+        visit(browser, "about:blank")
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=30)
     assert (process.returncode, printed, ui.errors) == (0, "", [])
@@ -242,8 +265,7 @@ def test_a_list_of_many_workflows_is_drawn_at_once(cli: Cli, ui: Ui) -> None:
     wait_until(lambda: page.locator("tbody th").all_inner_texts() == ["gang-417"], 10)
     paints = []
     for _ in range(3):  # other tests may use the machine meanwhile
-        page.goto("about:blank")
-        page.goto(ui.origin)
+        visit(page, ui.origin)
         page.wait_for_selector("tbody tr")
         paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
     assert min(paints) < 1000  # milliseconds, by the browser's own clock
@@ -403,8 +425,7 @@ def show_report(page: Page, path: Path, fragment: str = "") -> Page:
         asked.append(request.url)
 
     page.on("request", note)
-    page.goto("about:blank")
-    page.goto(path.as_uri() + fragment)
+    visit(page, path.as_uri() + fragment)
     page.wait_for_selector("html[data-ready]", state="attached")
     page.remove_listener("request", note)
     assert [url for url in asked if not url.startswith((path.as_uri(), "data:", "about:"))] == []
