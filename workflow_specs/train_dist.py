@@ -107,17 +107,21 @@ def spawn_ranks(args: argparse.Namespace) -> int:
     ranks = spawn(run_rank, args=(args,), nprocs=args.size, join=False)
     if asked_to_stop.is_set():
         stop_all()  # ranks that started after the signal
+    was_asked, ended_at = False, 0.0
     try:
-        while not ranks.join():
-            pass
+        while ranks.sentinels:
+            connection.wait(ranks.sentinels)
+            # Note this now: `join` first ends the other ranks, and meanwhile peers that lost a rank may have this task stopped.
+            was_asked, ended_at = asked_to_stop.is_set(), time.time_ns() / 1e9
+            ranks.join()
     except ProcessExitedException as error:
-        if asked_to_stop.is_set() or error.exit_code == STOPPED:
+        if was_asked or error.exit_code == STOPPED:
             return STOPPED
         rank, name = args.offset + error.error_index, error.signal_name
         how = f"was killed by {name}" if name else f"exited with code {error.exit_code}"
         sys.stderr.write(f"rank {rank} {how} (pid {error.error_pid})\n")
         # A peer may have reported its broken connection already. The killed process is the cause: replace that report.
-        write_error_file(rank, f"rank {rank} {how}", pid=error.error_pid, signal_name=name, replace=True)
+        write_error_file(rank, f"rank {rank} {how}", pid=error.error_pid, signal_name=name, replace=True, at=ended_at)
         return 1
     except ProcessRaisedException as error:
         sys.stderr.write(f"rank {args.offset + error.error_index} failed:\n{error.msg.strip()}\n")
@@ -349,13 +353,18 @@ def write_error_file(
     pid: int | None = None,
     signal_name: str | None = None,
     replace: bool = False,
+    at: float | None = None,
 ) -> None:
-    """Write the reason of a failure to torch's error file for the launcher. Without ``replace``, keep an existing file."""
+    """Write the reason of a failure to torch's error file for the launcher. Without ``replace``, keep an existing file.
+
+    ``at`` is the time of the failure in seconds since the epoch. Default: now.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": callstack, "timestamp": str(time.time_ns() // 10**9)}
-    record = {"message": {"message": message, "extraInfo": extra}, "rank": rank, "pid": pid or os.getpid()}
+    at = at or time.time_ns() / 1e9
+    extra = {"py_callstack": callstack, "timestamp": str(int(at))}
+    record = {"message": {"message": message, "extraInfo": extra}, "raised_at": at, "rank": rank, "pid": pid or os.getpid()}
     if signal_name:
         record["signal"] = signal_name
     with contextlib.suppress(OSError), Path(path).open("w" if replace else "x", encoding="utf-8") as file:
