@@ -352,9 +352,12 @@ def _await_other_cluster(script: Path, lock: int) -> None:
 
 
 def _down(script: Path, folder: Path) -> None:
-    """Remove a cluster, with the network namespaces of its pods."""
+    """Remove a cluster, with the network namespaces of its pods and the processes of containers that no kubelet has stopped."""
     namespaces = _network_namespaces(folder)
     _run(script, "down", folder)
+    for pid in _processes_in_containers(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for name in namespaces:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
 
@@ -376,6 +379,17 @@ def _run(script: Path, action: str, folder: Path, *words: str, pass_fds: Sequenc
             check=False,
         )
     return done.returncode
+
+
+def _processes_in_containers(folder: Path) -> list[int]:
+    """Return the processes whose root directory is that of a container of the cluster."""
+    found = []
+    for mounts in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):
+            lines = mounts.read_text().splitlines()
+            if any(line.split()[4] == "/" and f"upperdir={folder.resolve()}/" in line for line in lines):
+                found.append(int(mounts.parent.name))
+    return found
 
 
 def _network_namespaces(folder: Path) -> set[str]:
