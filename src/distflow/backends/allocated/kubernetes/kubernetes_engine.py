@@ -159,7 +159,7 @@ class KubernetesEngine:
         try:
             pod = pod_name(allocation_id, index_of_host(host))
         except ValueError:
-            raise NodeUnreachable(name, "a pod of distflow is named NODE_NUMBER, such as `node1_0`") from None
+            raise NodeUnreachable(name, "it is not a host of distflow's pods, which have names such as `node1_0`") from None
         connect = partial(self._api.exec, name, pod, CONTAINER)
         return self._relay(PodTransport(name, python, connect, close=self._api.close), allocation_id, host, python)
 

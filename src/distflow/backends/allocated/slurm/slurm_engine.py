@@ -90,6 +90,7 @@ class SlurmEngine:
     """
 
     question_limit: ClassVar = QuestionLimit(at_once=4.0, every_s=8.0)
+    """At most 11 questions in any minute. One more comes before the first request: an earlier process may have made it."""
 
     def __init__(
         self,
