@@ -41,6 +41,7 @@ EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline gpipe": {"schedule": "gpipe", "micro_batches": 4},
     },
     4: {"hybrid": {"tp_size": 2}, "pipeline": {}, "pipeline of replicas": {"stages": 2}},
+    8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2}},
 }
 """Ranks → name of a check, which begins with the kind → options."""
 

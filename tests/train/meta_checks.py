@@ -26,6 +26,7 @@ FILLED: dict[int, dict[str, dict[str, Any]]] = {
         "hybrid": {"tp_size": 2},
         "pipeline of replicas": {"stages": 2},
     },
+    8: {"pipeline of shards and tensors": {"stages": 2, "shard_size": 2, "tp_size": 2}},
 }
 """Ranks → name of a check, which begins with the kind → options."""
 

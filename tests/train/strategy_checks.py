@@ -382,7 +382,15 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "pipeline of replicas, interleaved": made(
             "pipeline", stages=2, micro_batches=2, schedule="interleaved_1f1b", stages_per_rank=3
         ),
+        "replicas × tp": made("hybrid", tp_size=2, shard_size=1),
+        "stages × tp": made("pipeline", stages=2, tp_size=2, micro_batches=2),
+        "stages × shards": made("pipeline", stages=2, shard_size=2, activation_checkpointing=True),
+        "stages × shards, interleaved": made(
+            "pipeline", stages=2, shard_size=2, micro_batches=2, schedule="interleaved_1f1b", sharding_strategy="SHARD_GRAD_OP"
+        ),
         "clipping": lambda: clipped(
+            make_strategy("pipeline", 4, {"stages": 2, "tp_size": 2}),
+            make_strategy("pipeline", 4, {"stages": 2, "shard_size": 2}),
             make_strategy("hybrid", 4, {"tp_size": 2}),
             make_strategy("fsdp", 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}),
             make_strategy("pipeline", 4, {"stages": 2}),
@@ -391,6 +399,19 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "told": told,
         **evaluations(4),
         **first_values(4),
+    },
+    8: {
+        "replicas × shards × tp": made("hybrid", tp_size=2, shard_size=2),
+        "stages × shards × tp": made("pipeline", stages=2, shard_size=2, tp_size=2, sequence_parallel=True),
+        "stages × replicas × tp": made("pipeline", stages=2, tp_size=2, micro_batches=2),
+        "stages × replicas × shards": made("pipeline", stages=2, shard_size=2),
+        "clipping": lambda: clipped(
+            make_strategy("hybrid", 8, {"tp_size": 2, "shard_size": 2}),
+            make_strategy("pipeline", 8, {"stages": 2, "shard_size": 2, "tp_size": 2}),
+            make_strategy("pipeline", 8, {"stages": 2, "tp_size": 2}),
+        ),
+        **evaluations(8),
+        **first_values(8),
     },
 }
 

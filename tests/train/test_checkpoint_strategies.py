@@ -30,6 +30,7 @@ SCRIPT = """
             "fsdp": ("fsdp", {}), "replicas": ("pipeline", {"stages": 2}),
             "pipeline": ("pipeline", {"split_points": ["2", "4", "5"]}),
             "hybrid": ("hybrid", {"tp_size": 2, "plan": {"0": "colwise", "2": "rowwise"}}),
+            "stages of shards": ("pipeline", {"stages": 2, "shard_size": 2}),
         },
     }[place.size]
     SOURCES = ("tp", "pipeline", "pipeline sgd")
@@ -69,6 +70,11 @@ SCRIPT = """
             optimizer.zero_grad()
         train.Checkpoints(f"{sys.argv[1]}/{source}").save(2, model, optimizer)
         train.report(step=2, source=source, kind="saved", found=digests(model, optimizer))
+    if place.size == 4:
+        model, optimizer = build("stages of shards", 1, "", lr=0.5)
+        train.Checkpoints(f"{sys.argv[1]}/pipeline").load_latest(model, optimizer)
+        train.Checkpoints(f"{sys.argv[1]}/again").save(2, model, optimizer)
+        SOURCES += ("again",)
     for source in SOURCES:
         for kind in KINDS:
             model, optimizer = build(kind, 1, source.partition(" ")[2], lr=0.5)
@@ -88,7 +94,7 @@ def test_a_model_in_parts_is_loaded_under_every_strategy(start_with_torch: Start
     for size, kinds in {
         2: {"saved", "ddp", "fsdp", "tp", "pipeline"},
         1: {"none"},
-        4: {"fsdp", "hybrid", "pipeline", "replicas"},
+        4: {"fsdp", "hybrid", "pipeline", "replicas", "stages of shards"},
     }.items():
         run = start_with_torch(SCRIPT, "--size", str(size), arguments=(str(tmp_path),))
         assert run.wait() == 0, run.stderr
@@ -96,8 +102,9 @@ def test_a_model_in_parts_is_loaded_under_every_strategy(start_with_torch: Start
         for record in run.records:
             assert record["step"] == 2
             found.setdefault((record["source"], record["kind"]), {}).update(json.loads(record["found"]))
-        assert set(found) == {(source, kind) for source in SOURCES for kind in kinds}
+        sources = {*SOURCES, "again"} if size == 4 else SOURCES
+        assert set(found) == {(source, kind) for source in sources for kind in kinds}
         saved |= {source: names for (source, kind), names in found.items() if kind == "saved"}
         assert all(set(names) == NAMES and "lr 0.01" in names["5.bias"] for names in saved.values())
         for (source, kind), names in found.items():
-            assert names == saved[source], (source, kind, size)
+            assert names == saved["pipeline" if source == "again" else source], (source, kind, size)

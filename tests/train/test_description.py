@@ -71,7 +71,7 @@ def test_both_sides_refuse_the_same(kind: str) -> None:
     ("kind", "options", "message"),
     [
         ("ddp", {"cpu_offload": True}, "`cpu_offload` does not go with ddp: only sharded parameters"),
-        ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD does not go with a mesh of fsdp and tp"),
+        ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD does not go with hybrid"),
         ("fsdp", {"mixed_precision": "bf17"}, "mixed_precision is 'bf17': give one of `none`, `bf16`, `fp16`"),
         ("tp", {"tp_size": 2}, "`tp_size` is 2, but there are 4 ranks"),
         ("ddp", {"bucket_cap": 1}, "a strategy has no option 'bucket_cap': did you mean 'bucket_cap_mb'?"),
@@ -109,6 +109,7 @@ def test_another_text_is_refused(text: str) -> None:
         ((4,), ("tp",), [(0, 1)] * 4),
         ((2, 2), ("fsdp", "tp"), [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ((2, 2), ("pp", "dp"), [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ((2, 2), ("pp", "tp"), [(0, 1)] * 4),
         ((2, 2), ("dp", "fsdp"), [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ],
 )
@@ -123,6 +124,7 @@ def test_ranks_that_hold_one_model_take_the_same_data(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("ddp", {}), ("fsdp", {}), ("tp", {}), ("hybrid", {"tp_size": 2}), ("pipeline", {}), ("pipeline", {"stages": 2}),
+     ("pipeline", {"stages": 2, "tp_size": 2}), ("pipeline", {"shard_size": 2}), ("hybrid", {"tp_size": 2, "shard_size": 1}),
      ("fsdp", {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}), ("none", {})],
 )  # fmt: skip
 def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) -> None:
@@ -135,8 +137,8 @@ def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) ->
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("hybrid", {}, "say tp_size"),
-        ("hybrid", {"tp_size": 3}, "tp of 3 does not divide 4 ranks"),
+        ("hybrid", {}, "the size of `tp` is not defined: add tp_size"),
+        ("hybrid", {"tp_size": 3}, "`tp_size` is 3, which does not divide 4 ranks"),
         ("zero", {}, "no strategy 'zero'"),
     ],
 )

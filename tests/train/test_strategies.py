@@ -27,6 +27,10 @@ TRAINED = {
     4: (
         "ddp", "fsdp", "fsdp HYBRID_SHARD", "tp", "hybrid", "hybrid checkpointed", "hybrid of sequences",
         "pipeline", "pipeline of replicas", "pipeline of replicas, interleaved",
+        "replicas × tp", "stages × tp", "stages × shards", "stages × shards, interleaved",
+    ),
+    8: (
+        "replicas × shards × tp", "stages × shards × tp", "stages × replicas × tp", "stages × replicas × shards",
     ),
 }  # fmt: skip
 """The checks that train: ranks → names."""

@@ -11,7 +11,7 @@ from distflow.documents.requirements import Requirements
 from distflow.layout.checks.elastic import remaining_tasks
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
-from distflow.layout.strategy.model import Strategy, group_strategy
+from distflow.layout.strategy.model import group_strategy
 from distflow.plan.compatibility import NAME_TOOLS, distributed_environment, member_ids, name_tools
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.environment import task_environment
@@ -21,6 +21,7 @@ from distflow.plan.tokens import Rewrite, input_place, place_of, relative_paths,
 from distflow.spec.files import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.structs import replace
+from distflow.train.strategies.description import Strategy
 
 __all__ = ["FetchedOutput", "compile_plan", "demands", "strategy_environment", "with_previous_outputs"]
 

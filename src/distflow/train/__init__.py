@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.checkpoints.checkpoints import CheckpointError as CheckpointError
     from distflow.train.checkpoints.checkpoints import Checkpoints as Checkpoints
     from distflow.train.communication.gradients import all_reduce_mean as all_reduce_mean
+    from distflow.train.deprecated import Worker as Worker
     from distflow.train.deprecated import accumulate as accumulate
     from distflow.train.deprecated import backward as backward
     from distflow.train.deprecated import clip_gradients as clip_gradients
@@ -52,7 +53,6 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.strategies.options import PipelineParallel as PipelineParallel
     from distflow.train.strategies.options import StrategyOptions as StrategyOptions
     from distflow.train.strategies.options import TensorParallel as TensorParallel
-    from distflow.train.worker import Worker as Worker
     from distflow.train.world import World as World
     from distflow.train.world import WorldError as WorldError
     from distflow.train.world import finish as finish
@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
 _NAMES = {
     "checkpoints.checkpoints": "CheckpointError Checkpoints",
     "communication.gradients": "all_reduce_mean",
-    "deprecated": "accumulate backward clip_gradients compress_gradients current_strategy data_shard evaluate "
+    "deprecated": "Worker accumulate backward clip_gradients compress_gradients current_strategy data_shard evaluate "
     "full_state_dict local_sgd parallelize",
     "heartbeat": "beat",
     "launcher.starting": "launch",
@@ -72,7 +72,6 @@ _NAMES = {
     "safeguards": "GradientGuard MemoryGuard NonFiniteGradients OutOfMemory STOPPED listen_for_stop stop_requested",
     "strategies.description": "Strategy",
     "strategies.options": "DDP FSDP HybridParallel NotParallel PipelineParallel StrategyOptions TensorParallel",
-    "worker": "Worker",
     "world": "World WorldError finish init",
 }
 """Modules of this package, and the public names that each defines."""

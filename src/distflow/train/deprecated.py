@@ -6,14 +6,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from distflow.train import parallel
 from distflow.train.communication import gradients
 from distflow.train.strategies import description
 from distflow.train.strategies.description import make_strategy, place
+from distflow.train.strategies.stages import Pipeline
 
 __all__ = [
+    "Worker",
     "accumulate",
     "backward",
     "clip_gradients",
@@ -47,6 +50,32 @@ def _old(name: str, replacement: str, function: Callable[..., Any] | None = None
         return getattr(parallel.ParallelPlan(args[0], description.current_strategy()), method)(*args[1:], **kwargs)
 
     return warn_and_call
+
+
+class Worker:
+    """A model with its optimizer. Of a pipeline, a batch is a pair of inputs and targets."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, Any], Any]) -> None:
+        warnings.warn(
+            "distflow.train.Worker is deprecated: use plan.forward_backward, model_state and load_model_state",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        plan = parallel.ParallelPlan(model, description.current_strategy())
+        self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
+        self.get_model_state, self.set_model_state = plan.model_state, plan.load_model_state
+
+    def train_step(self, batch: Any) -> float:
+        """Take one step on this rank's batch, and return this rank's loss before it."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        if isinstance(self.model, Pipeline):
+            loss = self.model.step(*batch)
+        else:
+            loss = self._loss_of(self.model, batch)
+            loss.backward()
+        self.optimizer.step()
+        return float(loss)
 
 
 accumulate = _old("accumulate", "plan.accumulate()")

@@ -141,7 +141,7 @@ class StepTimer:
         mine = elapsed if self._work_s is None else self._work_s
         check_all_answer()
         figures = mine / self._steps, elapsed, self._samples, _peak_memory()
-        rows = from_all(figures, control_group()) if dist.is_initialized() else [figures]
+        rows = from_all(figures, control_group())
         slowest = max(row[1] for row in rows)
         pace = Pace(
             steps=self._steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +212,25 @@ class ParallelPlan:
 
         return full_state_dict(self.model)
 
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """Return the whole model's parameters and buffers on the CPU of every rank, by their names without a strategy.
+
+        Collective. Between two averages of ``local_sgd``, parameters are the mean over the ranks.
+        """
+        from distflow.train.strategies.weights import whole_tensors  # noqa: PLC0415  it imports torch's checkpoints
+
+        return {name: value.detach().to("cpu", copy=True) for name, value in whole_tensors(self.model, all_names=True)}
+
+    def load_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load weights that ``model_state`` of a plan with any strategy returned on rank 0.
+
+        Collective. The ``state`` of other ranks is ignored. Raises ``RuntimeError``, on all ranks, if the names are not those
+        of this model.
+        """
+        from distflow.train.strategies.states import load_model_state  # noqa: PLC0415  it imports torch's checkpoints
+
+        load_model_state(self.model, state)
+
     def save_weights(self, directory: str | Path, *, max_file_size: int = 5_000_000_000) -> None:
         """Write the whole model's parameters and buffers to safetensors files that ``from_pretrained`` of transformers reads.
 
@@ -238,7 +257,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        for module in model.modules():
-            # FSDP2's keep what the backward pass would need; the parameters would not be shards until then.
+        for module in (*model.modules(), *(model.stages if isinstance(model, Pipeline) else ())):
+            # Until the backward pass, modules of FSDP2 keep the parameters that they have gathered.
             if (reshard := getattr(module, "reshard", None)) is not None:
                 reshard()

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from distflow.train.communication.gradients import local_gradients
 from distflow.train.communication.votes import all_ranks, any_rank
 
 __all__ = ["STOPPED", "GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory", "listen_for_stop", "stop_requested"]
@@ -148,7 +149,7 @@ class GradientGuard:
         """Return whether every gradient of every rank is finite. Collective; raises ``NonFiniteGradients`` on all ranks."""
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
-        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = local_gradients(parameters)
         good = not gradients or bool(torch.stack([gradient.isfinite().all().cpu() for gradient in gradients]).all())
         if all_ranks(good, group=self._group):
             self._in_a_row = 0
@@ -161,12 +162,6 @@ class GradientGuard:
                 "or check the data of these steps"
             )
         return False
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient; DTensors alone have a way to it."""
-    to_local = getattr(gradient, "to_local", None)
-    return gradient if to_local is None else torch.as_tensor(to_local())
 
 
 STOPPED = 128 + signal.SIGTERM

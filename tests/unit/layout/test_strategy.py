@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from distflow.documents.problems import Mark, Severity
 from distflow.layout.strategy.forms import FOREIGN_KEYS
-from distflow.layout.strategy.model import Strategy, parse_strategy
+from distflow.layout.strategy.model import parse_strategy
+from distflow.train.strategies.description import Strategy
 from distflow.train.strategies.options import KINDS, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategy-forms.md"
@@ -73,6 +74,18 @@ def test_the_table_is_found() -> None:
         ("{mesh_shape: [[2, 4], [replicate, shard]]}", (4, 4), "fsdp [2, 4] dp fsdp sharding_strategy=HYBRID_SHARD"),
         ("{mesh_shape: [[1, 2, 1, 4], [dp_replicate, dp_shard, cp, tp]]}", (4, 4), "hybrid [2, 4] fsdp tp"),
         ("{mesh_shape: [[2, 4], [pp, dp_replicate]]}", (4, 4), "pipeline [2, 4] pp dp"),
+        ("{mesh_shape: [[4, 2], [dp, pp]]}", (4, 4), "pipeline [4, 2] dp pp"),
+        ("{mesh_shape: [[2, 2, 2], [dp_replicate, dp_shard, tp]]}", (4, 4), "hybrid [2, 2, 2] dp fsdp tp"),
+        ("{mesh_shape: [[4, 2], [dp, tp]]}", (4, 4), "hybrid [4, 1, 2] dp fsdp tp"),
+        ("{kind: hybrid, tp_size: 2, shard_size: 2}", (4, 4), "hybrid [2, 2, 2] dp fsdp tp"),
+        ("{mesh_shape: [[2, 2, 2, 2], [pp, dp_replicate, dp_shard, tp]]}", (8, 8), "pipeline [2, 2, 2, 2] pp dp fsdp tp"),
+        ("{kind: pipeline, stages: 2, tp_size: 2}", (4, 4), "pipeline [2, 2, 2] pp dp tp"),
+        ("{kind: pipeline, tp_size: 2}", (4, 4), "pipeline [4, 2] pp tp"),
+        (
+            "{kind: pipeline, shard_size: 4, stages: 2, mixed_precision: bf16}",
+            (4, 4),
+            "pipeline [2, 4] pp fsdp mixed_precision=bf16",
+        ),
         ("{kind: FSDP, mixed_precision: false}", (2,), "fsdp [2] fsdp mixed_precision=none"),
         ("{mesh_shape: [[4, 1], [tp, fsdp]]}", (4,), "tp [4] tp"),
         ("{kind: hybrid, mesh_shape: [[1, 4], [fsdp, tp]]}", (4,), "hybrid [1, 4] fsdp tp"),
@@ -101,15 +114,24 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{mesh_shape: [[2, 2], [cp, tp]]}", (4,), "context parallelism (`cp`) is not supported", "sequence_parallel"),
         ("{kind: fsdp, sequence_parallel: true}", (2,), "`sequence_parallel` does not go with fsdp", "kind: hybrid"),
         ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "the mesh has an axis twice: dp, data", "once"),
-        ("{mesh_shape: [[2, 2], [dp, tp]]}", (4,), "there is no strategy for a mesh of dp and tp", "fsdp and tp"),
-        ("{mesh_shape: [[2, 2], [tp, fsdp]]}", (4,), "`tp` is not the last axis of the mesh", "[[2, 2], [fsdp, tp]]"),
+        (
+            "{kind: fsdp, mesh_shape: [[2, 2], [dp, tp]]}",
+            (4,),
+            "a mesh of dp, tp means hybrid, but the kind is fsdp",
+            "kind: hybrid",
+        ),
+        ("{mesh_shape: [[2, 2, 2], [pp, fsdp, dp]]}", (8,), "in the order pp, fsdp, dp", "[[2, 2, 2], [pp, dp, fsdp]]"),
+        ("{mesh_shape: [[2, 2], [tp, pp]]}", (4,), "in the order tp, pp", "[[2, 2], [pp, tp]]"),
+        ("{kind: pipeline, stages: 2, mixed_precision: bf16}", (4,), "`mixed_precision` needs the axis fsdp", "add fsdp"),
+        ("{kind: pipeline, stages: 2, sequence_parallel: true}", (4,), "`sequence_parallel` needs the axis tp", "add tp"),
+        ("{mesh_shape: [[2, 2], [tp, fsdp]]}", (4,), "the axes of the mesh are in the order tp, fsdp", "[[2, 2], [fsdp, tp]]"),
         ("{mesh_shape: [[2, 4], [fsdp, tp]]}", (2, 2, 2, 2), "tp is 4, but a task has 2 ranks", "set tp to 1 or 2"),
         ("{mesh_shape: [[4, 4], [fsdp, tp]]}", (4, 4), "the mesh has 4 × 4 = 16 places", "[[2, 4], [fsdp, tp]]"),
         ("{kind: tp}", (2, 2), "tp is 4, but a task has 2 ranks", "use the other ranks for fsdp"),
-        ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but the group has 4 ranks", "kind: hybrid"),
+        ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but there are 4 ranks", "kind: hybrid"),
         ("{kind: hybrid}", (4,), "the size of `tp` is not defined", "tp_size"),
-        ("{kind: hybrid, tp_size: 3}", (4,), "`tp_size` is 3, which does not divide the 4 ranks", "1, 2, 4"),
-        ("{kind: pipeline, stages: 3}", (4,), "`stages` is 3, which does not divide the 4 ranks", "1, 2, 4"),
+        ("{kind: hybrid, tp_size: 3}", (4,), "`tp_size` is 3, which does not divide 4 ranks", "1, 2, 4"),
+        ("{kind: pipeline, stages: 3}", (4,), "`stages` is 3, which does not divide 4 ranks", "1, 2, 4"),
         (
             "{kind: ddp, mesh_shape: [[4, 1], [fsdp, tp]]}",
             (4,),
@@ -128,7 +150,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{kind: ddp, powersgd_rank: 2}", (2,), "`powersgd_rank` without PowerSGD", "compression: powersgd"),
         ("{kind: ddp, compression: fp16, sync_gradients_every: 2}", (2,), "exclude each other", "keep one"),
         ("{kind: fsdp, sharding_strategy: NO_SHARD, cpu_offload: true}", (2,), "`cpu_offload` needs shards", "FULL_SHARD"),
-        ("{kind: hybrid, tp_size: 2, sharding_strategy: NO_SHARD}", (4,), "NO_SHARD does not go with a mesh", "kind: tp"),
+        ("{kind: hybrid, tp_size: 2, sharding_strategy: NO_SHARD}", (4,), "NO_SHARD does not go with hybrid", "FULL_SHARD"),
         ("{kind: fsdp, shard_size: 2}", (4,), "`shard_size` has no effect without HYBRID_SHARD", "HYBRID_SHARD"),
         ("{kind: fsdp, min_num_params: 100}", (2,), "`min_num_params` without wrapping by size", "size"),
         (
@@ -151,7 +173,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
             "cannot be divided over 4 data ranks",
             "16",
         ),
-        ("{kind: ddp, global_batch_size: 64, micro_batch_size: 4}", (4,), "64 is not 4 × 4 data ranks", "say 16"),
+        ("{kind: ddp, global_batch_size: 64, micro_batch_size: 4}", (4,), "64 is not 4 × 4 data ranks", "write 16"),
         ("{kind: tp, plan: {q: diagonal}}", (2,), "`plan` has an invalid value: {'q': 'diagonal'}", "`colwise` or `rowwise`"),
         ("{cluster: 3}", (2,), "`cluster` is 3", "keys and values"),
         ("{cluster: {nmae: ray}}", (2,), "`nmae` is not a key of `cluster`", "did you mean `name`?"),
@@ -216,11 +238,14 @@ def strategies(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
     if kind == "tp":
         tasks = 1
     names = [name for name in VALUES if kind in OPTIONS[name].kinds]
+    shards = draw(st.sampled_from([number for number in (1, 2, 4, 8) if size % number == 0]))
+    if kind == "pipeline" and shards == 1:
+        names = [name for name in names if "fsdp" not in OPTIONS[name].kinds or "ddp" in OPTIONS[name].kinds]
     block = {name: draw(VALUES[name]) for name in draw(st.lists(st.sampled_from(names), unique=True))}
     if kind == "hybrid":
         block["tp_size"] = draw(st.sampled_from([number for number in (1, 2, 4, 8) if size % number == 0]))
     if kind == "pipeline":
-        block["stages"] = size
+        block |= {"stages": size // shards, "shard_size": shards}
     return {"kind": kind, **block}, (size,) * tasks
 
 

@@ -10,7 +10,6 @@ stages divide the ranks; options are valid for the kind and with each other; bat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -21,54 +20,25 @@ from distflow.documents.text import did_you_mean
 from distflow.layout.ranks import World
 from distflow.layout.strategy.forms import FOREIGN_KEYS, Draft, read_block
 from distflow.spec.model import GroupSpec
-from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, Misfit, Wrong, clashes, misfits, normal_value
+from distflow.train.strategies.description import Strategy
+from distflow.train.strategies.options import (
+    AXES,
+    KINDS,
+    MAIN_AXIS,
+    MESH_SIZES,
+    Misfit,
+    Wrong,
+    clashes,
+    default_mesh,
+    misfits,
+    normal_value,
+    regular_mesh,
+)
 
-__all__ = ["Strategy", "group_strategy", "parse_strategy", "unread_strategy"]
+__all__ = ["group_strategy", "parse_strategy", "unread_strategy"]
 
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_MAIN = {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
-_FROM_AXES: Mapping[frozenset[str], str] = MappingProxyType(
-    {
-        frozenset(): "none",
-        frozenset({"dp"}): "ddp",
-        frozenset({"fsdp"}): "fsdp",
-        frozenset({"dp", "fsdp"}): "fsdp",
-        frozenset({"tp"}): "tp",
-        frozenset({"fsdp", "tp"}): "hybrid",
-        frozenset({"pp"}): "pipeline",
-        frozenset({"dp", "pp"}): "pipeline",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """How the ranks of a group train one model together."""
-
-    kind: str
-    """One of ``KINDS``."""
-    shape: tuple[int, ...]
-    """The sizes of the mesh; their product is the number of ranks."""
-    names: tuple[str, ...]
-    """The axes of the mesh: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The given options in their normal form (``options.OPTIONS``)."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of its ranks."""
-        return prod(self.shape)
-
-    def normalized(self) -> dict[str, Any]:
-        """Return it as the JSON object that the ranks read from ``DISTFLOW_STRATEGY``."""
-        mesh = {"shape": list(self.shape), "names": list(self.names)}
-        return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}
-
-    def as_block(self) -> dict[str, Any]:
-        """Return the block for this strategy, in the form of a spec."""
-        mesh = {"mesh_shape": [list(self.shape), list(self.names)]} if len(self.shape) > 1 else {}
-        return {"kind": self.kind, **mesh, **dict(sorted(self.options.items()))}
 
 
 def parse_strategy(
@@ -94,15 +64,15 @@ def parse_strategy(
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
     _report(draft, misfits(kind, options))
-    shape, names = _mesh(draft, kind, options, sizes)
+    if kind == "fsdp" and "dp" in draft.names:
+        options.setdefault("sharding_strategy", "HYBRID_SHARD")
+    mesh = _mesh(draft, kind, options, sizes)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
-    if "dp" in names and kind == "fsdp":
-        options.setdefault("sharding_strategy", "HYBRID_SHARD")
     for name in MESH_SIZES:
         options.pop(name, None)
-    strategy = Strategy(kind=kind, shape=shape, names=names, options=MappingProxyType(options))
-    _report(draft, clashes(kind, dict(zip(names, shape, strict=True)), options))
+    strategy = Strategy(kind=kind, shape=tuple(mesh.values()), names=tuple(mesh), options=MappingProxyType(options))
+    _report(draft, clashes(kind, mesh, options))
     _tasks(draft, strategy, sizes)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
@@ -139,31 +109,24 @@ def _values(draft: Draft) -> dict[str, Any]:
 
 def _kind(draft: Draft, world: int) -> str:
     """Return the kind of the block, or the one that its mesh implies; ddp if it has neither."""
-    active = frozenset(name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1)
-    meant = _FROM_AXES.get(active)
-    if meant is None:
-        axes = " and ".join(sorted(active))
-        hint = "supported meshes: dp; fsdp; dp and fsdp; tp; fsdp and tp; pp; dp and pp"
-        draft.add(draft.mesh_path, f"there is no strategy for a mesh of {axes}", hint)
-        return "none"
+    active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
+    implied = "none"
+    if active:
+        has_tensors = "hybrid" if active & {"dp", "fsdp"} else "tp"
+        implied = "pipeline" if "pp" in active else has_tensors if "tp" in active else "fsdp" if "fsdp" in active else "ddp"
     if draft.kind is None:
         if not draft.mesh_path and "stages" in draft.options:
             return "pipeline"
-        return meant if draft.mesh_path else "ddp" if world > 1 else "none"
+        return implied if draft.mesh_path else "ddp" if world > 1 else "none"
     kind = str(draft.kind.value)
-    if draft.mesh_path and active and (not active <= set(AXES[kind]) or _MAIN[kind] not in (active | _one_of(draft))):
+    if active and (not active <= set(AXES[kind]) or MAIN_AXIS[kind] not in draft.names):
         axes = ", ".join(draft.names)
         draft.add(
             draft.mesh_path,
-            f"a mesh of {axes} means {meant}, but the kind is {kind}",
-            f"write kind: {meant}, or remove the kind or the mesh",
+            f"a mesh of {axes} means {implied}, but the kind is {kind}",
+            f"write kind: {implied}, or remove the kind or the mesh",
         )
     return kind
-
-
-def _one_of(draft: Draft) -> frozenset[str]:
-    """Return the axes of size 1, which have no effect."""
-    return frozenset(name for name, size in zip(draft.names, draft.shape, strict=True) if size == 1)
 
 
 def _claims(draft: Draft, sizes: Sequence[int]) -> None:
@@ -205,78 +168,26 @@ def _ranks(sizes: Sequence[int]) -> str:
 # -- the mesh ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the shape and the names of the mesh: those of the block, or from the kind and the sizes of its axes."""
+def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
+    """Return axis → size of the mesh: that of the block, or from the kind and the sizes of its inner axes."""
     world = sum(sizes)
-    if draft.mesh_path:
-        shape, names = _written(draft, kind, options)
-        places = prod(shape)
-        if places != world:
+    if not draft.mesh_path:
+        mesh = default_mesh(kind, world, options, sizes[0] if len(set(sizes)) == 1 else None)
+    else:
+        for name in MESH_SIZES:
+            if name in options:
+                draft.add(draft.options[name].path, f"`{name}` cannot be combined with a mesh", "remove one of them")
+        mesh = regular_mesh(kind, dict(zip(draft.names, draft.shape, strict=True)), options)
+        if (places := prod(draft.shape)) != world:
             product = " × ".join(map(str, draft.shape))
             message = f"the mesh has {product} = {places} places, but the group has {_ranks(sizes)}"
-            draft.add(draft.mesh_path, message, _other_shape(names, shape, world))
-        return shape, names
-    if kind == "hybrid":
-        return _split(draft, "tp_size", None, world, names=("fsdp", "tp"))
-    if kind == "tp":
-        tp = options.get("tp_size", world)
-        if tp != world:
-            message = f"`tp_size` is {tp}, but the group has {_ranks(sizes)}"
-            draft.add(draft.options["tp_size"].path, message, "write kind: hybrid, which shards the model over the other ranks")
-        return (world,), ("tp",)
-    if kind == "pipeline":
-        shape, names = _split(draft, "stages", world, world, names=("dp", "pp"))
-        # Replicas of one stage are neighbors, so that gradients stay on a node if possible.
-        return ((shape[1], shape[0]), ("pp", "dp")) if shape[0] > 1 else ((shape[1],), ("pp",))
-    if kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD":
-        return _split(draft, "shard_size", sizes[0] if len(set(sizes)) == 1 else None, world, names=("dp", "fsdp"))
-    if "shard_size" in options:
-        hint = "add sharding_strategy: HYBRID_SHARD, or remove `shard_size`"
-        message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
-        draft.add(draft.options["shard_size"].path, message, hint)
-    return (world,), ("fsdp",) if kind == "fsdp" else ("dp",)
-
-
-def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the mesh of the block, without axes of size 1 that the kind does not use."""
-    for name in ("tp_size", "shard_size", "stages"):
-        if name in options:
-            draft.add(draft.options[name].path, f"`{name}` cannot be combined with a mesh", "remove one of them")
-    two = kind == "hybrid" or (kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD")
-    found = dict(zip(draft.names, draft.shape, strict=True))
-    if two:
-        for axis in AXES[kind]:
-            found.setdefault(axis, 1)
-    kept = {name: size for name, size in found.items() if size > 1 or name == _MAIN[kind] or (two and name in AXES[kind])}
-    kept = kept or {_MAIN[kind]: 1}
-    inner = {"hybrid": "tp", "fsdp": "fsdp"}.get(kind)
-    if inner in kept and list(kept)[-1] != inner:
-        if kept[inner] == 1 or all(size == 1 for name, size in kept.items() if name != inner):
-            kept[inner] = kept.pop(inner)
-        else:
-            message = f"`{inner}` is not the last axis of the mesh, so its ranks are not neighbors on a node"
-            order = [*(name for name in kept if name != inner), inner]
-            hint = f"write [[{', '.join(str(kept[name]) for name in order)}], [{', '.join(order)}]]"
-            draft.add(draft.mesh_path, message, hint)
-    return tuple(kept.values()), tuple(kept)
-
-
-def _split(
-    draft: Draft, option: str, default: int | None, world: int, *, names: tuple[str, str]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return a mesh whose last axis has the size of an option, and whose first axis takes the other ranks."""
-    given = draft.options.get(option)
-    inner = given.value if given is not None else default
-    path = given.path if given is not None else draft.path
-    if not isinstance(inner, int):
-        draft.add(path, f"the size of `{names[1]}` is not defined", f"add {option}, or mesh_shape: [[…, …], {list(names)}]")
-        return (world, 1), names
-    if world % inner:
-        fitting = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
-        draft.add(
-            path, f"`{option}` is {inner}, which does not divide the {world} ranks of the group", f"write one of {fitting}"
-        )
-    return (max(world // inner, 1), inner), names
+            regular = {} if isinstance(mesh, Misfit) else mesh
+            draft.add(draft.mesh_path, message, _other_shape(tuple(regular), tuple(regular.values()), world))
+    if isinstance(mesh, Misfit):
+        path = draft.mesh_path or (draft.options[mesh.name].path if mesh.name in draft.options else draft.path)
+        draft.add(path, mesh.message, mesh.hint)
+        return {}
+    return mesh
 
 
 def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
@@ -291,9 +202,7 @@ def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
 
 def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
     """Report ranks that share a tensor but are not on one node."""
-    if "tp" not in strategy.names:
-        return
-    tp = strategy.shape[strategy.names.index("tp")]
+    tp = strategy.mesh.get("tp", 1)
     if over := [size for size in sizes if size % tp]:
         at = draft.mesh_path or (draft.options["tp_size"].path if "tp_size" in draft.options else draft.path)
         message = f"tp is {tp}, but a task has {over[0]} rank{'s' if over[0] != 1 else ''}: "

@@ -20,7 +20,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "drifts", "local_sgd", "means_of"]
+__all__ = [
+    "accumulate",
+    "all_reduce_mean",
+    "begin_step",
+    "compress_gradients",
+    "drifts",
+    "local_gradients",
+    "local_sgd",
+    "means_of",
+]
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -179,6 +188,12 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], *, bucket_mb: float = 25.0,
         for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.detach().copy_(mean.view_as(tensor))
     return len(buckets)
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return this rank's parts of the gradients; those of a ``DTensor`` without the parts of other ranks."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:

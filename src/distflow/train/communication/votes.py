@@ -77,6 +77,8 @@ def _vote(
 
 def from_first(value: _Value, group: dist.ProcessGroup | None = None) -> _Value:
     """Return rank 0's value on every rank. Collective; the value must be picklable."""
+    if not dist.is_initialized():
+        return value
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group, device=None if group is None else torch.device("cpu"))
     return box[0]
@@ -84,6 +86,8 @@ def from_first(value: _Value, group: dist.ProcessGroup | None = None) -> _Value:
 
 def from_all(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
     """Return the value of every rank, in their order. Collective; the values must be picklable."""
+    if not dist.is_initialized():
+        return [value]
     values: list[_Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

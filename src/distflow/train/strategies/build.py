@@ -65,13 +65,13 @@ def prepare(
         return replicate(fill(allocate(model, device), device, loaded) if empty else model, device, chosen.options)
     if not empty:
         _start_alike(model)
-    ready = _cut(model, mesh, device, chosen, loss, example)
+    ready = _divide(model, mesh, device, chosen, loss, example)
     if empty:
         fill(model, device, loaded)
     return ready
 
 
-def _cut(
+def _divide(
     model: nn.Module,
     mesh: DeviceMesh,
     device: torch.device,
@@ -79,23 +79,34 @@ def _cut(
     loss: Loss | None,
     example: tuple[torch.Tensor, ...] | None,
 ) -> nn.Module:
-    """Return what this rank holds of a model: a stage, or the model with parts of its tensors."""
-    if strategy.kind == "pipeline":
-        if loss is None:
-            raise ValueError("a pipeline needs a loss function for its last stage: call parallelize(model, loss=…)")
-        return make_pipeline(model, mesh, device, strategy.options, loss=loss, example=example)
-    # Each kind imports what it needs of torch, which is a second or two: replicas need nothing.
-    if strategy.size("tp") > 1:
-        from distflow.train.strategies.tensors import split_tensors  # noqa: PLC0415
+    """Return this rank's part of a model: its stages, or the model with parts of its tensors."""
+    options, sizes = strategy.options, strategy.mesh
+    has_tensors, has_shards = sizes.get("tp", 1) > 1, "fsdp" in sizes
+    layers = repeated_layers(model, options.get("transformer_layer_cls", ())) if has_tensors or has_shards else []
+    # Import only the parts of torch that the strategy needs, because each takes a second or two.
+    if has_tensors:
+        from distflow.train.strategies.tensors import split_tensors, tensor_styles  # noqa: PLC0415
 
-        layers = repeated_layers(model, strategy.options.get("transformer_layer_cls", ()))
-        divided = layers if strategy.options.get("sequence_parallel") else None
-        split_tensors(model, mesh["tp"], strategy.options.get("plan"), divided)
-    if strategy.kind == "fsdp" or (strategy.kind == "hybrid" and strategy.size("fsdp") > 1):
+        styles = tensor_styles(model, sizes["tp"], options.get("plan"))
+        if options.get("sequence_parallel") and not layers:
+            raise ValueError("sequence_parallel: no repeated layers found; name their class in transformer_layer_cls")
+    if has_shards:
         from distflow.train.strategies.shards import shard  # noqa: PLC0415
 
-        shard(model, mesh if strategy.kind == "fsdp" else mesh["fsdp"], strategy.options)
-    return allocate(model, device, offload=bool(strategy.options.get("cpu_offload")))
+    def divide(part: nn.Module) -> nn.Module:
+        inside = set(part.modules())
+        own_layers = [layer for layer in layers if layer in inside]
+        if has_tensors:
+            split_tensors(part, mesh["tp"], styles, own_layers if options.get("sequence_parallel") else None)
+        if has_shards:
+            shard(part, mesh["dp", "fsdp"] if "dp" in sizes else mesh["fsdp"], options, own_layers)
+        return allocate(part, device, offload=bool(options.get("cpu_offload")))
+
+    if strategy.kind != "pipeline":
+        return divide(model)
+    if loss is None:
+        raise ValueError("a pipeline needs a loss function for its last stage: call parallelize(model, loss=…)")
+    return make_pipeline(model, mesh, device, options, loss=loss, example=example, divide=divide)
 
 
 def _device() -> torch.device:

@@ -23,9 +23,11 @@ from distflow.train.strategies.options import (
     StrategyOptions,
     Wrong,
     clashes,
+    default_mesh,
     micro_batches,
     misfits,
     normal_value,
+    regular_mesh,
 )
 
 __all__ = [
@@ -73,15 +75,26 @@ class Strategy:
             return self.options.get("global_batch_size")
         return int(self.options["micro_batch_size"]) * micro_batches(self.options) * self.data_shard(0)[1]
 
-    def size(self, axis: str) -> int:
-        """Return the size of an axis; 1 when the mesh has none of that name."""
-        return dict(zip(self.names, self.shape, strict=True)).get(axis, 1)
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(zip(self.names, self.shape, strict=True))
+
+    def normalized(self) -> dict[str, Any]:
+        """Return it as the JSON object in ``DISTFLOW_STRATEGY``."""
+        mesh = {"shape": list(self.shape), "names": list(self.names)}
+        return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}
+
+    def as_block(self) -> dict[str, Any]:
+        """Return the ``strategy`` block of a spec."""
+        mesh = {"mesh_shape": [list(self.shape), list(self.names)]} if len(self.shape) > 1 else {}
+        return {"kind": self.kind, **mesh, **dict(sorted(self.options.items()))}
 
     def having(self, options: Mapping[str, Any]) -> Strategy:
         """Return this strategy with more options, or others. Raises ``ValueError`` for those that a spec could not say."""
         together = _normal({**self.options, **options}, list(OPTIONS))
         _refuse(misfits(self.kind, together))
-        _refuse(clashes(self.kind, dict(zip(self.names, self.shape, strict=True)), together))
+        _refuse(clashes(self.kind, self.mesh, together))
         return replace(self, options=MappingProxyType(together))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
@@ -181,48 +194,27 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
     """Return a strategy on a mesh over ``world`` ranks. Raises ``ValueError`` if the ranks or the options do not fit it."""
     if isinstance(given, Strategy):
-        return given.having({})
+        return _on_mesh(given.kind, regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
 
 
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
-    """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give the second axis its size.
+    """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give inner axes their sizes.
 
-    Raises ``ValueError`` when the ranks cannot be divided so, and for options that a spec could not say either.
+    Raises ``ValueError`` if these sizes do not divide the ranks, and for options that a spec cannot have either.
     """
     if kind not in KINDS:
         raise ValueError(f"there is no strategy {kind!r}: {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
     _refuse(misfits(kind, given))
-    wanted = {name: given.pop(name, None) for name in MESH_SIZES}
+    mesh = default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
+    return _on_mesh(kind, mesh).having({name: value for name, value in given.items() if name not in MESH_SIZES})
 
-    def over(inner: int, outer: str, axis: str) -> tuple[tuple[int, int], tuple[str, str]]:
-        if world % inner:
-            raise ValueError(f"{kind}: {axis} of {inner} does not divide {world} ranks")
-        return (world // inner, inner), (outer, axis)
 
-    shape: Sequence[int] = (world,)
-    names: Sequence[str] = ("dp",)
-    if kind == "hybrid":
-        if wanted["tp_size"] is None:
-            raise ValueError("hybrid: say tp_size, the number of ranks that share a tensor")
-        shape, names = over(wanted["tp_size"], "fsdp", "tp")
-    elif kind == "fsdp" and given.get("sharding_strategy") == "HYBRID_SHARD":
-        shape, names = over(wanted["shard_size"] or int(os.environ.get("LOCAL_WORLD_SIZE") or world), "dp", "fsdp")
-    elif kind == "pipeline":
-        (replicas, stages), _ = over(wanted["stages"] or world, "dp", "pp")
-        shape, names = ((stages, replicas), ("pp", "dp")) if replicas > 1 else ((stages,), ("pp",))
-    elif kind in ("fsdp", "tp"):
-        names = (kind,)
-        if wanted["shard_size"] is not None:
-            raise ValueError(
-                "`shard_size` without HYBRID_SHARD: all ranks share the shards: say sharding_strategy: HYBRID_SHARD"
-            )
-        if wanted["tp_size"] not in (None, world):
-            raise ValueError(
-                f"`tp_size` is {wanted['tp_size']}, but there are {world} ranks: hybrid uses the others for shards"
-            )
-    return Strategy(kind=kind, shape=tuple(shape), names=tuple(names)).having(given)
+def _on_mesh(kind: str, mesh: dict[str, int] | Misfit) -> Strategy:
+    if isinstance(mesh, Misfit):
+        raise ValueError(f"{mesh.message}: {mesh.hint}")  # noqa: TRY004  the value is wrong, not its type
+    return Strategy(kind=kind, shape=tuple(mesh.values()), names=tuple(mesh))
 
 
 def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:

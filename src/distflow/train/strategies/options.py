@@ -16,6 +16,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "KINDS",
+    "MAIN_AXIS",
     "MESH_SIZES",
     "OPTIONS",
     "STRATEGIES",
@@ -28,20 +29,29 @@ __all__ = [
     "TensorParallel",
     "Wrong",
     "clashes",
+    "default_mesh",
     "micro_batches",
     "misfits",
     "normal_value",
+    "regular_mesh",
 ]
 
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"ddp": ("dp",), "fsdp": ("dp", "fsdp"), "tp": ("tp",), "hybrid": ("fsdp", "tp"), "pipeline": ("pp", "dp"), "none": ("dp",)}
+    {
+        "ddp": ("dp",), "fsdp": ("dp", "fsdp"), "tp": ("tp",), "hybrid": ("dp", "fsdp", "tp"),
+        "pipeline": ("pp", "dp", "fsdp", "tp"), "none": ("dp",),
+    }
+)  # fmt: skip
+"""The mesh axes of each kind, from the outermost to the innermost: ranks that differ only in the last axis are neighbors."""
+MAIN_AXIS: Mapping[str, str] = MappingProxyType(
+    {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
 )
-"""The mesh axes of each kind, in the order in which ranks fill them if no mesh is given."""
+"""The axis without which a mesh is not of this kind."""
 KINDS = tuple(AXES)
-"""What a strategy can be: replicated, sharded, tensor parallel, sharded × tensor parallel, in stages, or a plain module."""
+"""The kinds: replicas, shards, tensor parallelism, tensor parallelism with shards, stages, and a module as it is."""
 
 MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "shard_size": "fsdp", "stages": "pp"})
-"""Options that give the size of a mesh axis, and that axis; the other axis takes what is left of the ranks."""
+"""Options that give the size of a mesh axis, and that axis. The outermost axis takes the other ranks."""
 
 
 class Wrong(Exception):
@@ -98,7 +108,7 @@ def _precision(value: object) -> object:
     return _choice("none", "bf16", "fp16")(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
     """The options of every kind of strategy. ``None`` in any option means that it is not given."""
 
@@ -114,25 +124,25 @@ class StrategyOptions:
 
     def given(self) -> dict[str, object]:
         """Return the given options, as a spec has them."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return {option.name: value for option in fields(self) if (value := getattr(self, option.name)) is not None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Accumulating(StrategyOptions):
+@dataclass(frozen=True, kw_only=True)
+class _Accumulation(StrategyOptions):
     gradient_accumulation_steps: int | None = None
-    """Passes of one step."""
+    """Forward and backward passes of one step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Repeated(_Accumulating):
+@dataclass(frozen=True, kw_only=True)
+class _Layers(StrategyOptions):
     activation_checkpointing: bool | None = None
     """Compute the repeated layers again in the backward pass, instead of keeping their activations."""
     transformer_layer_cls: str | Sequence[str] | None = None
     """Class names of the repeated layers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sharded(_Repeated):
+@dataclass(frozen=True, kw_only=True)
+class _Shards(_Layers):
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
     mixed_precision: Literal["none", "bf16", "fp16"] | bool | None = None
     """The dtype of parameters in computations; true is bf16."""
@@ -142,13 +152,25 @@ class _Sharded(_Repeated):
     """Keep shards in the memory of the node."""
     auto_wrap_policy: Literal["none", "transformer_layer", "size"] | None = None
     min_num_params: int | None = None
-    """Parameters from which on a module is gathered by itself, with ``auto_wrap_policy="size"``."""
+    """Modules with at least this many parameters are gathered separately, with ``auto_wrap_policy="size"``."""
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = None
     """Accepted as in FSDP; changes nothing."""
+    shard_size: int | None = None
+    """Ranks that share one copy of the model. The other ranks hold further copies (the axis ``dp``)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DDP(_Repeated):
+@dataclass(frozen=True, kw_only=True)
+class _Tensors(StrategyOptions):
+    plan: Mapping[str, str] | None = None
+    """Name pattern of modules → ``colwise`` or ``rowwise``."""
+    tp_size: int | None = None
+    """Ranks that share a tensor."""
+    sequence_parallel: bool | None = None
+    """Each rank keeps only its part of the sequence between attention and MLP, and computes the norms of this part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(_Accumulation, _Layers):
     """Replicas: each rank holds the whole model."""
 
     kind: ClassVar[str] = "ddp"
@@ -162,41 +184,30 @@ class DDP(_Repeated):
     """Steps between two averages of the parameters (local SGD)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FSDP(_Sharded):
-    """Shards: each rank holds 1/N of parameters, gradients and optimizer states."""
+@dataclass(frozen=True, kw_only=True)
+class FSDP(_Accumulation, _Shards):
+    """Shards: each rank holds 1/N of parameters, gradients and optimizer states. ``shard_size`` needs ``HYBRID_SHARD``."""
 
     kind: ClassVar[str] = "fsdp"
-    shard_size: int | None = None
-    """Ranks that share one copy of the model, with ``HYBRID_SHARD``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallel(_Repeated):
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(_Accumulation, _Layers, _Tensors):
     """Each rank holds a part of the large matrices, and all ranks get the same data."""
 
     kind: ClassVar[str] = "tp"
-    plan: Mapping[str, str] | None = None
-    """Name pattern of modules → ``colwise`` or ``rowwise``."""
-    tp_size: int | None = None
-    sequence_parallel: bool | None = None
-    """Each rank keeps only its part of the sequence between attention and MLP, and computes the norms of this part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HybridParallel(_Sharded):
-    """Tensor parallelism within groups of ``tp_size`` ranks, and shards over these groups."""
+@dataclass(frozen=True, kw_only=True)
+class HybridParallel(_Accumulation, _Shards, _Tensors):
+    """Tensor parallelism in groups of ``tp_size`` ranks, and shards over these groups."""
 
     kind: ClassVar[str] = "hybrid"
-    plan: Mapping[str, str] | None = None
-    """Name pattern of modules → ``colwise`` or ``rowwise``."""
-    tp_size: int | None = None
-    sequence_parallel: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineParallel(StrategyOptions):
-    """Each rank holds some layers (a stage), through which micro-batches flow."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallel(_Shards, _Tensors):
+    """Each rank holds some layers (a stage), or a part of them, and micro-batches flow through the stages."""
 
     kind: ClassVar[str] = "pipeline"
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] | None = None
@@ -206,10 +217,11 @@ class PipelineParallel(StrategyOptions):
     """The modules that begin the second and each further stage."""
     micro_batches: int | None = None
     stages: int | None = None
+    """Ranks that the micro-batches flow through."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotParallel(_Accumulating):
+@dataclass(frozen=True, kw_only=True)
+class NotParallel(_Accumulation):
     """One rank, or ranks that do not train together."""
 
     kind: ClassVar[str] = "none"
@@ -230,7 +242,7 @@ class Option:
     check: Callable[[object], object]
     """Return the value in its normal form, or raise ``Wrong``."""
     instead: str
-    """What to say to users of another kind; empty for nothing."""
+    """The hint for users of another kind; empty for none."""
 
 
 _INSTEAD = {
@@ -238,7 +250,7 @@ _INSTEAD = {
     "sync_gradients_every": "only replicas can drift apart between two averages: use `kind: ddp`",
     "mixed_precision": "with ddp, `compression: bf16` halves what is sent; "
     "for bf16 arithmetic use torch.autocast in the program",
-    "reduce_dtype": "with ddp, say `compression: bf16` or `fp16`",
+    "reduce_dtype": "with ddp, write `compression: bf16` or `fp16`",
     "sequence_parallel": "only tensor parallelism divides sequences: `kind: tp` or `kind: hybrid`",
     "cpu_offload": "only sharded parameters can be kept on the CPU: `kind: fsdp`",
     "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
@@ -290,8 +302,64 @@ def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
         if name in OPTIONS and kind not in OPTIONS[name].kinds:
             option = OPTIONS[name]
             yield Misfit(name, f"`{name}` does not go with {kind}", option.instead or f"it goes with {', '.join(option.kinds)}")
-        if name in MESH_SIZES and (MESH_SIZES[name] not in AXES[kind] or kind == "ddp"):
+        if name in MESH_SIZES and MESH_SIZES[name] not in AXES[kind]:
             yield Misfit(name, f"`{name}` does not go with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
+
+
+def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: int | None) -> dict[str, int] | Misfit:
+    """Return axis → size of a mesh over all ranks, from the sizes of inner axes in ``options`` (``MESH_SIZES``).
+
+    ``per_node`` is the default ``shard_size`` of HYBRID_SHARD: the ranks on each node, or ``None`` if that number differs.
+    """
+    sizes = {axis: int(options[name]) for name, axis in MESH_SIZES.items() if name in options}
+    has_replicas = options.get("sharding_strategy") == "HYBRID_SHARD"
+    if kind == "tp" and sizes.setdefault("tp", ranks) != ranks:
+        hint = "write kind: hybrid, which shards the model over the other ranks"
+        return Misfit("tp_size", f"`tp_size` is {sizes['tp']}, but there are {ranks} ranks", hint)
+    if kind == "fsdp" and not has_replicas and "shard_size" in options:
+        message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
+        return Misfit("shard_size", message, "add sharding_strategy: HYBRID_SHARD, or remove `shard_size`")
+    if kind == "fsdp" and has_replicas and per_node is not None:
+        sizes.setdefault("fsdp", per_node)
+    for name, axis in (("tp_size", "tp"),) if kind == "hybrid" else (("shard_size", "fsdp"),) if has_replicas else ():
+        if axis not in sizes:
+            return Misfit(
+                name, f"the size of `{axis}` is not defined", f"add {name}, or mesh_shape: [[…, …], {list(AXES[kind][-2:])}]"
+            )
+    rest = ranks
+    for name, axis in MESH_SIZES.items():
+        if rest % sizes.get(axis, 1):
+            fitting = ", ".join(str(number) for number in range(1, rest + 1) if rest % number == 0)
+            message = f"`{name}` is {sizes[axis]}, which does not divide {rest} ranks"
+            return Misfit(name, message, f"write one of {fitting}")
+        rest //= sizes.get(axis, 1)
+    outer = next((axis for axis in (MAIN_AXIS[kind], "fsdp" if kind == "hybrid" else "dp") if axis not in sizes), "dp")
+    sizes[outer] = rest
+    return regular_mesh(kind, {axis: sizes[axis] for axis in AXES[kind] if axis in sizes}, options)
+
+
+def regular_mesh(kind: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, int] | Misfit:
+    """Return axis → size of a mesh without the axes of size 1 that the kind does not need, or a ``Misfit``.
+
+    ``sizes`` are in the order of the mesh.
+    """
+    needed = {"hybrid": {"fsdp", "tp"}, "fsdp": {"fsdp"}}.get(kind, {MAIN_AXIS[kind]})
+    if kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD":
+        needed = {"dp", "fsdp"}
+    written = [axis for axis, size in sizes.items() if size > 1]
+    if foreign := [axis for axis in written if axis not in AXES[kind]]:
+        return Misfit("mesh_shape", f"{kind} has no axis {foreign[0]}", f"its axes are {', '.join(AXES[kind])}")
+    order = [axis for axis in AXES[kind] if axis in written or axis in needed]
+    if kind == "pipeline" and written[:2] == ["dp", "pp"]:  # stages that are neighbors instead of replicas
+        order[:2] = ["dp", "pp"]
+    if written != [axis for axis in order if axis in written]:
+        message = f"the axes of the mesh are in the order {', '.join(written)}: ranks of its last axis are neighbors on a node"
+        hint = f"write [[{', '.join(str(sizes[axis]) for axis in order)}], [{', '.join(order)}]]"
+        return Misfit("mesh_shape", message, hint)
+    return {axis: sizes.get(axis, 1) for axis in order}
+
+
+_SHARDING = ("sharding_strategy", "mixed_precision", "reduce_dtype", "cpu_offload", "auto_wrap_policy")
 
 
 def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -303,28 +371,36 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
     if sharding == "NO_SHARD":
         for name in ("cpu_offload", "mixed_precision", "reduce_dtype"):
             if options.get(name, False) not in (False, "none"):
-                yield Misfit(name, f"`{name}` needs shards, and NO_SHARD makes none", "say FULL_SHARD, or leave it out")
-    if kind == "hybrid" and sharding in ("HYBRID_SHARD", "NO_SHARD"):
-        message = f"{sharding} does not go with a mesh of fsdp and tp"
-        yield Misfit("sharding_strategy", message, "say FULL_SHARD or SHARD_GRAD_OP; without shards, kind: tp")
+                yield Misfit(name, f"`{name}` needs shards, and NO_SHARD makes none", "write FULL_SHARD, or leave it out")
+    if kind in ("hybrid", "pipeline") and sharding in ("HYBRID_SHARD", "NO_SHARD"):
+        message = f"{sharding} does not go with {kind}, where the axes dp and fsdp of the mesh define replicas and shards"
+        yield Misfit("sharding_strategy", message, "write FULL_SHARD or SHARD_GRAD_OP")
     if kind == "fsdp" and "dp" in mesh and sharding != "HYBRID_SHARD":
         message = f"a mesh of dp and fsdp is HYBRID_SHARD, not {sharding}"
-        yield Misfit("sharding_strategy", message, "say HYBRID_SHARD, or one axis")
+        yield Misfit("sharding_strategy", message, "write HYBRID_SHARD, or one axis")
     if "powersgd_rank" in options and options.get("compression") != "powersgd":
-        yield Misfit("powersgd_rank", "`powersgd_rank` without PowerSGD", "say compression: powersgd")
+        yield Misfit("powersgd_rank", "`powersgd_rank` without PowerSGD", "write compression: powersgd")
     if options.get("sync_gradients_every", 1) > 1 and options.get("compression", "none") != "none":
         message = "`compression` and `sync_gradients_every` exclude each other: between two averages no gradient is sent"
         yield Misfit("compression", message, "keep one of the two")
-    if kind in ("fsdp", "hybrid"):
+    if kind in ("fsdp", "hybrid", "pipeline"):
         yield from _wrapping(options)
     if kind == "pipeline":
         yield from _staging(mesh["pp"], options)
+        yield from _without_axis(mesh, options)
     if "global_batch_size" in options:
         yield from _batches(mesh, options)
 
 
+def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
+    for axis, names in (("fsdp", _SHARDING), ("tp", ("plan", "sequence_parallel"))):
+        for name in names if axis not in mesh else ():
+            if options.get(name, False) not in (False, "none"):
+                yield Misfit(name, f"`{name}` needs the axis {axis}, which the mesh does not have", f"add {axis} to the mesh")
+
+
 def micro_batches(options: Mapping[str, Any]) -> int:
-    """Return how many micro-batches the options say that each share of a step is cut into."""
+    """Return how many micro-batches each share of a step is divided into."""
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", 1)))
 
 
@@ -332,19 +408,19 @@ def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
     count, schedule = options.get("micro_batches", stages), options.get("schedule")
     if schedule != "gpipe" and count < stages:
         message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
-        yield Misfit("micro_batches", message, f"say micro_batches: {stages} or more, or schedule: gpipe")
+        yield Misfit("micro_batches", message, f"write micro_batches: {stages} or more, or schedule: gpipe")
     if "stages_per_rank" in options and (schedule != "interleaved_1f1b" or options["stages_per_rank"] == 1):
         message = "`stages_per_rank` is for at least 2 interleaved stages on each rank"
-        yield Misfit("stages_per_rank", message, "say schedule: interleaved_1f1b and stages_per_rank: 2 or more")
+        yield Misfit("stages_per_rank", message, "write schedule: interleaved_1f1b and stages_per_rank: 2 or more")
 
 
 def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
     policy = options.get("auto_wrap_policy")
     if "min_num_params" in options and policy != "size":
-        yield Misfit("min_num_params", "`min_num_params` without wrapping by size", "say auto_wrap_policy: size")
+        yield Misfit("min_num_params", "`min_num_params` without wrapping by size", "write auto_wrap_policy: size")
     if "transformer_layer_cls" in options and policy in ("size", "none"):
         message = f"`transformer_layer_cls` with auto_wrap_policy: {policy}"
-        yield Misfit("transformer_layer_cls", message, "say transformer_layer")
+        yield Misfit("transformer_layer_cls", message, "write transformer_layer")
 
 
 def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -355,7 +431,7 @@ def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Mi
     parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
     if micro is not None and whole != micro * data * steps:
         message = f"a global batch of {whole} is not {micro} × {parts} = {micro * data * steps}"
-        yield Misfit("global_batch_size", message, f"say {micro * data * steps}, or leave one of the three out")
+        yield Misfit("global_batch_size", message, f"write {micro * data * steps}, or leave one of the three out")
     elif whole % (data * steps):
         message = f"a global batch of {whole} cannot be divided over {parts}"
         yield Misfit("global_batch_size", message, f"use a multiple of {data * steps}")

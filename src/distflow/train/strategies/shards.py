@@ -7,7 +7,7 @@ to the backward pass; HYBRID_SHARD shards inside each row of a mesh and replicat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from distflow.train.strategies.build import large_modules, repeated_layers
+from distflow.train.strategies.build import large_modules
 
 __all__ = ["shard"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
-    """Shard the model over a mesh, in place: one axis of shards, or replicas and shards (``dp``, ``fsdp``)."""
+def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], layers: Sequence[nn.Module]) -> None:
+    """Shard the model over a mesh, in place: over the axis ``fsdp``, or over replicas and shards (``dp``, ``fsdp``)."""
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -35,18 +35,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.
         settings["reshard_after_forward"] = False
     if options.get("cpu_offload"):
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for part in _parts(model, options):
+    policy = options.get("auto_wrap_policy", "transformer_layer")
+    if policy == "size":
+        parts = large_modules(model, **({"least": options["min_num_params"]} if "min_num_params" in options else {}))
+    else:
+        # Inner modules first: a class may be named together with another one inside of it.
+        parts = [] if policy == "none" else list(layers)[::-1]
+    for part in parts:
         fully_shard(part, **settings)
     fully_shard(model, **settings)
-    return model
-
-
-def _parts(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
-    """Return what is gathered by itself, inner before outer; what is left belongs to the model as a whole."""
-    policy = options.get("auto_wrap_policy", "transformer_layer")
-    if policy == "none":
-        return []
-    if policy == "size":
-        return large_modules(model, **({"least": options["min_num_params"]} if "min_num_params" in options else {}))
-    # Backwards: a class may be named together with one that is inside of it.
-    return repeated_layers(model, options.get("transformer_layer_cls", ()))[::-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
+from math import gcd
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train.communication.gradients import all_reduce_mean
+from distflow.train.communication.gradients import all_reduce_mean, local_gradients
 from distflow.train.loading.batching import Batch, as_arguments, sample_count, shape_of
-from distflow.train.strategies.initial import allocate
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"]
 
@@ -36,26 +36,33 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         part: nn.Module,
+        stages: Sequence[nn.Module],
         schedules: _Schedules,
         micro_batches: int,
-        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
         device: torch.device,
-        replicas: dist.ProcessGroup | None = None,
         round_size: int = 1,
     ) -> None:
         super().__init__()
         self.part = part
         """The module of this rank's stages."""
+        self.stages = tuple(stages)
+        """The modules of each stage, which FSDP has sharded separately."""
         self.micro_batches = micro_batches
         """Into how many a batch is cut; fewer where they would not be of one size."""
-        self.is_first = dist.get_rank(group) == 0
+        self.is_first = mesh.get_local_rank("pp") == 0
         """Whether inputs enter here."""
-        self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+        self.is_last = mesh.get_local_rank("pp") == mesh["pp"].size() - 1
         """Whether the loss is computed here."""
-        self.replicas = replicas
-        """The ranks that hold the same stage, if there are others."""
-        self._schedules, self._group, self._device, self._round_size = schedules, group, device, round_size
-        self._made: dict[bool, tuple[tuple[torch.Size, ...], Any]] = {}
+        axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
+        self.is_first_holder = not any(map(mesh.get_local_rank, axes))
+        """Whether this is the first of the ranks that hold this stage."""
+        self._replicas = mesh["dp"].get_group() if "dp" in axes and "fsdp" not in axes else None
+        """The ranks whose gradients are averaged here, and not by FSDP."""
+        self._shards = mesh["fsdp"].get_group() if "fsdp" in axes else None
+        self._group = mesh["pp"].get_group()
+        self._schedules, self._device, self._round_size = schedules, device, round_size
+        self._made: dict[bool, tuple[tuple[int, tuple[torch.Size, ...]], Any]] = {}
 
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
@@ -71,8 +78,8 @@ class Pipeline(nn.Module):
         self._schedule(inputs, trains=True).step(
             *given, **named, **({"target": targets, "losses": losses} if self.is_last else {})
         )
-        if self.replicas is not None:
-            all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self.replicas)
+        if self._replicas is not None:
+            all_reduce_mean(local_gradients(self.part.parameters()), group=self._replicas)
         return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
@@ -88,14 +95,20 @@ class Pipeline(nn.Module):
 
     def _schedule(self, inputs: Batch, *, trains: bool) -> Any:
         """Return the schedule for batches of this shape: torch's expect the shape of their first batch ever after."""
-        shape, schedule = self._made.get(trains, (None, None))
-        if shape != shape_of(inputs):
+        samples = sample_count(inputs)
+        if self._shards is not None:
+            # Each micro-batch gathers the shards, so ranks that share them need the same number of micro-batches.
+            found = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(dist.get_world_size(self._shards))]
+            dist.all_gather(found, torch.full_like(found[0], samples), group=self._shards)
+            samples = gcd(*(int(one) for one in found))
+        key, schedule = self._made.get(trains, (None, None))
+        if key != (samples, shape_of(inputs)):
             # Of one size, because stages receive into buffers of one size, and so that the mean of their means is the batch's.
             # torch also divides interleaved ones into rounds of one size.
-            sizes = [number for number in range(1, self.micro_batches + 1) if sample_count(inputs) % number == 0]
+            sizes = [number for number in range(1, self.micro_batches + 1) if samples % number == 0]
             count = max(number for number in sizes if number % max(1, number // self._round_size) == 0)
             schedule = self._schedules(count, trains)
-            self._made[trains] = shape_of(inputs), schedule
+            self._made[trains] = (samples, shape_of(inputs)), schedule
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -129,18 +142,18 @@ def make_pipeline(
     options: Mapping[str, Any],
     *,
     loss: Loss,
-    example: tuple[torch.Tensor, ...] | None = None,
+    example: tuple[torch.Tensor, ...] | None,
+    divide: Callable[[nn.Module], nn.Module],
 ) -> Pipeline:
-    """Return this rank's stages of the model over the mesh axes ``pp`` and, for replicas of stages, ``dp``.
+    """Return this rank's stages of the model over the mesh axis ``pp``; ``divide`` divides each over the other axes, in place.
 
     An ``nn.Sequential`` is cut between its children, into parts of about equally many parameters or at ``split_points``. Any
-    other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``. Raises
-    ``ValueError``.
+    other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``; its stages
+    can only be replicated. Raises ``ValueError``.
     """
-    # Here, for who trains without stages: it takes as long to import as torch.
+    # Import it only for pipelines: this takes as long as the import of torch.
     from torch.distributed import pipelining  # noqa: PLC0415
 
-    names = mesh.mesh_dim_names or ()
     group, count = mesh["pp"].get_group(), mesh["pp"].size()
     index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
     is_interleaved = options.get("schedule") == "interleaved_1f1b"
@@ -149,14 +162,17 @@ def make_pipeline(
         raise ValueError(f"pipeline: {total} stages begin at {total - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
         parts = _children(model, total, points)
-        own = {number: allocate(parts[number], device) for number in range(index, total, count)}
+        own = {number: divide(parts[number]) for number in range(index, total, count)}
         part: nn.Module = nn.Sequential(OrderedDict(chain.from_iterable(one.named_children() for one in own.values())))
 
         def stages() -> list[Any]:
             return [pipelining.PipelineStage(one, number, total, device, group=group) for number, one in own.items()]
 
-    elif is_interleaved:
-        raise ValueError("pipeline: interleaved_1f1b needs an nn.Sequential; a traced model has one stage on each rank")
+    elif is_interleaved or set(mesh.mesh_dim_names or ()) - {"pp", "dp"} or options.get("activation_checkpointing"):
+        raise ValueError(
+            "pipeline: interleaved_1f1b, activation_checkpointing and the axes fsdp and tp need an nn.Sequential; other models "
+            "are traced, and each rank holds one whole stage"
+        )
     elif example is None or not points:
         raise ValueError(
             "pipeline: a model that is not an nn.Sequential is traced: set split_points, the modules that begin a stage, and "
@@ -167,6 +183,7 @@ def make_pipeline(
     else:
         pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
+        own = {index: part}
 
         def stages() -> list[Any]:
             return [pipelining.build_stage(part, index, pipe.info(), device, group)]
@@ -185,9 +202,8 @@ def make_pipeline(
         schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
         return schedule(stages()[0], micro_batches, **settings)
 
-    replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
-    round_size = count if is_interleaved else 1
-    return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas, round_size)
+    micro = options.get("micro_batches", count)
+    return Pipeline(part, list(own.values()), schedules, micro, mesh, device, count if is_interleaved else 1)
 
 
 def balanced_parts(weights: Sequence[int], count: int) -> list[range]:

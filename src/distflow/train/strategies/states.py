@@ -9,22 +9,42 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from distflow.train.communication.gradients import means_of
-from distflow.train.communication.votes import from_all
+from distflow.train.communication.votes import from_all, from_first
 from distflow.train.strategies.stages import Pipeline, inner_module
 
-__all__ = ["full_state_dict", "set_training_state", "training_state"]
+__all__ = ["full_state_dict", "load_model_state", "set_training_state", "training_state"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Do what ``ParallelPlan.full_state_dict`` does."""
     if isinstance(model, Pipeline):
-        return {name: tensor.detach().cpu() for name, tensor in model.part.state_dict().items()}
+        own: dict[str, Any] = get_model_state_dict(model.part, options=StateDictOptions(full_state_dict=True))
+        return {name: tensor.cpu() for name, tensor in own.items()}
     means = means_of(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: means[name].cpu() if name in means else value for name, value in state.items()}
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Do what ``ParallelPlan.load_model_state`` does."""
+    held, is_pipeline = inner_module(model), isinstance(model, Pipeline)
+    own = [name for name, value in get_model_state_dict(held).items() if isinstance(value, torch.Tensor)]
+    # All ranks check the names: a rank that raised alone would leave the others in the broadcast.
+    if wrong := set(from_first(list(state))) ^ {name for names in from_all(own) for name in names}:
+        raise RuntimeError(f"the weights are not those of this model: they differ in {', '.join(sorted(wrong))}")
+    together = dist.is_initialized() and not is_pipeline
+    given: dict[str, Any] = from_first(dict(state)) if is_pipeline else {} if together and dist.get_rank() else dict(state)
+    weights = {name: value for name, value in given.items() if name in own}
+    set_model_state_dict(held, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together))
 
 
 def training_state(
@@ -98,13 +118,9 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _left_to_others(model: nn.Module) -> frozenset[str]:
-    """Return the buffers that another rank saves: of statistics such as BatchNorm's, which differ, the first rank's count.
-
-    So they do in the passes of DDP.
-    """
-    replicas = model.replicas if isinstance(model, Pipeline) else None
-    is_first, held = (isinstance(model, Pipeline) and replicas is None) or dist.get_rank(replicas) == 0, inner_module(model)
-    return frozenset() if is_first else frozenset(name for name, _ in held.named_buffers(remove_duplicate=False))
+    """Return the buffers that another rank saves: statistics such as BatchNorm's differ, and DDP uses the first rank's, too."""
+    is_first = model.is_first_holder if isinstance(model, Pipeline) else dist.get_rank() == 0
+    return frozenset() if is_first else frozenset(name for name, _ in inner_module(model).named_buffers(remove_duplicate=False))
 
 
 def _without(names: Collection[str], state: Mapping[str, Any]) -> dict[str, Any]:

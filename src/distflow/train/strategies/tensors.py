@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 
 from distflow.train.strategies.initial import tied_names
 
-__all__ = ["COLWISE", "ROWWISE", "derive_plan", "own_plan", "split_tensors"]
+__all__ = ["COLWISE", "ROWWISE", "derive_plan", "own_plan", "split_tensors", "tensor_styles"]
 
 COLWISE = frozenset(
     {
@@ -98,33 +98,44 @@ def _style(name: str) -> parallel.ParallelStyle:
     return parallel.ColwiseParallel() if name == "colwise" else parallel.RowwiseParallel()
 
 
-def split_tensors(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, divided: Sequence[nn.Module] | None = None
-) -> nn.Module:
-    """Cut the model's matrices over a mesh of one axis, in place. Raises ``ValueError`` when they cannot be cut so.
+def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return how each matrix of a model is cut over ``ranks``, by the name of its module.
 
-    In the layers ``divided``, a rank also has only its part of the sequence (sequence parallelism).
+    That is the ``plan``, by default the model's own one, else one that follows from common names. Raises ``ValueError`` if
+    there is none, or the matrices cannot be cut so.
     """
-    chosen = dict(plan or own_plan(model, mesh.size()) or derive_plan(model))
+    chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
         raise ValueError(
-            "tensor parallelism: no attention or MLP with names that we know (q_proj … o_proj, up_proj and down_proj, …); "
-            "say plan: {'blocks.*.attention.q': 'colwise', …}"
+            "tensor parallelism: no attention or MLP with known names (q_proj … o_proj, up_proj and down_proj, …); "
+            "give plan: {'blocks.*.attention.q': 'colwise', …}"
         )
     modules = dict(model.named_modules())
-    styles: dict[str, parallel.ParallelStyle] = {}
+    styles: dict[str, str] = {}
     for pattern, style in chosen.items():
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(f"tensor parallelism: the plan names {pattern!r}, but the model has no such module")
         for name in matching:
             if style in ("colwise", "rowwise"):
-                _check(name, modules, style, mesh.size())
-            styles[name] = _style(style)
-    if divided is not None:
-        _divide_sequence(divided, mesh, {modules[name]: name for name in styles}, styles)
-    parallel.parallelize_module(model, mesh, styles)
-    return model
+                _check(name, modules, style, ranks)
+            styles[name] = style
+    return styles
+
+
+def split_tensors(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], divided: Sequence[nn.Module] | None = None
+) -> None:
+    """Cut the matrices of a model, or of one of its stages, over a mesh of one axis, in place.
+
+    ``styles`` are those of the whole model. In the layers ``divided``, a rank also has only its part of the sequence (sequence
+    parallelism).
+    """
+    modules = dict(model.named_modules())
+    own = {name: _style(style) for name, style in styles.items() if name in modules}
+    if divided:  # a stage may have no layer
+        _divide_sequence(divided, mesh, {modules[name]: name for name in own}, own)
+    parallel.parallelize_module(model, mesh, own)
 
 
 def _divide_sequence(
@@ -135,8 +146,6 @@ def _divide_sequence(
     The matrices at the end of attention and MLP scatter their sums along the sequence. Norms take the parts, and return the
     whole to the matrices after them. Raises ``ValueError`` for layers of which not every matrix is cut.
     """
-    if not layers:
-        raise ValueError("sequence_parallel: no repeated layers found; name their class in transformer_layer_cls")
     for layer in layers:
         norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
         linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]

@@ -120,13 +120,18 @@ def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tupl
         for rank, part in enumerate(from_all([(name, one.shape, one.dtype) for name, one in state.items()])):
             owners = {name: (rank, shape, dtype) for name, shape, dtype in part} | owners
         for name, (owner, shape, dtype) in owners.items():
-            tensor = state[name] if dist.get_rank() == owner else torch.empty(shape, dtype=dtype, device=device)
+            held = _whole(state[name]) if name in state else None
+            tensor = held if held is not None and dist.get_rank() == owner else torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(tensor, owner)
             yield name, tensor
         return
     for name, tensor in state.items():
         if name not in repeated:
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, _whole(tensor)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
