@@ -237,11 +237,11 @@ def _jax(task: WorldTask) -> StartCommand:
 def _ray(task: WorldTask) -> StartCommand:
     """Return the command of Ray's head (the lead), which runs the task's own command in the cluster, or that of a worker.
 
-    ``distflow.train.raycluster`` runs on the nodes and waits until all workers have joined before the command begins.
+    ``distflow.ray_cluster`` runs on the nodes and waits until all workers have joined before the command begins.
 
     Options: https://docs.ray.io/en/latest/cluster/cli.html
     """
-    words = ["python3", "-m", "distflow.train.raycluster", "head" if task.is_master else "worker"]
+    words = ["python3", "-m", "distflow.ray_cluster", "head" if task.is_master else "worker"]
     words += ["--address", f"{_ADDRESS}:{_PORT}", "--node-address", task.address]
     if task.resource.gpu is not None:
         words += ["--gpus", str(task.resource.gpu)]

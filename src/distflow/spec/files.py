@@ -528,7 +528,12 @@ def needs_library(group: GroupSpec, task: TaskSpec) -> bool:
 def library_archive() -> bytes:
     """Return a gzipped tar, with the same bytes for the same sources on every machine."""
     top = Path(distflow.__file__).parent
-    modules = [top / "distributed.py", *(top / "protocol").rglob("*.py"), *(top / "train").rglob("*.py")]
+    modules = [
+        top / "distributed.py",
+        top / "ray_cluster.py",
+        *(top / "protocol").rglob("*.py"),
+        *(top / "train").rglob("*.py"),
+    ]
     sources = {f"distflow/{path.relative_to(top).as_posix()}": path.read_bytes() for path in modules}
     sources["distflow/__init__.py"] = _PACKAGE.format(version=distflow.__version__).encode()
     buffer = io.BytesIO()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.train import raycluster
+from distflow import ray_cluster
 
 HEAD = ["head", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.1", "--gpus", "4", "--nodes", "2"]
 WORKER = ["worker", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.2", "--cpus", "8"]
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(folder), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)])
     return subprocess.run(
-        [sys.executable, "-m", "distflow.train.raycluster", *words], capture_output=True, text=True, check=False, timeout=60,
+        [sys.executable, "-m", "distflow.ray_cluster", *words], capture_output=True, text=True, check=False, timeout=60,
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": path},
     )  # fmt: skip
 
@@ -70,8 +70,8 @@ def test_a_worker_tries_until_the_head_answers(folder: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     (folder / "code").write_text("4")
     times = iter([0.0, 1.0, 119.0, 121.0])
-    monkeypatch.setattr(raycluster, "_pause", lambda: None)
-    assert raycluster.main(WORKER, clock=lambda: next(times)) == 4
+    monkeypatch.setattr(ray_cluster, "_pause", lambda: None)
+    assert ray_cluster.main(WORKER, clock=lambda: next(times)) == 4
     told = (folder / "told").read_text().splitlines()
     assert set(told) == {"start --node-ip-address 10.0.0.2 --disable-usage-stats --num-cpus 8 --address 10.0.0.1:6379 --block"}
     assert len(told) == 3
@@ -80,13 +80,13 @@ def test_a_worker_tries_until_the_head_answers(folder: Path, monkeypatch: pytest
 def test_a_worker_that_had_joined_ends_with_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     times = iter([0.0, 500.0])
-    assert raycluster.main(WORKER, clock=lambda: next(times)) == 1
+    assert ray_cluster.main(WORKER, clock=lambda: next(times)) == 1
     assert len((folder / "told").read_text().splitlines()) == 1
 
 
 def test_without_ray_the_remedy_is_named(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "distflow.train.raycluster", *WORKER], capture_output=True, text=True, check=False, timeout=60,
+        [sys.executable, "-m", "distflow.ray_cluster", *WORKER], capture_output=True, text=True, check=False, timeout=60,
         env={**os.environ, "PATH": "/nowhere"},
     )  # fmt: skip
     assert done.returncode == 127

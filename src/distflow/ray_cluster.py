@@ -1,4 +1,4 @@
-"""A Ray cluster of a gang: ``python -m distflow.train.raycluster head|worker …``, one on each node.
+"""A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
 worker tries to join until the head answers, and stays as long as Ray does. Neither stops anything: the tasks of a gang are
@@ -108,9 +108,7 @@ def _pause() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m distflow.train.raycluster", description="One node of a gang's Ray cluster."
-    )
+    parser = argparse.ArgumentParser(prog="python -m distflow.ray_cluster", description="One node of a gang's Ray cluster.")
     parser.add_argument("part", choices=["head", "worker"])
     parser.add_argument("--address", required=True, metavar="HOST:PORT", help="of the head")
     parser.add_argument("--node-address", required=True, help="of this node on the training network")
