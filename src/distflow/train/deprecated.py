@@ -33,7 +33,7 @@ __all__ = [
 def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, example: Any = None, **options: Any) -> nn.Module:
     """Return ``world.parallelize(…).model``; ``options`` are those of the strategy, as a spec has them."""
     if options:
-        given = strategy if strategy is not None else description.said_strategy() or "ddp"
+        given = strategy if strategy is not None else description.given_strategy() or "ddp"
         world = parallel.world_size()
         strategy = make_strategy(given, world, options) if isinstance(given, str) else place(given, world).having(options)
     return parallel.parallelize(model, strategy, loss=loss, example=example).model

@@ -17,7 +17,7 @@ from distflow.train.communication.gradients import accumulate, begin_step, local
 from distflow.train.loading.batching import Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
 from distflow.train.strategies.build import prepare
-from distflow.train.strategies.description import Strategy, choose, place, said_strategy
+from distflow.train.strategies.description import Strategy, choose, given_strategy, place
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -38,7 +38,7 @@ def parallelize(
     weights: str | Path | None = None,
 ) -> ParallelPlan:
     """Do what ``World.parallelize`` does, in a process group that the program has created itself."""
-    if strategy is None and (strategy := said_strategy()) is None:
+    if strategy is None and (strategy := given_strategy()) is None:
         # With one rank too, so that it takes the options that more ranks will take.
         strategy = "ddp"
     placed = place(strategy, world_size())

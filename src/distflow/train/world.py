@@ -35,7 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from distflow.train.communication.collectives import answer_collectives
-from distflow.train.strategies.description import Strategy, forget, said_strategy
+from distflow.train.strategies.description import Strategy, forget, given_strategy
 from distflow.train.strategies.options import StrategyOptions
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
             os.environ.setdefault(name, value)
         set_debug_level_from_env()
     place = _place(os.environ, backend)
-    if timeout is None and (strategy := said_strategy()) is not None:
+    if timeout is None and (strategy := given_strategy()) is not None:
         timeout = strategy.options.get("timeout_s")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)

@@ -26,8 +26,8 @@ from distflow.train.strategies.options import (
     KINDS,
     MAIN_AXIS,
     MESH_SIZES,
+    InvalidValue,
     Misfit,
-    Wrong,
     clashes,
     default_mesh,
     misfits,
@@ -93,8 +93,8 @@ def _values(draft: Draft) -> dict[str, Any]:
     for name, given in draft.options.items():
         try:
             options[name] = normal_value(name, given.value)
-        except Wrong as wrong:
-            draft.add(given.path, f"`{given.path[-1]}` has an invalid value: {given.value!r}", f"write {wrong}")
+        except InvalidValue as invalid:
+            draft.add(given.path, f"`{given.path[-1]}` has an invalid value: {given.value!r}", f"write {invalid}")
     if "state_dict_type" in options:
         message = "`state_dict_type` has no effect: the calls of the program define which state is saved"
         hint = (

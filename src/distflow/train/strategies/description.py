@@ -19,9 +19,9 @@ from distflow.train.strategies.options import (
     KINDS,
     MESH_SIZES,
     OPTIONS,
+    InvalidValue,
     Misfit,
     StrategyOptions,
-    Wrong,
     clashes,
     default_mesh,
     micro_batches,
@@ -36,9 +36,9 @@ __all__ = [
     "current_strategy",
     "data_shard",
     "forget",
+    "given_strategy",
     "make_strategy",
     "place",
-    "said_strategy",
     "warn_of_conflict",
 ]
 
@@ -125,7 +125,7 @@ _conflict = ""
 def choose(strategy: Strategy, rank: int) -> None:
     """Let calls that name no plan use this strategy. A frozen model of kind ``none`` changes nothing."""
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
-    before = said_strategy()
+    before = given_strategy()
     if strategy.kind == "none" and before is not None and before.kind != "none":
         return
     if _last is not None and _last[0].kind != "none" and _last[0].data_shard(rank) != strategy.data_shard(rank):
@@ -155,13 +155,13 @@ def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
 
     With an ``environ``, only its variables count. Raises ``ValueError`` if the variable is not valid.
     """
-    if (said := said_strategy(environ)) is not None:
+    if (said := given_strategy(environ)) is not None:
         return said
     world = int((os.environ if environ is None else environ).get("WORLD_SIZE", "1"))
     return make_strategy("ddp" if world > 1 else "none", world)
 
 
-def said_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
+def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
     """Return ``current_strategy``, or ``None`` without a plan and without the variable."""
     if environ is None and _last is not None:
         return _last[0]
@@ -226,8 +226,8 @@ def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         try:
             normal[name] = normal_value(name, value)
-        except Wrong as wrong:
-            raise ValueError(f"{name} is {value!r}: give {wrong}") from None
+        except InvalidValue as invalid:
+            raise ValueError(f"{name} is {value!r}: give {invalid}") from None
     return normal
 
 

@@ -21,13 +21,13 @@ __all__ = [
     "OPTIONS",
     "STRATEGIES",
     "HybridParallel",
+    "InvalidValue",
     "Misfit",
     "NotParallel",
     "Option",
     "PipelineParallel",
     "StrategyOptions",
     "TensorParallel",
-    "Wrong",
     "clashes",
     "default_mesh",
     "micro_batches",
@@ -54,58 +54,8 @@ MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "shard_size":
 """Options that give the size of a mesh axis, and that axis. The outermost axis takes the other ranks."""
 
 
-class Wrong(Exception):
-    """A value does not fit an option; the text says what would."""
-
-
-def _flag(value: object) -> object:
-    if isinstance(value, bool):
-        return value
-    raise Wrong("true or false")
-
-
-def _count(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise Wrong("a whole number of at least 1")
-
-
-def _number(value: object) -> object:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return value
-    raise Wrong("a number above 0")
-
-
-def _names(value: object) -> object:
-    names = [value] if isinstance(value, str) else value
-    if isinstance(names, list | tuple) and names and all(isinstance(name, str) and name for name in names):
-        return list(names)
-    raise Wrong("a name, or a list of names")
-
-
-def _plan(value: object) -> object:
-    if isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value):
-        styles = list(value.values())
-        if all(style in ("colwise", "rowwise") for style in styles):
-            return dict(value)
-    raise Wrong("a mapping from module names (`blocks.*.attention.q`) to `colwise` or `rowwise`")
-
-
-def _choice(*words: str) -> Callable[[object], object]:
-    def check(value: object) -> object:
-        for word in words:
-            if isinstance(value, str) and value.lower() == word.lower():
-                return word
-        raise Wrong(f"one of {', '.join(f'`{known}`' for known in words)}")
-
-    return check
-
-
-def _precision(value: object) -> object:
-    """Return the precision; ``true`` is bf16, as the guides' ``mixed_precision: true`` sets it."""
-    if isinstance(value, bool):
-        return "bf16" if value else "none"
-    return _choice("none", "bf16", "fp16")(value)
+class InvalidValue(Exception):
+    """A value does not fit an option; the text describes values that do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +185,13 @@ STRATEGIES: Mapping[str, type[StrategyOptions]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How one option is checked."""
+    """What the value of an option may be, and where it may be given."""
 
     kinds: tuple[str, ...]
     """The kinds whose class in ``STRATEGIES`` has it."""
-    check: Callable[[object], object]
-    """Return the value in its normal form, or raise ``Wrong``."""
+    words: tuple[str, ...]
+    """The values of an option that has a fixed list of them; others have a type."""
+    type: Any
     instead: str
     """The hint for users of another kind; empty for none."""
 
@@ -256,34 +207,61 @@ _INSTEAD = {
     "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
     "gradient_accumulation_steps": "in a pipeline these are the `micro_batches`",
 }
-
-
-def _check_of(hint: Any) -> Callable[[object], object]:
-    """Return the check for values of an option of this type."""
-    types = get_args(hint)
-    if get_origin(types[0]) is Literal:
-        return _precision if bool in types else _choice(*get_args(types[0]))
-    return {bool: _flag, int: _count, float: _number, str: _names}.get(types[0], _plan)
-
-
-_TYPES = {name: hint for options in STRATEGIES.values() for name, hint in get_type_hints(options).items() if name != "kind"}
+_TYPES = {
+    name: get_args(hint)[0]
+    for options in STRATEGIES.values()
+    for name, hint in get_type_hints(options).items()
+    if name != "kind" and name not in MESH_SIZES
+}
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         name: Option(
             kinds=tuple(kind for kind, options in STRATEGIES.items() if name in options.__dataclass_fields__),
-            check=_check_of(hint),
+            words=get_args(its_type) if get_origin(its_type) is Literal else (),
+            type=get_origin(its_type) or its_type,
             instead=_INSTEAD.get(name, ""),
         )
-        for name, hint in _TYPES.items()
-        if name not in MESH_SIZES
+        for name, its_type in _TYPES.items()
     }
 )
 """Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and are not in it."""
 
+_VALID: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
+    float: (lambda value: type(value) in (int, float) and 0 < value < float("inf"), "a number above 0"),
+    str: (
+        lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value or [""]),
+        "a name, or a list of names",
+    ),
+    Mapping: (
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(isinstance(name, str) and style in ("colwise", "rowwise") for name, style in (value or {"": ""}).items())
+        ),
+        "a mapping from module names (`blocks.*.attention.q`) to `colwise` or `rowwise`",
+    ),
+}
+"""By the type of an option, whether a value is valid, and a description of the valid ones."""
+
 
 def normal_value(name: str, value: object) -> object:
-    """Return the value of an option, or of a mesh axis, in its normal form. Raises ``Wrong`` for one that it cannot have."""
-    return (_count if name in MESH_SIZES else OPTIONS[name].check)(value)
+    """Return the value of an option, or of a mesh axis, in its normal form. Raises ``InvalidValue`` for an invalid one."""
+    words = OPTIONS[name].words if name in OPTIONS else ()
+    if words:
+        if name == "mixed_precision" and isinstance(value, bool):  # as in other guides
+            value = "bf16" if value else "none"
+        known = {word.lower(): word for word in words}
+        if not isinstance(value, str) or value.lower() not in known:
+            raise InvalidValue(f"one of {', '.join(f'`{word}`' for word in words)}")
+        return known[value.lower()]
+    its_type = OPTIONS[name].type if name in OPTIONS else int
+    if its_type is str and isinstance(value, str):
+        value = [value]
+    is_valid, description = _VALID[its_type]
+    if not is_valid(value):
+        raise InvalidValue(description)
+    return list(value) if isinstance(value, tuple) else value
 
 
 class Misfit(NamedTuple):
