@@ -120,7 +120,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         (["train.py"], "error: the script `train.py` does not exist"),
         (["kept.py", "--lr", "1"], "error: `distflow run` has no option `--lr`\nwrite options of your script after `--`"),
         (["kept.py", "--node", "2"], "did you mean `--nodes`? Or write options"),
-        (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command says 2 nodes, and --nodes says 3"),
+        (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command has 2 nodes, but --nodes is 3"),
         (
             ["kept.py", "--gpus", "1"],
             "<spec of distflow run, see --print-spec>:7: error: group 'training' can never run in pool 'local'",

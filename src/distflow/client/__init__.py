@@ -139,7 +139,7 @@ __all__ = [
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Return the module of each public name, as the imports at the top of this file say for type checkers."""
+    """Return the module of each public name, read from the imports for type checkers at the top of this file."""
     import ast
     import inspect
 

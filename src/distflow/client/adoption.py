@@ -36,13 +36,16 @@ from distflow.supervisor.workflow_copies import (
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
 
-_NAMED = 3
-"""The maximum number of a record's URLs in a message."""
+_MAX_URLS = 3
+"""The maximum number of URLs that a message lists."""
+
+
+_NO_RECORD = "no node has a copy of its record: its submission was incomplete, or an old version of distflow submitted it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundWorkflow:
-    """A workflow on nodes of a pool whose copy can be read."""
+    """A workflow that was found on the nodes of a pool, with a readable copy of its record."""
 
     uuid: str
     pool: Pool
@@ -50,6 +53,7 @@ class FoundWorkflow:
     is_own: bool
     """Whether the key of this state directory signed its record."""
     attempts: dict[str, AdoptedAttempt]
+    """The attempts that were found, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ def adopt(
         SupervisorError: if the supervisor does not start.
 
     """
-    choose_nodes(client, pool, hosts=hosts)  # a wrong name must change nothing
+    choose_nodes(client, pool, hosts=hosts)  # raises `NotFound` before anything is changed
     directory = find_state_directory(client.environ) if is_dry_run else client.writable_directory()
     aside = _set_aside(directory, is_dry_run)
     known = frozenset() if aside is not None or not directory.store.exists() else client.store.uuids()
@@ -131,7 +135,7 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
         try:
             return opening.set_aside(directory.store, time.strftime("%Y-%m-%d"))
         finally:
-            lock.give_up()
+            lock.release()
     except OSError as error:
         raise opening.state_error(directory.store, error) from error
 
@@ -155,26 +159,26 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             trusted.append(one)
             continue
         why = (
-            f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_NAMED])}; "
+            f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_MAX_URLS])}; "
             "if you know this workflow, adopt it with --trust-records"
         )
         refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
     return trusted, refused
 
 
-def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
-    """Return a warning about a record that this machine did not sign."""
+def _unsigned_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
+    """Return a note if this machine did not sign the record of a workflow."""
     if one.is_own:
         return ()
     here, stores = writes_here(one.copy)
-    outputs = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
+    outputs = f"; its outputs go to {', '.join([*here, *stores][:_MAX_URLS])}" if here or stores else ""
     return (
         f"this machine did not sign its record{outputs}; read its spec (`distflow workflow spec {name}`) before you restart it",
     )
 
 
 def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Combine the answers of nodes into workflows that can be adopted and workflows without a readable copy."""
+    """Combine the answers of nodes. Return the workflows that can be adopted, and those without a readable copy."""
     copies: dict[str, list[tuple[Pool, WorkflowCopy, bool]]] = {}
     attempts: dict[tuple[str, str], dict[str, list[AdoptedAttempt]]] = {}
     unread: dict[str, str] = {}
@@ -190,7 +194,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
                 if copy is not None and copy.record.uuid == workflow.uuid:
                     copies.setdefault(workflow.uuid, []).append((answer.pool, copy, is_own))
                 elif workflow.attempts:
-                    unread.setdefault(workflow.uuid, "no node has its record: its submission was incomplete, or it is too old")
+                    unread.setdefault(workflow.uuid, _NO_RECORD)
             except StateError as error:
                 unread[workflow.uuid] = error.message
     found = []
@@ -227,16 +231,16 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         ready.append((one, rebuild(one.copy, one.attempts, nodes=[node.name for node in one.pool.nodes], now=now)))
     if dry_run:
         return results + [
-            AdoptedWorkflow(uuid=one.uuid, name=(name := one.copy.record.id), notes=(*_origin(one, name), *rebuilt.notes))
+            AdoptedWorkflow(uuid=one.uuid, name=(id_ := one.copy.record.id), notes=(*_unsigned_note(one, id_), *rebuilt.notes))
             for one, rebuilt in ready
         ]
     if not ready:
         return results
     store = client.store
     client.stop_outdated_supervisor()
-    # Another command may have submitted or adopted one of them in the meantime.
+    # Another command may have submitted or adopted one of these workflows in the meantime.
     known = store.uuids()
-    # Entries of the spec are not used: a node could have invented them.
+    # Entries of `notify` in the spec are not used, because a node could have forged them.
     notify = own_targets(client, client.configuration())
     for one, rebuilt in ready:
         if one.uuid in known:
@@ -244,13 +248,14 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
         record = _store(store, one, rebuilt, now, notify)
         renamed = record.id != one.copy.record.id
         note = (f"its id was {one.copy.record.id}, which another workflow has on this machine",) if renamed else ()
-        results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*note, *_origin(one, record.id), *rebuilt.notes)))
+        notes = (*note, *_unsigned_note(one, record.id), *rebuilt.notes)
+        results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=notes))
     client.ensure_supervisor()
     return results
 
 
 def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float, notify: Sequence[NotifyTarget]) -> WorkflowRecord:
-    """Insert a workflow with the pool as configured here, because this machine decides how it connects to the nodes."""
+    """Insert a workflow with the pool as configured on this machine, because this machine now connects to the nodes."""
     details = WorkflowAdopted(
         nodes=tuple(sorted({attempt.node for attempt in one.attempts.values()})), user=one.copy.record.user, host=one.copy.host,
         id=one.copy.record.id,

@@ -126,7 +126,7 @@ class Client:
 
             self._store = Store(self.directory.store)
             if self._store.is_read_only:
-                self.notify(f"note: {self._store.path} is not writable: this is its last state, and nothing is supervised")
+                self.notify(f"note: {self._store.path} is not writable, so no supervisor can run, and its content may be old")
         return self._store
 
     @property
@@ -193,7 +193,7 @@ class Client:
         return load_hostfile(hostfile)
 
     def credentials_for(self) -> CredentialsFor:
-        """Return the source of credentials for URLs: this user's stored credentials, then the environment and the driver."""
+        """Return a function that finds credentials: stored ones of this user, or else those of the environment or driver."""
         from distflow.state.credentials import data_credentials
 
         directory = find_state_directory(self.environ)
@@ -226,7 +226,7 @@ class Client:
             self.notify(f"warning: the supervisor could not be started: {error}")
 
     def _send_notices(self) -> None:
-        from distflow.supervisor.process import let_go
+        from distflow.supervisor.process import detach
         from distflow.supervisor.sending import start_sender
 
         try:
@@ -235,7 +235,7 @@ class Client:
             self.notify(f"warning: notifications cannot be sent: {error}")
             return
         if process is not None:
-            let_go(process)
+            detach(process)
 
     def load_supervisor(self, configuration: Configuration, *, with_hosts: bool) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
@@ -245,7 +245,7 @@ class Client:
 
         Args:
             configuration: The pools whose backends the supervisor imports.
-            with_hosts: Whether the hosts of a hostfile take the place of the pools.
+            with_hosts: Whether the hosts of a hostfile replace the pools.
 
         Raises:
             StateError: if the state directory is not writable.

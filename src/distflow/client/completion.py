@@ -1,7 +1,7 @@
 """Names for the completion of command lines: of workflows, tasks, groups, metrics, tags, pools, nodes and credentials.
 
-These functions are called at each press of a key. They import little, read only a part of long lists and logs, create no
-files, and do not start a supervisor.
+A shell calls these functions whenever the user presses Tab. They import little, read only a part of long lists and logs, create
+no files, and do not start a supervisor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 _NEWEST = 50
 _MOST_SAMPLED = 8
-"""Tasks whose resource samples are read for names of series."""
+"""The maximum number of tasks whose resource samples are read for names of series."""
 
 
 def newest_ids(client: Client) -> list[str]:

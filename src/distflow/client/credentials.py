@@ -75,10 +75,11 @@ _UNFIT: Mapping[CredentialType, str] = {
     CredentialType.REGISTRY: "its type is REGISTRY, and distflow uses it for images automatically; remove it from the task",
     CredentialType.DATA: "its type is DATA, and distflow uses it for storage URLs automatically; remove it from the task",
 }
+"""The reason why a task cannot use credentials of a type; empty if it can."""
 
 
 def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
-    """Return a problem for each credential in a spec that this machine does not have or that does not fit.
+    """Return a problem for each credential in a spec that this machine does not have or whose type does not fit.
 
     Args:
         client: The client whose credentials the spec may use.

@@ -123,7 +123,7 @@ def download_data(
     with _open_store(client, source) as store:
         moved = download(store, source, directory, regex=regex, resume=resume, at_once=threads, on_progress=on_progress)
     if not moved.files:
-        raise NotFound(f"nothing at {source} matches `{regex}`", hint="`distflow data list` shows the objects")
+        raise NotFound(f"no object at {source} matches `{regex}`", hint="`distflow data list` shows the objects")
     return moved
 
 
@@ -163,7 +163,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
         The number of deleted objects.
 
     Raises:
-        InputError: if the URL is not valid, cannot be written, or names the root of a machine.
+        InputError: if the URL is not valid, cannot be written, or names the root directory of a machine.
         NotFound: if no object matches.
         StorageError: if the storage is unreachable or refuses the access.
 
@@ -176,7 +176,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
     with _open_store(client, goal) as store:
         wanted = find_removable(store, goal, regex)
         if not wanted:
-            raise NotFound(f"nothing at {goal} matches `{regex}`", hint="`distflow data list` shows the objects")
+            raise NotFound(f"no object at {goal} matches `{regex}`", hint="`distflow data list` shows the objects")
         return delete(store, goal, wanted)
 
 
@@ -240,8 +240,8 @@ def read_versions(client: Client, name: str) -> list[Manifest]:
     """
     plain_name, number = parse_dataset(name)
     with _open_datasets(client) as datasets:
-        every: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
-        return [datasets.manifest(plain_name, one) for one in every or [number]]
+        numbers: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
+        return [datasets.manifest(plain_name, one) for one in numbers or [number]]
 
 
 def create_version(
@@ -262,7 +262,7 @@ def create_version(
         name: The name of the dataset. With ``is_update``, also ``name:version`` to choose the base version.
         paths: Files and directories. The name of a directory is part of the paths in the dataset.
         regex: A regular expression. Only files whose path matches are uploaded.
-        is_update: Whether to add the files to the files of the latest (or the named) version, replacing equal paths.
+        is_update: Whether to add the files to those of the latest (or the named) version. Files of the same path are replaced.
         on_progress: Called with the progress in bytes. See ``OnBytes``.
 
     Returns:
@@ -342,11 +342,11 @@ def delete_versions(client: Client, name: str, *, all_versions: bool = False) ->
     """
     plain_name, number = parse_dataset(name)
     with _open_datasets(client) as datasets:
-        there = [one.number for one in datasets.versions(plain_name)]
-        gone = there if all_versions and there else [datasets.manifest(plain_name, number).number]
-        for one in gone:
+        existing = [one.number for one in datasets.versions(plain_name)]
+        deleted = existing if all_versions and existing else [datasets.manifest(plain_name, number).number]
+        for one in deleted:
             datasets.remove(plain_name, one)
-    return gone
+    return deleted
 
 
 @contextmanager

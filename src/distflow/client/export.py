@@ -1,4 +1,4 @@
-"""Write a spec for other systems: as a script for Slurm, as manifests of Kubernetes, or in the language of OSMO."""
+"""Export a spec to other systems: as a script for Slurm, as manifests for Kubernetes, or as a spec for OSMO."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["Exported", "Kind", "export_to_kubernetes", "export_to_osmo", "export
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A spec in the form of another system."""
+    """A spec in the format of another system."""
 
     text: str
     warnings: tuple[Problem, ...]
-    """The warnings about the spec, and the parts of it that the other system cannot do."""
+    """Warnings about the spec, and about its parts that the other system does not support."""
     files: tuple[Path, ...] = ()
     """The files that were written."""
 
@@ -42,14 +42,14 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
 
     Args:
         client: The client whose configuration, credentials and workflows the spec may use.
-        request: The spec, the values for its template, and the settings of the nodes. The pool is one with
-            ``backend: slurm``, which has the options of jobs. Default: that of the spec, if it is such a pool.
+        request: The spec, the values for its template, and the settings of the nodes. Its pool must have ``backend: slurm``.
+            The pool contains the options of jobs. Default: the pool of the spec, if it has this backend.
         file: The file to write. Files of the spec that are too large for a script are written to the directory ``FILE.files``.
             Default: no file is written, and such files are an error.
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the pool is not one of Slurm, a file cannot be written, or the spec cannot become a script.
+        InputError: if the pool is not a Slurm pool, a file cannot be written, or the spec cannot become a script.
         NotFound: if the pool or the workflow to export does not exist.
         ProblemsFound: if the spec has errors. It contains all findings.
 
@@ -72,20 +72,21 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
 def export_to_kubernetes(
     client: Client, request: SubmitRequest, *, kind: Kind = "jobset", file: Path | None = None, force: bool = False
 ) -> Exported:
-    """Write a spec as manifests of Kubernetes that need no distflow in the cluster.
+    """Write a spec as manifests for Kubernetes that need no distflow in the cluster.
 
     Args:
         client: The client whose configuration the spec may use.
-        request: The spec, the values for its template, and the settings of the nodes. A pool with ``backend: kubernetes`` has
-            the settings of pods. Default: that of the spec, if it is such a pool.
+        request: The spec, the values for its template, and the settings of the nodes. Its pool must have
+            ``backend: kubernetes``. The pool contains the settings of pods. Default: the pool of the spec, if it has this
+            backend.
         kind: ``jobset``, ``job`` for plain Indexed Jobs, or ``trainjob`` for a TrainJob of Kubeflow Trainer.
         file: The file to write. Default: no file is written.
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the pool is not one of Kubernetes, or the file cannot be written.
+        InputError: if the pool is not a Kubernetes pool, or the file cannot be written.
         NotFound: if the pool or the workflow to export does not exist.
-        ProblemsFound: if the spec has errors, of which it contains all, or manifests cannot express the spec.
+        ProblemsFound: if the spec has errors, or manifests cannot express it.
 
     """
     checked = _checked(client, request)
@@ -95,7 +96,7 @@ def export_to_kubernetes(
     if pool.kubernetes is None:
         if request.pool is not None:
             hint = "name a pool with `backend: kubernetes`, or omit --pool"
-            raise InputError(f"the pool `{pool.name}` has no settings of Kubernetes", hint=hint)
+            raise InputError(f"the pool `{pool.name}` has no Kubernetes settings", hint=hint)
         pool = Pool(name="kubernetes", backend="kubernetes", nodes=(), template=ssh_node())
     pool = pool.with_settings(request.settings)
     checked = with_environment(checked, pool.given.environment)
@@ -107,9 +108,9 @@ def export_to_kubernetes(
 
 
 def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
-    """Write a spec in the language of OSMO, without the keys that only distflow has.
+    """Write a spec for OSMO, without the keys that only distflow supports.
 
-    The file keeps its template, comments and order if it only loses keys and ``request`` sets no template variables.
+    The file keeps its template, comments and order if keys need only be removed and ``request`` sets no template variables.
 
     Args:
         client: The client whose credentials and workflows the spec may use.
@@ -127,7 +128,7 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
     is_template = not (request.overrides.sets or request.overrides.set_strings)
     exported = osmo_spec(checked.spec, checked.worlds, checked.template if is_template else None)
     if request.overrides.secrets:
-        message, hint = "secrets are not in the spec", "give them to `osmo workflow submit --set-env`"
+        message, hint = "secrets are not in the spec", "pass them to `osmo workflow submit --set-env`"
         secret = Problem(where=Mark(checked.spec.file), severity=Severity.WARNING, message=message, hint=hint)
         exported = replace(exported, warnings=(*exported.warnings, secret))
     written = [] if file is None else _write(file, exported.text, {}, force=force)
@@ -148,7 +149,7 @@ def _checked(client: Client, request: SubmitRequest) -> CheckedSpec:
 def _planned(
     client: Client, request: SubmitRequest, checked: CheckedSpec, pool: Pool, blobs: Path
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan of a spec, and the content of each of its files by digest. The files are also put into ``blobs``."""
+    """Return the plan of a spec, and the content of each of its files by digest. Also write the files to ``blobs``."""
     bundles, problems = bundle_files(checked.spec, blobs)
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])
@@ -160,14 +161,14 @@ def _planned(
 
 
 def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:
-    """Return the pool with the options of jobs, or one without options if neither the request nor the spec names one."""
+    """Return the Slurm pool of the request or the spec, or else a pool without options of jobs."""
     configuration = client.configuration()
     wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
     pool = choose_pool(configuration, given=request.pool, wanted=wanted)
     if pool.slurm is None:
         if request.pool is not None:
             hint = "name a pool with `backend: slurm`, or omit --pool and add `#SBATCH` lines to the script"
-            raise InputError(f"the pool `{pool.name}` has no options of Slurm", hint=hint)
+            raise InputError(f"the pool `{pool.name}` has no Slurm options", hint=hint)
         pool = Pool(name="slurm", backend="slurm", nodes=(), template=ssh_node())
     return pool.with_settings(request.settings)
 

@@ -116,15 +116,15 @@ def _failed_groups(record: WorkflowRecord, names: Sequence[str], attempt: int | 
     """Return the groups that failed, or whose given attempt failed. Raises ``NotFound``."""
     for name in names:
         group_of(record, name)
-    asked = [group for group in record.groups if not names or group.name in names]
+    chosen = [group for group in record.groups if not names or group.name in names]
     if attempt is None:
-        return [group for group in asked if group.state is State.FAILED]
-    there = [group for group in asked if attempt <= group.attempt]
-    if not there:
-        most = max((group.attempt for group in asked), default=0)
-        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last one is {most}")
+        return [group for group in chosen if group.state is State.FAILED]
+    existing = [group for group in chosen if attempt <= group.attempt]
+    if not existing:
+        last = max((group.attempt for group in chosen), default=0)
+        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last one is {last}")
     # Groups kept from another workflow ran there, so the other workflow explains them.
-    return [group for group in there if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
+    return [group for group in existing if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
 
 
 def check_attempt(record: WorkflowRecord, attempt: int | None) -> None:
@@ -152,10 +152,10 @@ def diagnose_groups(
         record: The workflow.
         tasks: Names of tasks whose output is used. Default: all tasks.
         attempt: The attempt to diagnose, counted from 0. Default: the latest attempt of each group.
-        with_findings: Whether to examine the use of resources, too, also of other groups.
+        with_findings: Whether to also examine the use of resources, including that of groups without a failure.
 
     Returns:
-        One entry for each such group, or none.
+        One entry for each group that failed, may hang, waits for such ranks, or has findings.
 
     Raises:
         StateError: if the store cannot be read.

@@ -27,9 +27,9 @@ __all__ = [
     "stream_logs",
 ]
 
-_NAMED = re.compile(r"\[(?:rank ?(\d+)|default(\d+))\]", re.IGNORECASE)
+_RANK_PREFIX = re.compile(r"\[(?:rank ?(\d+)|default(\d+))\]", re.IGNORECASE)
 _WAKE_EVERY = 30
-"""Polls of the store between two checks that a supervisor is running."""
+"""The number of reads of the record between two checks that a supervisor is running."""
 _PATIENCE_S = 10.0
 """Seconds without new output after the workflow's end, after which the rest of the output is considered lost."""
 
@@ -55,7 +55,7 @@ class WorkflowWatch:
     """Polls the record of a workflow, and detects the end of its logs."""
 
     def __init__(self, client: Client, record: WorkflowRecord, *, tasks: Collection[str] | None = None) -> None:
-        """Watch a workflow and the logs of the named tasks. ``None`` means all tasks."""
+        """Watch a workflow and the logs of the tasks with these names. ``None`` means all tasks."""
         self.record = record
         self._client = client
         self._tasks = tasks
@@ -81,7 +81,7 @@ class WorkflowWatch:
         self._polls += 1
         if not self.record.state.is_final:
             return False
-        tasks = self._wanted()
+        tasks = self._watched()
         if all(task.log_complete for _, task in tasks):
             return True
         here = sum(mirrored_bytes(source) for source in log_sources(self._client, self.record, tasks))
@@ -91,7 +91,7 @@ class WorkflowWatch:
 
     def sources(self, attempt: int | None = None) -> list[LogSource]:
         """Return the logs of the watched tasks, of one attempt or of all, including logs that do not exist yet."""
-        return log_sources(self._client, self.record, self._wanted(), attempt)
+        return log_sources(self._client, self.record, self._watched(), attempt)
 
     def lines(
         self,
@@ -120,7 +120,7 @@ class WorkflowWatch:
 
         return follow_lines(lambda: self.sources(attempt), wait=wait, is_over=is_over, last=last, keep=keep)
 
-    def _wanted(self) -> list[tuple[str, TaskRecord]]:
+    def _watched(self) -> list[tuple[str, TaskRecord]]:
         return [
             (group.name, task)
             for group in self.record.groups
@@ -164,8 +164,8 @@ def stream_logs(
         client: The client whose store has the workflow.
         record: The workflow.
         tasks: The tasks to read (see ``choose_tasks``).
-        names: Names of those tasks whose lines are returned for all ranks.
-        ranks: The global ranks whose lines are returned for the other tasks. Default: all ranks.
+        names: Names of tasks for which the lines of all ranks are returned.
+        ranks: The global ranks whose lines are returned for all other tasks. Default: all ranks.
         attempt: Return only lines of this attempt, counted from 0. Default: all attempts.
         last: The number of existing lines to start with. Default: all.
         follow: Whether to wait for new lines until the workflow has ended and its logs are complete.
@@ -189,7 +189,7 @@ def stream_logs(
 
     def remarks() -> Iterator[str]:
         yield from missing_output(client, watch.record, {one.name for _, one in tasks}, attempt)
-        yield from _not_told_apart(sources, chosen)
+        yield from _unseparated_ranks(sources, chosen)
         if not any(map(mirrored_bytes, sources)):
             yield from _not_started(watch.record, {one.name for _, one in tasks})
 
@@ -233,7 +233,7 @@ def rank_of(text: str, held: range) -> int | None:
     3
 
     """
-    match = _NAMED.match(text)
+    match = _RANK_PREFIX.match(text)
     if match is None:
         return None
     rank = int(match[1]) if match[1] else held.start + int(match[2])
@@ -298,8 +298,8 @@ def _not_started(record: WorkflowRecord, tasks: Collection[str]) -> Iterator[str
     yield f"{record.id} has no output, because nothing has started: {record.status}{why}"
 
 
-def _not_told_apart(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoice]) -> Iterator[str]:
-    """Yield a sentence for each task with chosen ranks whose ranks share one output."""
+def _unseparated_ranks(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoice]) -> Iterator[str]:
+    """Yield a sentence for each task whose chosen ranks cannot be separated from its other ranks."""
     for name in chosen:
         own = [one for one in sources if one.task == name and mirrored_bytes(one)]
         if own and not any(tells_ranks(one) for one in own):

@@ -61,8 +61,8 @@ _MOST_GPUS = 1024
 """The maximum number of GPUs of a node that are shown."""
 _AT_ONCE = 32
 """The maximum number of nodes that are queried in parallel."""
-# The pattern does not match inside a path, because a path must stay as it is.
-_KNOWN_BY_UUID = re.compile(
+# The pattern does not match inside a path, because paths must not be changed.
+_UUID_OR_ATTEMPT = re.compile(
     r"(?<![\w/.-])([0-9a-f]{8}(-?)[0-9a-f]{4}(?:\2[0-9a-f]{4}){2}\2[0-9a-f]{12})(?:/[A-Za-z0-9_-]+/([A-Za-z0-9_-]+)/([0-9]+))?(?![\w/-])"
 )
 
@@ -105,11 +105,11 @@ def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[R
 
     Args:
         nodes: The nodes (see ``choose_nodes``).
-        is_dry_run: Whether to only find them.
+        is_dry_run: Whether to only find the processes and containers.
 
     Returns:
-        One result for each node, in order. It names workflows by uuid (see ``replace_uuids``). It has the node's error, if any,
-        which is not raised.
+        One result for each node, in order. It names workflows by uuid (see ``replace_uuids``). It contains the node's error, if
+        any, which is not raised.
 
     """
     return ask_nodes(nodes, lambda pool, node: reap_node(pool, node, is_dry_run=is_dry_run))
@@ -118,13 +118,13 @@ def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[R
 def reap_jobs(
     client: Client, *, pool: str | None = None, hosts: Sequence[Host] | None = None, is_dry_run: bool = False
 ) -> list[Reaped]:
-    """Find jobs of cluster engines that ended workflows have left, and end them. Jobs of other submitters are only reported.
+    """Find and end jobs of cluster engines that belong to ended workflows. Jobs of other submitters are only reported.
 
     Args:
         client: The client whose configuration has the pools and whose store has the workflows.
         pool: The name of a pool. Default: all pools whose nodes an engine chooses.
-        hosts: Machines to use as the pool; they have no jobs.
-        is_dry_run: Whether to only find them.
+        hosts: Machines to use instead of a configured pool. They have no jobs, so the result is empty.
+        is_dry_run: Whether to only find the jobs.
 
     Returns:
         One result for each such pool, with the name of the pool as its node.
@@ -189,7 +189,7 @@ def clean_nodes(
         is_dry_run: Whether to delete nothing and only report what would be deleted.
 
     Returns:
-        One result for each node, in order. It has the node's error, if any.
+        One result for each node, in order. It contains the node's error, if any, which is not raised.
 
     Raises:
         StateError: if the state directory is not writable.
@@ -218,7 +218,7 @@ def uninstall_nodes(client: Client, nodes: Sequence[PoolNode]) -> list[Uninstall
         nodes: The nodes (see ``choose_nodes``).
 
     Returns:
-        One result for each node, in order. It has the node's error, if any; it is not raised.
+        One result for each node, in order. It contains the node's error, if any, which is not raised.
 
     Raises:
         StateError: if the store cannot be read.
@@ -233,7 +233,7 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
 
     Args:
         nodes: The nodes (see ``choose_nodes``).
-        within_s: Seconds after which nodes without an answer get an error. Default: as long as it takes.
+        within_s: Seconds after which nodes without an answer get an error. Default: wait without limit.
 
     Returns:
         The attempts of all users, one entry for each node, in order. Errors of nodes are in the entries.
@@ -242,13 +242,13 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
     if within_s is None:
         return ask_nodes(nodes, ask_holders)
     answers = [Holders(error=f"no answer within {within_s:g} s")] * len(nodes)
-    places = threading.Semaphore(_AT_ONCE)
+    slots = threading.Semaphore(_AT_ONCE)
 
     def ask(index: int) -> None:
-        with places:
+        with slots:
             answers[index] = ask_holders(*nodes[index])
 
-    # A pool of threads would wait at the end of the process until all nodes have answered.
+    # A `ThreadPoolExecutor` would keep the process from exiting until all nodes have answered.
     threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(len(nodes))]
     for thread in threads:
         thread.start()
@@ -260,16 +260,16 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Who uses a GPU."""
+    """The use of a GPU by a task or another program."""
 
     state: Literal["mine", "other", "foreign"]
-    """A task of this user, a task of another user, or a program that distflow did not start."""
+    """In this order: a task of this user, a task of another user, or a program that distflow did not start."""
     by: str
-    """The task, with its user if that is another one, or a description of the program."""
+    """The task, with the name of its user for ``other``, or a description of the program."""
 
 
 def gpu_uses(report: Holders, ids: Mapping[str, str], user: str) -> dict[int, GpuUse]:
-    """Return who uses each GPU of a node that is not free.
+    """Return the use of each GPU of a node that is not free, by the number of the GPU.
 
     Args:
         report: The answer of the node.
@@ -277,12 +277,12 @@ def gpu_uses(report: Holders, ids: Mapping[str, str], user: str) -> dict[int, Gp
         user: The name of this user.
 
     """
-    found = {gpu: GpuUse("foreign", words) for gpu, words in report.foreign}
+    found = {gpu: GpuUse("foreign", text) for gpu, text in report.foreign}
     for one in report.holders:
         uuid, task = one.attempt.partition("/")[0], one.label or "an unknown task"
         is_mine = uuid in ids or one.user == user
         found |= dict.fromkeys(one.gpus, GpuUse("mine", task) if is_mine else GpuUse("other", f"{one.user}: {task}"))
-    # Any user of the node can lock a file with a large number.
+    # Any user of the node can create and lock a file for a GPU that does not exist, with any number.
     return {gpu: use for gpu, use in found.items() if 0 <= gpu < _MOST_GPUS}
 
 
@@ -304,4 +304,4 @@ def replace_uuids(text: str, ids: Mapping[str, str]) -> str:
         retry = f" retry-{attempt}" if int(attempt) else ""
         return f"{ids[uuid]}/{task}{retry}" if uuid in ids else f"{task}{retry} of an unknown workflow"
 
-    return _KNOWN_BY_UUID.sub(name, text)
+    return _UUID_OR_ATTEMPT.sub(name, text)

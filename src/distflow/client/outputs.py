@@ -81,7 +81,7 @@ class OutputProgress:
     """The progress of ``fetch_output_files``."""
 
     done: int
-    """Bytes that are here, with those of files that were here before."""
+    """Bytes on this machine, including those of files that were fetched before."""
     total: int
     """Bytes of all chosen files."""
     files: int
@@ -89,7 +89,7 @@ class OutputProgress:
 
 
 OnOutputProgress = Callable[[OutputProgress], None]
-"""A progress callback. It is called often, by several threads but by one at a time."""
+"""A progress callback. It is called often. Several threads call it, but only one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +103,17 @@ class FetchedFiles:
     size: int
     """Their size in bytes."""
     unchanged: int
-    """The number of files that were skipped, because they were here already."""
+    """The number of files that were skipped, because they existed on this machine."""
     left_out: int
     """The number of entries that cannot be fetched (see ``TaskOutputs.left_out``)."""
     problems: tuple[str, ...] = ()
     """Files that could not be read on their node, each with the reason."""
     errors: tuple[DistflowError, ...] = ()
-    """An error for each task whose files could not be fetched. Files of other tasks are here."""
+    """An error for each task whose files could not be fetched. The files of other tasks were fetched."""
     moved: Path | None = None
-    """Where the results of an earlier workflow were moved, which were in the directory before."""
+    """The directory to which the results of an earlier workflow were moved; ``None`` if there were none."""
     is_mixed: bool = False
-    """Whether the directory cannot be kept for one workflow, because it has files that distflow did not fetch."""
+    """Whether the directory also has files that distflow did not fetch, so it was not marked as the results of one workflow."""
 
 
 def list_output_files(
@@ -121,7 +121,7 @@ def list_output_files(
 ) -> tuple[TaskOutputs, ...]:
     """List the output files of the tasks of a workflow, which may have ended or still run.
 
-    Each task's node is asked, many nodes at the same time.
+    This queries the nodes of the tasks, many at the same time.
 
     Args:
         client: The client whose store has the workflow.
@@ -135,7 +135,7 @@ def list_output_files(
         The files of each task, in the order of the spec. A node's error is part of its result and is not raised.
 
     Raises:
-        InputError: if one of the named tasks, or no task at all, has run.
+        InputError: if one of the named tasks has not run, or if no task has run.
         NotFound: if the workflow does not have one of the tasks.
 
     """
@@ -187,7 +187,7 @@ def fetch_output_files(
         The counts, which are 0 if the tasks have no files, and the errors of nodes, which are not raised.
 
     Raises:
-        InputError: if one of the named tasks, or no task at all, has run.
+        InputError: if one of the named tasks has not run, or if no task has run.
         NotFound: if the workflow does not have one of the tasks, or if no file matches one of ``paths``.
         StorageError: if ``folder`` cannot be created or does not have enough space.
 
@@ -215,7 +215,7 @@ def fetch_output_files(
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
-    """A task, and what its node has reported."""
+    """A task, with the files that its node reported."""
 
     source: OutputSource
     outputs: TaskOutputs
@@ -228,7 +228,7 @@ class _Task:
 
 
 def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place: Place, attempt: int | None) -> list[_Task]:
-    """Return the location of the files of each task."""
+    """Return the chosen tasks, with the locations of their files."""
     found = []
     for group_name, latest in choose_tasks(record, tasks):
         attempts = [one for one in record.group(group_name).attempts if one.name == latest.name]
@@ -318,7 +318,7 @@ class _Nodes:
         self._open.close()
 
     def read_lists(self) -> Sequence[_Task]:
-        """Ask the nodes for the files of all tasks."""
+        """Read the list of files of each task from its node."""
 
         def read(task: _Task) -> None:
             with self._reader(task) as reader:
@@ -377,7 +377,7 @@ class _Nodes:
         )  # fmt: skip
 
     def _on_nodes(self, tasks: Sequence[_Task], action: Callable[[_Task], None]) -> None:
-        """Call ``action`` for each task, for many nodes at the same time. An error becomes a part of the task."""
+        """Call ``action`` for each task, for many nodes at the same time. An error is stored in ``outputs`` of its task."""
         by_node: dict[tuple[str, str], list[_Task]] = {}
         for task in tasks:
             by_node.setdefault(_node_of(task), []).append(task)
@@ -400,7 +400,7 @@ class _Nodes:
 
 
 def _node_of(task: _Task) -> tuple[str, str]:
-    """Return a key that is equal for tasks on one node. Tasks of one workflow have the same pool."""
+    """Return a key that is equal for tasks on one node: the workflow, which has one pool, and the name of the node."""
     return task.source.attempt.partition("/")[0], task.source.node
 
 

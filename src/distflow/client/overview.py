@@ -44,7 +44,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...]
     """This user's tasks on the node."""
     error: str = ""
-    """Why the node did not answer; empty also if it was not asked."""
+    """Why the node did not answer; empty if it answered or was not queried."""
 
 
 class Overview(Struct, frozen=True, kw_only=True):
@@ -63,7 +63,8 @@ def read_overview(
     Args:
         client: The client whose store has the workflows and whose configuration has the pools.
         pools: Names of pools. Default: all pools.
-        answers: What nodes answered (see ``ask_resource_holders``), by the names of pool and node. No node is contacted here.
+        answers: The answers of nodes (see ``ask_resource_holders``), by the names of pool and node. This function does not
+            connect to a node.
 
     Raises:
         NotFound: if a pool does not exist.
@@ -82,10 +83,10 @@ def read_overview(
             for task in group.tasks:
                 if task.node is None or task.state.is_final or task.started_at is None:
                     continue
-                place = record.pool, task.node
-                counts.setdefault(place, 0)
-                tasks.setdefault(place, []).append(f"{record.id}/{task.name}")
-                gpus.setdefault(place, {}).update(_gpus_of(client, record, group.name, task))
+                key = record.pool, task.node
+                counts.setdefault(key, 0)
+                tasks.setdefault(key, []).append(f"{record.id}/{task.name}")
+                gpus.setdefault(key, {}).update(_gpus_of(client, record, group.name, task))
     uses = _uses(client, answers or {})
     return Overview(
         workflows=tuple((record, read_status(client, record)) for record in shown),
@@ -103,13 +104,13 @@ def read_overview(
 
 
 def _uses(client: Client, answers: Mapping[tuple[str, str], Holders]) -> dict[tuple[str, str], dict[int, GpuUse]]:
-    """Return who uses the GPUs of each node that answered."""
+    """Return the use of the GPUs of each node that answered."""
     if not answers:
         return {}
     from distflow.client.nodes import gpu_uses
 
     ids = client.store.ids()
-    return {place: gpu_uses(said, ids, user_name()) for place, said in answers.items() if not said.error}
+    return {key: gpu_uses(answer, ids, user_name()) for key, answer in answers.items() if not answer.error}
 
 
 def _gpus(count: int, own: Mapping[int, GpuState], uses: Mapping[int, GpuUse] | None) -> tuple[GpuState, ...]:

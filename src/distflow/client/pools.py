@@ -87,7 +87,7 @@ def list_nodes(
     platforms: Collection[str] = (),
     hosts: Sequence[Host] | None = None,
 ) -> list[NodeUsage]:
-    """Return nodes with the resources that this user's unfinished workflows hold. It does not connect to a node.
+    """Return nodes with the resources that this user's unfinished workflows hold. This does not connect to a node.
 
     Args:
         client: The client whose configuration has the pools and whose store has the workflows.
@@ -130,14 +130,14 @@ def find_node(
     configuration = with_hosts(client.configuration(), hosts, given=pool)
     pools = [choose_pool(configuration, given=pool)] if pool else list(configuration.pools.values())
     held = usage_by_node(client)
-    everywhere = [
+    members = [
         NodeUsage(pool=one, node=member, held=held.get((one.name, member.name), ())) for one in pools for member in one.nodes
     ]
-    found = [one for one in everywhere if one.node.name == name and platform in (None, one.node.platform)]
+    found = [one for one in members if one.node.name == name and platform in (None, one.node.platform)]
     if not found:
         where = (f" of pool {pool!r}" if pool else "") + (f" of platform {platform!r}" if platform else "")
         raise NotFound(
-            f"there is no node {name!r}{where}", hint=did_you_mean(name, [one.node.name for one in everywhere], what="nodes")
+            f"there is no node {name!r}{where}", hint=did_you_mean(name, [one.node.name for one in members], what="nodes")
         )
     return found
 
@@ -169,7 +169,7 @@ def usage_by_node(client: Client) -> UsageByNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCheck:
-    """The measurements of a pool's nodes, and the verdict whether a gang can run there."""
+    """The measurements of a pool's nodes, and the verdict whether a gang can run on them."""
 
     pool: Pool
     checked: Checked
@@ -187,7 +187,7 @@ def check_pool(
     paths: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of a pool and check whether a gang can run there. It starts no task and holds no GPU.
+    """Measure the nodes of a pool and check whether a gang can run on them. This starts no task and holds no GPU.
 
     Args:
         client: The client whose configuration has the pool.
@@ -203,7 +203,7 @@ def check_pool(
         The measurements and the verdict. Errors of nodes are part of it and are not raised.
 
     Raises:
-        InputError: if details of nodes are requested of a pool whose nodes an engine chooses.
+        InputError: if ``nodes``, ``all_reduce`` or ``paths`` are given for a pool whose nodes an engine chooses.
         NotFound: if the pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 
@@ -235,9 +235,9 @@ def check_pool_nodes(
     venv: Requirements | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of these names, as ``check_pool`` does. ``torch_nodes`` are the nodes that cannot run without torch.
+    """Measure the nodes of these names, as ``check_pool`` does.
 
-    ``venv`` are the packages of the tasks' Python environment.
+    ``torch_nodes`` are the nodes whose tasks need torch. ``venv`` are the packages of the tasks' Python environment.
     """
     # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure

@@ -69,9 +69,9 @@ OnFetch = Callable[[FetchProgress], None]
 
 
 def previous_output_problems(client: Client, spec: WorkflowSpec) -> list[Problem]:
-    """Return a problem for each input from another workflow whose output does not exist according to the store."""
+    """Return a problem for each input from another workflow if the store shows that this output does not exist."""
     found = []
-    for one in _wanted(spec):
+    for one in _earlier_inputs(spec):
         try:
             _source(one, client)
         except InputError as error:
@@ -87,7 +87,7 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
         NodeError: if an output cannot be fetched.
 
     """
-    wanted = list(dict.fromkeys((one.workflow, one.task) for one in _wanted(spec)))
+    wanted = list(dict.fromkeys((one.workflow, one.task) for one in _earlier_inputs(spec)))
     sources = [_source(EarlierInput(position=0, workflow=workflow, task=task), client) for workflow, task in wanted]
     fetched = fetch_outputs(sources, client.directory.blobs, on_progress) if sources else []
     outputs = {name: FetchedOutput(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
@@ -137,8 +137,8 @@ def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
             except NodeError as error:
                 if tries_left and isinstance(error, NodeUnreachable):
                     continue
-                words = f"the output of {source.shown} cannot be fetched: {error.detail}"
-                raise NodeError(error.node, words, hint=error.hint) from error
+                message = f"the output of {source.shown} cannot be fetched: {error.detail}"
+                raise NodeError(error.node, message, hint=error.hint) from error
     raise AssertionError("the last try returns or raises")
 
 
@@ -153,7 +153,7 @@ def _paced(
     return report
 
 
-def _wanted(spec: WorkflowSpec) -> Iterator[EarlierInput]:
+def _earlier_inputs(spec: WorkflowSpec) -> Iterator[EarlierInput]:
     for group in spec.groups:
         for task in group.tasks:
             yield from task.earlier_inputs

@@ -21,11 +21,11 @@ _TEXT = "{id} {uuid}\nThese are the results of this workflow. distflow does not 
 
 
 def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | None]:
-    """Make a directory the one for the results of a workflow. Nothing is deleted.
+    """Mark a directory as the one with the results of a workflow. Nothing is deleted.
 
     Returns:
-        Whether the directory holds only results: a new or empty directory is marked, and one with files that are not from
-        distflow stays as it is. Also where the results of an earlier workflow were moved, if there were any.
+        Whether the directory is marked. It is not if it has files that distflow did not fetch. The second value is the new
+        directory of the results of an earlier workflow, or ``None`` if there were none.
 
     Raises:
         StorageError: if the directory cannot be created or its files cannot be moved.
@@ -40,7 +40,7 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
         owner = marker.read_text(encoding="utf-8", errors="replace") if RESULTS_MARKER in names else text
         moved = None
         if owner.split()[:2] != text.split()[:2]:
-            moved = _free_place(folder / EARLIER_RUNS, owner)
+            moved = _unused_path(folder / EARLIER_RUNS, owner)
             moved.mkdir(parents=True)
             # The marker is moved last, so that after an interruption the next call moves the remaining files.
             for name in sorted(set(names) - {EARLIER_RUNS}, key=lambda name: name == RESULTS_MARKER):
@@ -52,14 +52,14 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
     return True, moved
 
 
-def _free_place(parent: Path, owner: str) -> Path:
-    """Return a path for the results of the marker's workflow that does not exist. An invalid name becomes ``unknown``."""
+def _unused_path(parent: Path, owner: str) -> Path:
+    """Return an unused path, named after the workflow in the marker ``owner``, or ``unknown`` if that name is invalid."""
     first = owner.partition(" ")[0]
     name = first if first.replace("-", "").replace("_", "").isalnum() else "unknown"
     number = 1
-    while os.path.lexists(place := parent / (name if number == 1 else f"{name}.{number}")):
+    while os.path.lexists(path := parent / (name if number == 1 else f"{name}.{number}")):
         number += 1
-    return place
+    return path
 
 
 def results_directories(project: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run commands alongside running tasks, in their directories and environments, and read the stacks of their processes."""
+"""Run commands alongside running tasks, read the stacks of their processes, and forward ports to their nodes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class RunningTask:
 
     task: str
     attempt: str
+    """The name of the attempt on its node."""
     pool: Pool
     node: Node
     secrets: Mapping[str, Secret]
@@ -206,7 +207,7 @@ def run_on_tasks(
         except DistflowError as error:
             errors.append(error)
         except OSError:
-            codes.append(1)  # the reader of the output has closed it
+            codes.append(1)  # `on_output` could not write, because the reader has closed the output
 
     threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(tasks)]
     try:
@@ -259,7 +260,7 @@ def read_stacks(
 
 
 _READ = 65536
-_LOOK_S = 2.0
+_CHECK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +285,8 @@ def forward_ports(
 ) -> None:
     """Forward ports of this machine to the node of a task until the task has ended, or until ``KeyboardInterrupt``.
 
-    The ports are ports of the node, so they can also lead to other programs on it. A connection that fails causes a warning
-    through ``client.notify``.
+    A port of the node can also belong to another program than the task. A connection that fails causes a warning through
+    ``client.notify``.
 
     Args:
         client: The client whose store has the workflow.
@@ -307,15 +308,15 @@ def forward_ports(
         one = _running(record, task)
         pool = replace(client.store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
         node = pool.node(one.node or "")
-        if pool.backend == "local" and any(ours == theirs for ours, theirs in ports):
+        if pool.backend == "local" and any(local == remote for local, remote in ports):
             hint = "use another local port"
             raise InputError(f"{node.name} is this machine, and a port cannot be forwarded to itself", hint=hint)
-        listeners = {held.enter_context(contextlib.closing(_listen(host, ours))): (ours, theirs) for ours, theirs in ports}
+        listeners = {held.enter_context(contextlib.closing(_listen(host, local))): (local, remote) for local, remote in ports}
         transport = held.enter_context(contextlib.closing(transport_of(pool, node)))
         # Report an unreachable node now, and not only at the first connection.
         transport.run(["true"], timeout_s=connect_timeout)
-        for ours, theirs in ports:
-            on_ready(ForwardedPort(host=host, local=ours, remote=theirs, node=node.name))
+        for local, remote in ports:
+            on_ready(ForwardedPort(host=host, local=local, remote=remote, node=node.name))
         for listener, connection in _connections(list(listeners), lambda: _running(client.store.find(record.uuid), task)):
             arguments = (transport, listeners[listener][1], connection, connect_timeout, client.notify)
             threading.Thread(target=_serve, args=arguments, name=f"port {listeners[listener][0]}", daemon=True).start()
@@ -348,7 +349,7 @@ def _connections(listeners: list[socket.socket], check: Callable[[], object]) ->
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ)
         while True:
-            ready = selector.select(_LOOK_S)
+            ready = selector.select(_CHECK_EVERY_S)
             for key, _ in ready:
                 listener = next(one for one in listeners if one is key.fileobj)
                 with contextlib.suppress(OSError):

@@ -29,9 +29,9 @@ from distflow.state.store import STORE_FORMAT
 __all__ = [
     "Lock",
     "PreloadedSupervisor",
+    "detach",
     "ensure_supervisor",
     "is_running",
-    "let_go",
     "open_wake_socket",
     "preload_supervisor",
     "stop_outdated_supervisor",
@@ -67,13 +67,13 @@ class Lock:
         ):
             self._handles.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
             if not lock_at_once(self._handles[-1]):
-                self.give_up()
+                self.release()
                 return False
         os.ftruncate(self._handles[-1], 0)
         os.pwrite(self._handles[-1], f"{os.getpid()}\n{__version__} {STORE_FORMAT}\n".encode(), 0)
         return True
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Release the lock; without the lock, do nothing."""
         while self._handles:
             os.close(self._handles.pop())
@@ -90,16 +90,16 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
     Tasks continue, and the next supervisor asks the nodes what happened meanwhile.
 
     Returns:
-        Its version, or ``None`` if none was running.
+        The version of the ended supervisor, or ``None`` if no older supervisor was running.
 
     Raises:
-        SupervisorError: if it does not end.
+        SupervisorError: if the supervisor does not end.
 
     """
     deadline, old, killed = time.monotonic() + _END_TIMEOUT_S, None, 0
     while True:
         pid, version = _read_lock(directory)
-        # Without a process id, its file was removed, and nothing is known about the supervisor.
+        # Without a process id, the lock file was removed, and nothing is known about the supervisor.
         if not pid or not _is_outdated(version) or not is_running(directory):
             return old
         # A supervisor that has just taken the lock may not have written its own process id yet.
@@ -110,9 +110,9 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
         if time.monotonic() > deadline:
             pattern = shlex.quote(f"distflow.supervisor {directory.path}")
             raise SupervisorError(
-                "the supervisor of an older distflow does not end, and would ignore features of this version, so nothing was"
+                "the supervisor of an older distflow does not end; it would ignore features of this version, so nothing was"
                 " stored",
-                hint=f"end it, and try again; tasks continue without it: pkill -f {pattern}",
+                hint=f"end it, and try again (tasks continue without it): pkill -f {pattern}",
             )
         threading.Event().wait(_END_POLL_S)
 
@@ -120,7 +120,7 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
 def _read_lock(directory: StateDirectory) -> tuple[int, str]:
     """Return the process id (0 if it is unknown) and the version of the supervisor that took the lock last.
 
-    The version is that of distflow and that of the store's format, and empty for a supervisor of distflow 0.2.0 or older.
+    The version consists of the version of distflow and that of the store's format. It is empty for distflow 0.2.0 or older.
     """
     try:
         pid, _, version = directory.lock.read_text(errors="replace").partition("\n")
@@ -139,7 +139,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def _is_supervisor(pid: int) -> bool:
-    """Return whether a process of this user runs a supervisor, because its id may belong to another process now."""
+    """Return whether the process with this id runs a supervisor. By now, the id may belong to another process."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -160,14 +160,14 @@ class PreloadedSupervisor:
     ready: int
 
     def stop(self) -> None:
-        """End it before it has begun to work."""
+        """Kill the process before it begins to work."""
         os.close(self.ready)
         self.process.kill()
         self.process.communicate()
 
 
 def preload_supervisor(directory: StateDirectory, backends: Iterable[str]) -> PreloadedSupervisor | None:
-    """Start a supervisor that loads its modules while the caller prepares the work; ``None`` if one is running.
+    """Start a supervisor that loads its modules while the caller prepares the work. Return ``None`` if one is running.
 
     ``backends`` are the backends that it may need. Pass the result to ``ensure_supervisor``.
     """
@@ -195,7 +195,7 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded
         if wait:
             _await_ready(process, ready, directory)
         else:
-            let_go(process)
+            detach(process)
     finally:
         os.close(ready)
 
@@ -227,26 +227,26 @@ def _launch(directory: StateDirectory, backends: str | None = None) -> Preloaded
 def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateDirectory) -> None:
     readable, _, _ = select.select([ready], [], [], _READY_TIMEOUT_S)
     answer = os.read(ready, 64) if readable else b""
-    # "ready": it runs. "other": another supervisor took the lock first and must be woken for the new work.
+    # "ready": the supervisor runs. "other": another supervisor has the lock and must be woken for the new work.
     if answer in (b"ready", b"other"):
-        let_go(process)
+        detach(process)
         if answer == b"other":
             wake(directory)
         return
     raise SupervisorError(
-        "the supervisor did not start; the workflow is stored and runs as soon as one does",
+        "the supervisor did not start; the workflow is stored and runs as soon as a supervisor starts",
         hint=f"its log: {directory.supervisor_log}\n" + _last_line(directory.supervisor_log),
     )
 
 
-def let_go(process: subprocess.Popen[bytes]) -> None:
-    """Let a child process outlive this one, or reap it when it ends first, as it may under a notebook."""
+def detach(process: subprocess.Popen[bytes]) -> None:
+    """Let a child process outlive this one, or reap the child if it ends first, for example under a notebook."""
 
     def reap(pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
-    process.returncode = 0  # otherwise Python warns that it still runs
+    process.returncode = 0  # otherwise Python warns at its exit that the child still runs
     threading.Thread(target=reap, args=(process.pid,), daemon=True).start()
 
 
@@ -262,7 +262,7 @@ def wake(directory: StateDirectory) -> None:
 
 
 def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
-    """Return the socket on which the supervisor is woken; only for the holder of the lock.
+    """Return the socket on which the supervisor is woken. Only the holder of the lock may call this.
 
     Returns ``None`` if the file system of the state directory has no sockets. The supervisor then finds new work a few seconds
     later, when it polls the store.
@@ -280,7 +280,7 @@ def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _address(directory: StateDirectory) -> Iterator[str]:
-    """Yield an address of the socket. One that is too long is replaced by one through a descriptor, which only Linux has."""
+    """Yield an address of the socket. If its path is too long, the address uses a descriptor, which only Linux supports."""
     if len(os.fsencode(directory.socket)) <= _MAX_ADDRESS:
         yield str(directory.socket)
         return

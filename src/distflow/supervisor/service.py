@@ -81,11 +81,11 @@ def main(argv: list[str]) -> int:
         except StoreTooNew as error:
             # The version that upgraded the store starts a supervisor of its own. Tasks continue.
             _log(f"handing over to a newer version: {error.message}")
-            lock.give_up()
+            lock.release()
             return error.exit_code
         except (StateError, OSError) as error:
             _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
-            lock.give_up()
+            lock.release()
             # The process that started this one waits for a report. Without one, it shows the last line of the log.
             if starter.is_waiting or not _await_room(directory):
                 return 1
@@ -116,7 +116,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
             unreadable = _work(directory, store, starter)
         else:
             starter.report(b"ready")
-        lock.give_up()
+        lock.release()
         # A command that added work after the last check found the lock taken, so this process must do the work.
         return not store.has_unfinished(but=unreadable)
 

@@ -104,7 +104,7 @@ MISTAKES: Mapping[str, Mistake] = {
         command="run my.py --hostfile hosts.txt --nodes 3 --dry-run",
         files={"my.py": "", "hosts.txt": "gpu1\ngpu2\n"},
         where="hosts.txt has 2 machines",
-        remedy="--nodes asks for 3",
+        remedy="--nodes requests 3",
     ),
     "spec of run": Mistake(
         command="run my.py --gpus 99 --dry-run", files={"my.py": ""}, where="<spec of distflow run", remedy="pool list"

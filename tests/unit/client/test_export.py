@@ -91,7 +91,7 @@ def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[st
     assert (document["to"], document["files"]) == ("slurm", [])
     out, err = exported(capsys, one_task(image="i"), "--to", "osmo", "--set-env", "TOKEN=hunter2")
     assert "hunter2" not in out + err
-    assert "warning: secrets are not in the spec\n    give them to `osmo workflow submit --set-env`" in err
+    assert "warning: secrets are not in the spec\n    pass them to `osmo workflow submit --set-env`" in err
 
 
 def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_a_pool_without_slurm_has_no_options(
 ) -> None:
     monkeypatch.delenv("DISTFLOW_CONFIG")
     assert run(["workflow", "export", one_task(), "--to", "slurm", "--pool", "local"]) == 2
-    assert "the pool `local` has no options of Slurm" in capsys.readouterr().err
+    assert "the pool `local` has no Slurm options" in capsys.readouterr().err
 
 
 def test_a_variable_of_the_script_cannot_be_one_of_the_spec(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,4 +184,4 @@ def supervised(directory: StateDirectory) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.give_up()
+        lock.release()

@@ -63,10 +63,10 @@ def test_a_lock_holds_although_its_file_was_removed(tmp_path: Path) -> None:
     assert is_running(directory)
     assert not second.take()
     assert not directory.lock.exists()
-    first.give_up()
+    first.release()
     assert not is_running(directory)
     assert second.take()
-    second.give_up()
+    second.release()
 
 
 def test_a_supervisor_of_an_earlier_version_holds_the_file_alone(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_supervisor_of_an_earlier_version_holds_the_file_alone(tmp_path: Path)
         assert is_running(directory)
         assert not lock.take()
     assert lock.take()
-    lock.give_up()
+    lock.release()
 
 
 _HOLDER = """
@@ -124,7 +124,7 @@ def test_a_supervisor_of_this_or_a_newer_version_continues(tmp_path: Path, monke
     directory.lock.unlink()
     monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.0)
     assert stop_outdated_supervisor(directory) is None
-    lock.give_up()
+    lock.release()
 
 
 def test_no_other_process_is_ended_for_an_old_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What is measured while tasks run: their metrics and resource samples, and how they are exported."""
+"""Read and export the metrics and resource samples of tasks."""

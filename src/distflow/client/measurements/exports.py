@@ -1,4 +1,4 @@
-"""Write metrics and resource samples for TensorBoard, Weights & Biases and MLflow, each by its own package.
+"""Write metrics and resource samples for TensorBoard, Weights & Biases and MLflow, each with its own Python package.
 
 Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for its resource samples
 (``master-system``), whose steps are seconds.
@@ -23,7 +23,7 @@ ChosenSamples = Iterable[tuple[Samples, Collection[str]]]
 
 _MLFLOW_BATCH = 1000
 """The largest number of metrics in one request. Source: https://mlflow.org/docs/latest/rest-api.html#request-limits."""
-_MLFLOW_NAMES = re.compile(r"[^\w\-. :/]")
+_MLFLOW_FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
 class _Run(Protocol):
@@ -65,7 +65,7 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
 def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
     """Create one run of Weights & Biases for each task and rank, in the group ``workflow`` of the project.
 
-    The variables of wandb apply, such as ``WANDB_API_KEY`` and ``WANDB_MODE=offline``.
+    wandb's environment variables apply, such as ``WANDB_API_KEY`` and ``WANDB_MODE=offline``.
 
     Args:
         project: ``PROJECT`` or ``ENTITY/PROJECT``.
@@ -85,8 +85,8 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
     settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True)
 
     def begin(name: str) -> _Run:
-        place = {"entity": entity or None, "project": short, "group": workflow, "name": f"{workflow} {name}"}
-        return _WandbRun(wandb.init(**place, settings=settings, reinit="create_new"))
+        labels = {"entity": entity or None, "project": short, "group": workflow, "name": f"{workflow} {name}"}
+        return _WandbRun(wandb.init(**labels, settings=settings, reinit="create_new"))
 
     try:
         return _write(begin, metrics, samples)
@@ -105,12 +105,12 @@ def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samp
     try:
         client = mlflow.MlflowClient()
         known = client.get_experiment_by_name(experiment)
-        place = known.experiment_id if known is not None else client.create_experiment(experiment)
+        target = known.experiment_id if known is not None else client.create_experiment(experiment)
         return _write(
             lambda run: _MlflowRun(
                 mlflow,
                 client,
-                client.create_run(place, run_name=f"{workflow} {run}", tags={"distflow.workflow": workflow}).info.run_id,
+                client.create_run(target, run_name=f"{workflow} {run}", tags={"distflow.workflow": workflow}).info.run_id,
             ),
             metrics,
             samples,
@@ -128,14 +128,17 @@ def _package(module: str, package: str, what: str) -> Any:
 
 
 def _write(begin: Callable[[str], _Run], metrics: Iterable[Metric], samples: ChosenSamples) -> int:
-    """Write all rows. The runs of a task are closed before those of the next one, because each uses a thread or a file."""
+    """Write all rows, and return the number of values.
+
+    All runs of an owner are closed before the next owner begins, because each open run uses a thread or a file.
+    """
     runs: dict[str, _Run] = {}
-    task, count = None, 0
+    current, count = None, 0
     try:
         for owner, name, values, step, time in _rows(metrics, samples):
-            if owner != task:
+            if owner != current:
                 _close(runs)
-                task = owner
+                current = owner
             if name not in runs:
                 runs[name] = begin(name)
             runs[name].add(values, step, time)
@@ -148,7 +151,10 @@ def _write(begin: Callable[[str], _Run], metrics: Iterable[Metric], samples: Cho
 def _rows(
     metrics: Iterable[Metric], samples: ChosenSamples
 ) -> Iterator[tuple[str, str, Mapping[str, float], int, float | None]]:
-    """Yield an owner, the name of a run, values, step and time. All rows of an owner are consecutive."""
+    """Yield rows: the owner (the metrics or the samples of a task), the run's name, the values, the step and the time.
+
+    All rows of an owner are consecutive.
+    """
     for metric in metrics:
         run = metric.task if metric.rank is None else f"{metric.task}-rank-{metric.rank}"
         if values := {name: found for name, value in metric.values.items() if (found := number(value)) is not None}:
@@ -180,7 +186,7 @@ class _TensorBoardRun:
 
 
 class _WandbRun:
-    """A run whose horizontal axis is ``step``: W&B's own step cannot go back, which steps do after a restart."""
+    """A run with ``step`` as its horizontal axis: W&B's own step cannot decrease, but steps do after a restart."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -203,7 +209,7 @@ class _MlflowRun:
 
     def add(self, values: Mapping[str, float], step: int, time: float | None) -> None:
         for name, value in values.items():
-            self._waiting.append(self._metric(_MLFLOW_NAMES.sub("_", name), value, round((time or 0) * 1000), step))
+            self._waiting.append(self._metric(_MLFLOW_FORBIDDEN.sub("_", name), value, round((time or 0) * 1000), step))
         while len(self._waiting) >= _MLFLOW_BATCH:
             self._send()
 

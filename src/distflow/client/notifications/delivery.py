@@ -1,6 +1,6 @@
 """Deliver one message to one target: a web server, Slack, a command of this machine, or a service of Apprise.
 
-No error contains a URL, because a URL may be a secret: only the scheme and the host of plain web addresses are named.
+Errors name only the host of a web address, because the rest of a URL may be a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distflow.errors import NotifyError
 __all__ = ["deliver"]
 
 _COMMAND_S = 30.0
-"""The longest time of a command."""
+"""The maximum time that a command may run."""
 
 _ANSWER_S = 10.0
 _TRANSIENT = (408, 425, 429)
@@ -39,7 +39,7 @@ _SLACK_LENGTH = 3000
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: they could lead the message, and the secret in its URL, to another host."""
+    """Refuses redirects, because they could send the message to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         """Return no request, so that the redirect becomes an error."""
@@ -49,12 +49,12 @@ def deliver(target: NotifyTarget, message: Message, url: str) -> None:
     """Deliver a message.
 
     Args:
-        target: Where to deliver it.
+        target: The entry of ``notify`` to deliver it to.
         message: The message.
-        url: The URL of the target, which may come from a credential; empty for a command.
+        url: The URL of the target, which may come from a credential. Empty for a command.
 
     Raises:
-        NotifyError: if it was not delivered, or not confirmed.
+        NotifyError: if the delivery failed, or was not confirmed.
 
     """
     if target.command:
@@ -104,7 +104,7 @@ def _post(url: str, body: dict[str, Any]) -> None:
 
 
 def _failure(host: str | None, error: Exception) -> NotifyError:
-    """Return why a request failed. The texts of most exceptions are not shown, because they may contain the URL."""
+    """Return the error of a failed request. It omits the texts of most exceptions, because they may contain the URL."""
     reason = getattr(error, "reason", None)
     reason = reason if isinstance(reason, Exception) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
@@ -113,7 +113,7 @@ def _failure(host: str | None, error: Exception) -> NotifyError:
         return NotifyError(f"{host} did not answer within {seconds_text(_ANSWER_S)}", may_retry=True)
     if isinstance(reason, OSError):
         return NotifyError(f"cannot reach {host}: {reason.strerror or type(reason).__name__}", may_retry=True)
-    return NotifyError(f"{host} did not answer as a web server does ({type(reason).__name__})")
+    return NotifyError(f"the answer of {host} is not a valid HTTP response ({type(reason).__name__})")
 
 
 def _run(command: tuple[str, ...], message: Message) -> None:
@@ -151,9 +151,9 @@ def _send_by_apprise(url: str, message: Message) -> None:
     try:
         service = apprise.Apprise.instantiate(url, suppress_exceptions=True)
         is_sent = service is not None and service.notify(title=message["summary"], body=message["text"])
-    except Exception as error:  # noqa: BLE001  plugins of others; their texts may contain the URL
+    except Exception as error:  # noqa: BLE001  plugins raise anything; do not show the text, which may contain the URL
         raise NotifyError(f"apprise failed ({type(error).__name__})") from None
     if service is None:
-        raise NotifyError("apprise does not know a service for this URL")
+        raise NotifyError("apprise has no service for this URL")
     if not is_sent:
         raise NotifyError("apprise could not deliver the message", may_retry=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Message", "compose", "sample"]
 
 VERSION = 1
-"""It is increased when a key is removed or changes its meaning."""
+"""The version of the document. It is increased when a key is removed or changes its meaning."""
 
 Message = Mapping[str, Any]
 """The JSON document of a notification."""
@@ -37,9 +37,9 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
     Args:
         client: The client whose store has the workflow.
         record: The workflow as it is now.
-        trigger: What the message reports.
-        notice_id: A text that is the same for each try to send the message.
-        subject: For ``waiting``, the group and its attempt.
+        trigger: The event that the message reports.
+        notice_id: An id that is the same for each try to send the message.
+        subject: For ``waiting``, ``<group>/<attempt>``.
 
     Raises:
         StateError: if the store or the logs cannot be read.
@@ -112,7 +112,7 @@ def sample(trigger: Trigger) -> Message:
 
 
 def _with_text(message: Message) -> Message:
-    """Return a message with its text for people, of several lines. Many chat services show this key, and ignore the others."""
+    """Return a message with the key ``text``: several lines for people. Many chat services show only this key."""
     shown = [message["summary"]]
     shown += [f"  | {line}" for line in message["lines"][-_SHOWN_LINES:]]
     shown += [f"Remedy: {message['remedy']}"] if message["remedy"] else []
@@ -130,7 +130,7 @@ def _first_failure(client: Client, record: WorkflowRecord) -> DiagnosedGroup | N
 
 
 def _summary(record: WorkflowRecord, trigger: Trigger, group: GroupRecord | None, cause: Cause | None) -> str:
-    """Return what happened, in one line."""
+    """Describe the event in one line."""
     why = plain(" ".join(plain_lines(group.message).split("\n"))) if group is not None else ""
     if trigger is Trigger.STARTED:
         nodes = dict.fromkeys(task.node for one in record.groups for task in one.tasks if task.node)
@@ -163,6 +163,6 @@ def _cause_json(cause: Cause) -> dict[str, object]:
 
 
 def _times(**given: float | None) -> dict[str, str | None]:
-    """Return times in UTC with their zone, under their old keys and under those that all documents have."""
+    """Return times in UTC with their zone, under the older keys of notifications and the keys that all documents have."""
     zoned = {ZONED[key]: times(**{key: at})[ZONED[key]] for key, at in given.items()}
     return {key: zoned[ZONED[key]] for key in given} | zoned

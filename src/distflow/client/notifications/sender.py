@@ -1,9 +1,10 @@
 """``python -m distflow.client.notifications.sender STATE_DIRECTORY``: the process that sends notifications.
 
-It sends one message at a time to each destination, to several destinations at once, and tries again if that may help.
+It sends one message at a time to each destination, but serves several destinations at the same time. It retries failures that
+may be temporary.
 
 It may be killed at any instant. A notification stays in the store until the outcome of its delivery is recorded there, so the
-next process sends it. If it is killed between the two, a notification arrives twice, with the same ``id``.
+next process sends it. If it is killed between the delivery and the record, a notification arrives twice, with the same ``id``.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ __all__ = ["main", "send_notices"]
 _PAUSES_S = (2.0, 10.0, 30.0, 120.0)
 """Seconds between the tries of one notification."""
 _LONGEST_TRY_S = 300.0
-"""A server that sends its answer byte by byte could hold a thread for days."""
+"""The maximum time of one try. Without it, a server that sends its answer byte by byte could block a thread for days."""
 _MOST_AT_ONCE = 8
-"""Tries; a notification between two tries does not count."""
+"""The maximum number of tries at the same time. A notification that waits for its next try does not count."""
 _MOST_DELIVERIES = 5
-"""Processes that may begin to deliver one notification. Each could send it and then fail to record that."""
+"""The maximum number of processes that begin to deliver one notification. Each may have sent it without recording that."""
 _POLL_S = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Send what is due in a state directory, unless another process does."""
+    """Send the due notifications of a state directory, unless another process is sending them."""
     directory = StateDirectory(Path(argv[0]))
     try:
-        # A process that stores a notification while this one has the lock starts no other, so look again after each release.
+        # While this process has the lock, a notification that another process stores starts no sender. So check for new ones
+        # after each release.
         while _is_any_due(directory):
             handle = os.open(directory.notify_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -87,7 +89,7 @@ def send_notices(client: Client, pauses_s: Sequence[float] = _PAUSES_S) -> None:
 
 
 _Destination = tuple[str, str, tuple[str, ...]]
-"""The URL, credential and command of an entry. A server receives one message at a time, whichever workflows they are about."""
+"""The URL, credential and command of an entry. Each destination gets one message at a time, even about different workflows."""
 
 
 def _destination(target: NotifyTarget) -> _Destination:
@@ -104,9 +106,9 @@ class _Delivery:
         self.url = url
         self.tries = 0
         self.next_at = 0.0
-        """When the next try begins (monotonic)."""
+        """When the next try begins, in monotonic seconds."""
         self.give_up_at: float | None = None
-        """When the running try is given up; ``None`` between tries."""
+        """When the running try is given up, in monotonic seconds; ``None`` between tries."""
 
 
 class _Sender:
@@ -128,14 +130,14 @@ class _Sender:
             self._take_outcomes()
 
     def _begin_deliveries(self) -> None:
-        """Begin to deliver the oldest notification of each destination: `started` before `completed`."""
+        """Begin to deliver the oldest notification of each destination, so that `started` arrives before `completed`."""
         for notice in self._client.store.notices():
             label = f"target {notice.target + 1}"
             try:
                 target = self._target(notice)
                 label = target.label
-                place = _destination(target)
-                if place in self._deliveries:
+                destination = _destination(target)
+                if destination in self._deliveries:
                     continue
                 url = url_of(self._client, target)
                 record = self._client.store.find(notice.workflow)
@@ -145,11 +147,11 @@ class _Sender:
             except Exception as error:  # noqa: BLE001  a bug must not keep this notification, and all later ones, pending
                 self._record(notice, label, f"unexpected error: {type(error).__name__}")
             else:
-                # Written first: if the disk is full, nothing is sent, and a notification cannot arrive without end.
+                # Count the delivery before it begins. Otherwise, a full disk could make the same notification arrive forever.
                 if self._client.store.count_delivery(notice) > _MOST_DELIVERIES:
                     self._record(notice, label, f"given up: its delivery was interrupted {_MOST_DELIVERIES} times")
                 else:
-                    self._deliveries[place] = _Delivery(notice, target, message, url)
+                    self._deliveries[destination] = _Delivery(notice, target, message, url)
 
     def _target(self, notice: Notice) -> NotifyTarget:
         if notice.workflow not in self._targets:
@@ -179,7 +181,7 @@ class _Sender:
             self._outcomes.put((delivery, None))
 
     def _take_outcomes(self) -> None:
-        """Wait for an outcome, or until a try is due."""
+        """Wait until an outcome arrives or a try is due. Record the deliveries that have ended, and plan the retries."""
         now = time.monotonic()
         pauses_s = [one.next_at - now for one in self._deliveries.values() if one.give_up_at is None and one.next_at > now]
         ended: list[tuple[_Delivery, NotifyError | None]] = []
@@ -189,14 +191,14 @@ class _Sender:
         text = f"gave up after {seconds_text(_LONGEST_TRY_S)}"
         ended += [(one, NotifyError(text)) for one in self._deliveries.values() if (one.give_up_at or late) < late]
         for delivery, error in ended:
-            place = _destination(delivery.target)
-            if self._deliveries.get(place) is not delivery:
+            destination = _destination(delivery.target)
+            if self._deliveries.get(destination) is not delivery:
                 continue  # it was given up before
             if error is not None and error.may_retry and delivery.tries <= len(self._pauses_s):
                 delivery.next_at = late + self._pauses_s[delivery.tries - 1]
                 delivery.give_up_at = None
                 continue
-            del self._deliveries[place]
+            del self._deliveries[destination]
             tries = f" ({delivery.tries} tries)" if delivery.tries > 1 else ""
             self._record(delivery.notice, delivery.target.label, error.message + tries if error is not None else "")
 

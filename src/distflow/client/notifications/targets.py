@@ -69,8 +69,8 @@ def set_profile_notify(client: Client, values: Sequence[str]) -> tuple[NotifyTar
 
     Args:
         client: The client whose state directory stores the profile.
-        values: The entries: names of credentials, or entries of ``notify`` in the form of YAML, such as
-            ``{credential: slack, on: [failed]}``. Without values, the profile has no entry.
+        values: The entries: names of credentials, or entries of ``notify`` in YAML, such as
+            ``{credential: slack, on: [failed]}``. Without values, all entries are removed.
 
     Returns:
         The new entries.
@@ -99,7 +99,7 @@ def target_problems(
         client: The client whose credentials the entries may use.
         targets: The entries.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials, such as a CI machine.
-        is_quick: Whether not to import Apprise for URLs of services that it knows. It would take more than a second.
+        is_quick: Whether to skip the import of Apprise, which takes more than a second, if its sources contain the scheme.
 
     Raises:
         StateError: if the credentials cannot be read.
@@ -121,12 +121,12 @@ def target_problems(
 
 
 def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> str:
-    """Return the URL of an entry, from one of this user's credentials if it names one; empty for a command.
+    """Return the URL of an entry, from one of this user's credentials if the entry names one; empty for a command.
 
-    ``is_quick`` is that of ``target_problems``.
+    For ``is_quick``, see ``target_problems``.
 
     Raises:
-        InputError: if the credential has no URL, or one that cannot be used. The error does not contain it.
+        InputError: if the credential has no URL, or its URL cannot be used. The error does not contain the URL.
         NotFound: if the credential does not exist.
         StateError: if the credential cannot be read.
 
@@ -141,8 +141,8 @@ def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> s
         raise NotFound(f"this machine has no credential `{target.credential}`", hint=f"{near}set it: `{set_it}`")
     values = tuple(found.payload.values()) if len(found.payload) == 1 else (found.payload.get(_URL_KEY),)
     if found.type is not CredentialType.GENERIC or values[0] is None:
-        again = f"distflow credential delete {target.credential} && {set_it}"
-        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{again}`")
+        command = f"distflow credential delete {target.credential} && {set_it}"
+        raise InputError(f"the credential `{target.credential}` has no key `{_URL_KEY}`", hint=f"set it again: `{command}`")
     url = values[0].reveal().strip()
     _check_url(target.credential, url, is_quick)
     return url
@@ -180,7 +180,7 @@ def _check_url(credential: str, url: str, is_quick: bool) -> None:
 
 
 def _is_known_scheme(apprise: ModuleSpec, scheme: str) -> bool:
-    """Return whether a plugin of Apprise declares a scheme, without importing any. ``False`` if it may do so in another way."""
+    """Return whether the source of an Apprise plugin declares a scheme in the usual form. This imports no plugin."""
     word = f"['\"]{re.escape(scheme)}['\"]".encode()
     declaration = re.compile(rb"^ *(secure_)?protocol *=.*" + word, re.MULTILINE)
     files = Path(apprise.origin or "").parent.glob("plugins/**/*.py")
@@ -201,7 +201,7 @@ def send_test_notification(client: Client, target: NotifyTarget, trigger: Trigge
     Args:
         client: The client whose credentials the entry may use.
         target: The entry.
-        trigger: What the message pretends to report. Default: the first trigger of the entry.
+        trigger: The event that the message pretends to report. Default: the first trigger of the entry.
 
     Returns:
         The reason why it was not sent, or an empty text if it was sent.

@@ -83,8 +83,8 @@ def local_path(path: str) -> str:
 
     A path that means the contents of a directory (``dir/``, ``.``, ``..``) keeps that meaning by a slash at its end.
     """
-    whole = os.path.abspath(path)
-    return whole + ("/" if os.path.basename(path) in ("", ".", "..") and whole != "/" else "")
+    absolute = os.path.abspath(path)
+    return absolute + ("/" if os.path.basename(path) in ("", ".", "..") and absolute != "/" else "")
 
 
 def remote_path(path: str) -> str:
@@ -110,7 +110,7 @@ def check_rsync_here() -> str:
 
 
 def rsync_command(workflow: str, task: str, connect_timeout: int, words: Sequence[str]) -> list[str]:
-    """Return the command that copies to or from a task. Run it in ``/``, so Python cannot import a file of the user by mistake.
+    """Return the command that copies to or from a task. Run it in ``/``, so that Python does not import files of the user.
 
     Args:
         workflow: The uuid of the workflow.
@@ -176,7 +176,7 @@ def start_sync(
     reconcile_s: float = RECONCILE_S,
     max_log_size: int = LOG_BYTES,
 ) -> Sync:
-    """Start a background process that copies a local path to a running task at every change, until the task has ended.
+    """Start a background process that copies a local path to a running task after every change, until the task has ended.
 
     Args:
         client: The client whose store has the workflow.
@@ -309,7 +309,7 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
         answer = os.read(ready, 64) if readable else b""
     finally:
         os.close(ready)
-    # The process outlives this one, and init reaps it. This avoids a ResourceWarning.
+    # The process outlives this one, and init reaps it. Without a return code, Python would issue a ResourceWarning.
     process.returncode = 0
     if answer == b"other":
         hint = f"stop it first: distflow workflow rsync stop {wanted.workflow_id}"

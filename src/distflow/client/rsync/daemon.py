@@ -1,7 +1,8 @@
 """The background process that copies files to a task: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
 
-It reads a ``Sync`` from standard input. It writes ``ready`` to the pipe HANDLE, or ``other`` if another process already copies
-to the task. It waits until the task is running, copies to each of its attempts, and exits when the task's group has ended.
+It reads a ``Sync`` from standard input. It writes ``ready`` to the pipe with the descriptor HANDLE, or ``other`` if another
+process already copies to the task. It waits until the task is running, copies to each of its attempts, and exits when the group
+of the task has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from distflow.structs import replace
 __all__ = ["CopySchedule", "Daemon", "Snapshot", "main", "take_snapshot"]
 
 
-_LOOK_S = 2.0
+_RECORD_POLL_S = 2.0
 """The maximum interval between two reads of the task's record, in seconds."""
 _VANISHED = 24
 """rsync's exit code if files were deleted during the copy. The next scan detects the deletion."""
@@ -80,8 +81,8 @@ class CopySchedule:
         self._changed_at: float | None = None
         self._copied_at: float | None = None
 
-    def saw(self, snapshot: Snapshot, now: float) -> None:
-        """Compare a new snapshot with the previous one."""
+    def add_snapshot(self, snapshot: Snapshot, now: float) -> None:
+        """Record a change if the new snapshot differs from the previous one."""
         if self._seen is not None and snapshot != self._seen:
             self._changed_at = now
         self._seen = snapshot
@@ -92,7 +93,7 @@ class CopySchedule:
             return True
         return self._changed_at is not None and now - self._changed_at >= self._debounce_s
 
-    def copied(self, now: float) -> None:
+    def record_copy(self, now: float) -> None:
         """Record the start of a copy. A failed copy is repeated at the next interval or change."""
         self._copied_at = now
         self._changed_at = None
@@ -145,7 +146,7 @@ class Daemon:
         self._sync = sync
         self._schedule = CopySchedule(sync.debounce_s, sync.reconcile_s)
         syncs.write(sync)
-        self._say(f"copies {sync.local} to {sync.remote} of {sync.workflow_id} {sync.task}; pid {sync.pid}")
+        self._log(f"copying {sync.local} to {sync.remote} of {sync.workflow_id} {sync.task} (pid {sync.pid})")
 
     def work(self) -> str:
         """Watch and copy until the group has ended, and return the reason for the end."""
@@ -159,16 +160,16 @@ class Daemon:
                     attempt, next_look = task.attempt, at
                     self._schedule.forget_copies()
                 if at >= next_look:
-                    self._schedule.saw(take_snapshot(self._sync.local), at)
+                    self._schedule.add_snapshot(take_snapshot(self._sync.local), at)
                     next_look = at + self._sync.poll_s
                     if self._schedule.is_due(at):
-                        self._schedule.copied(at)
+                        self._schedule.record_copy(at)
                         self._copy()
-            pause.wait(min(self._sync.poll_s, _LOOK_S))
+            pause.wait(min(self._sync.poll_s, _RECORD_POLL_S))
 
     def end(self, why: str) -> None:
         """Record the end and its reason."""
-        self._say(f"ends: {why}")
+        self._log(f"ended: {why}")
         self._sync = replace(self._sync, ended_at=now())
         self._syncs.write(self._sync)
 
@@ -182,8 +183,8 @@ class Daemon:
 
     def _copy(self) -> None:
         sync = self._sync
-        words = [*sync.options, "--", sync.local, f"node:{sync.remote}"]
-        command = rsync_command(sync.workflow, sync.task, sync.connect_timeout_s, words)
+        arguments = [*sync.options, "--", sync.local, f"node:{sync.remote}"]
+        command = rsync_command(sync.workflow, sync.task, sync.connect_timeout_s, arguments)
         environment = os.environ | {"DISTFLOW_STATE": str(self._directory.path)}
         last = ""
         with subprocess.Popen(
@@ -193,20 +194,20 @@ class Daemon:
             try:
                 for line in process.stdout or ():
                     last = line.rstrip() or last
-                    self._say(line.rstrip())
+                    self._log(line.rstrip())
             except BaseException:
                 process.terminate()
                 raise
         code = process.returncode
         if code in (0, _VANISHED):
-            self._say("copied")
+            self._log("copied")
             self._sync = replace(sync, synced_at=now(), error="")
         else:
-            self._say(exit_text(code))
+            self._log(exit_text(code))
             self._sync = replace(sync, error=f"{exit_text(code)}: {last}" if last else exit_text(code))
         self._syncs.write(self._sync)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         path = self._syncs.log(self._sync)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_size >= self._sync.max_log_size:

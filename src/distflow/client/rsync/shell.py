@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         _report(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
-        return 1  # the local rsync has exited and printed the reason
+        return 1  # the local rsync has exited, and has printed the reason
 
 
 def _report(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Run a command without a spec: write the spec from the command line, and fetch the results after the end."""
+"""Run a command without a spec: draft the spec from the command line, and fetch the results of the ended workflow."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ def draft_run(
         hosts: Machines to use instead of a configured pool.
         hostfile: The path of the hostfile, for errors.
         nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
-        gpus: GPUs on each node. Default: as many as the pool or the hostfile says.
+        gpus: GPUs on each node. Default: the number in the pool or the hostfile.
         ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
         project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository.
         results: The local directory for the output files. It is not sent.
-        sbatch: A script for Slurm's ``sbatch`` that has the command and the numbers. ``words`` is empty then.
+        sbatch: A script for Slurm's ``sbatch`` with the command and the numbers. ``words`` must be empty then.
 
     Raises:
-        InputError: if there is no command or it is not valid, the script does not exist, the project would be a home
-            directory, or the number of processes is not known. Also if there are fewer hosts than nodes.
+        InputError: if there is no command, if it is not valid, if the script does not exist, if the project would be a home
+            directory, if the number of processes is not known, or if there are fewer hosts than nodes.
         NotFound: if the pool does not exist.
 
     """
     draft = _draft(words, sbatch, project)
-    there = choose_pool(configuration, given=pool, hosts=hosts).nodes
+    available = choose_pool(configuration, given=pool, hosts=hosts).nodes
     count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
     if draft.nodes is not None and count != draft.nodes:
-        raise InputError(f"the command says {draft.nodes} nodes, and --nodes says {count}", hint="remove one of them")
+        raise InputError(f"the command has {draft.nodes} nodes, but --nodes is {count}", hint="remove one of them")
     if hosts is not None and count > len(hosts):
-        asking = "--nodes" if nodes else "the command"
+        source = "--nodes" if nodes else "the command"
         machines = f"{len(hosts)} machine{'' if len(hosts) == 1 else 's'}"
-        raise InputError(f"{hostfile} has {machines}, {asking} asks for {count}", hint="add machines, or ask for fewer nodes")
-    draft = replace(draft, name=name or draft.name, exclude=_without(draft, results))
-    return complete_draft(draft, there, count=count, gpus=gpus, ranks=ranks, must_know=True)
+        raise InputError(f"{hostfile} has {machines}, but {source} requests {count}", hint="add machines, or request fewer")
+    draft = replace(draft, name=name or draft.name, exclude=_excluded(draft, results))
+    return complete_draft(draft, available, count=count, gpus=gpus, ranks=ranks, must_know=True)
 
 
 def _draft(words: Sequence[str], sbatch: Path | None, project: Path | None) -> Draft:
@@ -87,11 +87,11 @@ def _draft(words: Sequence[str], sbatch: Path | None, project: Path | None) -> D
     return draft_from_sbatch(sbatch, must_exist=True)
 
 
-def _without(draft: Draft, results: Path) -> tuple[str, ...]:
+def _excluded(draft: Draft, results: Path) -> tuple[str, ...]:
     """Return the patterns for files that are not sent, with the directory of the results if it is in the project."""
-    place = os.path.relpath(results, draft.project)
-    pattern = f"/{place}"
-    is_inside = place.split(os.sep)[0] not in ("..", ".")
+    path = os.path.relpath(results, draft.project)
+    pattern = f"/{path}"
+    is_inside = path.split(os.sep)[0] not in ("..", ".")
     return (pattern, *draft.exclude) if is_inside and pattern not in draft.exclude else draft.exclude
 
 

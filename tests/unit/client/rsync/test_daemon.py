@@ -80,16 +80,16 @@ def test_every_kind_of_change_is_seen(tmp_path: Path) -> None:
 
 def test_it_is_copied_at_first_after_a_rest_and_now_and_then() -> None:
     schedule = CopySchedule(debounce_s=3, reconcile_s=100)
-    schedule.saw({"file": (0, 0, 0)}, 0)
+    schedule.add_snapshot({"file": (0, 0, 0)}, 0)
     assert schedule.is_due(0)
-    schedule.copied(0)
+    schedule.record_copy(0)
     due = []
     for now in range(1, 220):
         # It changes at 10 and 11, and then with every look from 150 on.
-        schedule.saw({"file": (0, 0 if now < 10 else 1 if now < 11 else 2 if now < 150 else now, 0)}, now)
+        schedule.add_snapshot({"file": (0, 0 if now < 10 else 1 if now < 11 else 2 if now < 150 else now, 0)}, now)
         if schedule.is_due(now):
             due.append(now)
-            schedule.copied(now)
+            schedule.record_copy(now)
     # A rest of 3 after the change at 11; 100 after that; then the changes never rest, and 100 after that.
     assert due == [14, 114, 214]
     schedule.forget_copies()
