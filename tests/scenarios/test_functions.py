@@ -209,9 +209,9 @@ def test_nodes_without_the_python_or_the_packages_of_a_function_are_named_before
     (packages / "only_here.py").touch()
     monkeypatch.syspath_prepend(str(packages))
     installed = importlib.import_module("only_here")
-    with pytest.raises(InputError, match=r"needs `only_here`; .* lacks that on gpu1\ninstall what is missing"):
+    with pytest.raises(InputError, match=r"needs `only_here`, missing from .* on gpu1\ninstall the missing modules"):
         distflow.run(lambda: installed.__name__, gpus=0)
-    with pytest.raises(InputError, match=r"needs `only_elsewhere`; .* lacks that on gpu1\n"):
+    with pytest.raises(InputError, match=r"needs `only_elsewhere`, missing from .* on gpu1\n"):
         distflow.run(imports_a_package, gpus=0)
     assert [one.id for one in distflow.list()] == ["double-3", "double-2", "double-1"]
 

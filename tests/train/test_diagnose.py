@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distflow.diagnosis.diagnose import diagnose
-from distflow.diagnosis.model import Case, Diagnosis, First, Witness
+from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, TaskOutcome
 from distflow.lifecycle.states import Reason
 
 MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 NAMES = ("master", "worker", "third")
 SOURCES = Path(__file__).resolve().parents[2] / "src"
-FIRST: Mapping[str, First] = {
-    "rank_killed": First(task="worker", rank="1", message="killed by SIGKILL"),
-    "rank_raises": First(task="worker", rank="1", message="exit code 1"),
-    "another_size_unchecked": First(task="worker", rank="1", message="killed by SIGABRT"),
+FIRST: Mapping[str, FirstFailure] = {
+    "rank_killed": FirstFailure(task="worker", rank="1", message="killed by SIGKILL"),
+    "rank_raises": FirstFailure(task="worker", rank="1", message="exit code 1"),
+    "another_size_unchecked": FirstFailure(task="worker", rank="1", message="killed by SIGABRT"),
 }
 """As the verdict has it, where one task clearly failed before the others."""
 
@@ -43,14 +43,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     results: dict[str, dict[str, int]] = json.loads((folder / "results.json").read_text())
     return {
         name: Case(
-            witnesses=tuple(_witness(folder / name, int(rank), codes[rank]) for rank in sorted(codes)), first=FIRST.get(name)
+            outcomes=tuple(_outcome(folder / name, int(rank), codes[rank]) for rank in sorted(codes)), first=FIRST.get(name)
         )
         for name, codes in results.items()
     }
 
 
-def _witness(folder: Path, rank: int, code: int) -> Witness:
-    return Witness(
+def _outcome(folder: Path, rank: int, code: int) -> TaskOutcome:
+    return TaskOutcome(
         task=NAMES[rank],
         node=f"gpu{rank + 1}",
         ranks=range(rank, rank + 1),
@@ -77,14 +77,14 @@ EXPECTED = {
     "another_shape": ("collective-mismatch", "called allreduce of shape [3, 3]"),
     "another_size_unchecked": ("collective-mismatch", "rank 1 (worker on gpu2) received 4096 bytes but expected 512"),
     "barrier_missed": ("barrier-missed", "rank 1 (worker on gpu2) did not arrive; rank 0 (master on gpu1) waited"),
-    "collective_missed": ("collective-timeout", "rank 0 (master on gpu1) waited for 3 s; worker on gpu2 did not"),
+    "collective_missed": ("collective-timeout", "rank 0 (master on gpu1) waited for 3 s; worker on gpu2 did not wait"),
     "rank_killed": ("killed", "rank 1 (worker on gpu2) was ended by SIGKILL"),
     "rank_raises": (
         "peer-died",
         "rank 1 (worker on gpu2) failed first: exit code 1; rank 0 (master on gpu1) then lost the connection",
     ),
     "no_such_interface": ("wrong-interface", "has no address on the interface nosuch0"),
-    "mesh_too_big": ("mesh-too-big", "the mesh has 16 places, the world 2 ranks"),
+    "mesh_too_big": ("mesh-too-big", "the mesh has 16 places, but the world has 2 ranks"),
     "parameters_unused": ("unused-parameters", "parameters number 2 3"),
     "no_memory": ("host-memory", "tried to allocate 4096.0 TiB"),
     "port_taken": ("port-taken", "rank 0 (master on gpu1) could not listen on port "),
@@ -131,4 +131,4 @@ def test_the_words_of_the_first_to_fail_are_shown_and_not_those_of_its_peers(cas
 
 
 def _printed(case: Case) -> str:
-    return "\n".join(f"[{witness.task}] {line}" for witness in case.witnesses for line in witness.lines[-20:])
+    return "\n".join(f"[{outcome.task}] {line}" for outcome in case.outcomes for line in outcome.lines[-20:])

@@ -51,7 +51,7 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
     Raises:
         InputError: if the pool is not a Slurm pool, a file cannot be written, or the spec cannot become a script.
         NotFound: if the pool or the workflow to export does not exist.
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the spec has errors. The error contains all findings.
 
     """
     checked = _checked(client, request)
@@ -121,7 +121,7 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
     Raises:
         InputError: if the file cannot be written.
         NotFound: if the workflow to export does not exist.
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the spec has errors. The error contains all findings.
 
     """
     checked = _checked(client, request)

@@ -1,4 +1,4 @@
-"""Read and check specs, from files or of earlier workflows: values, rank layout, and needed credentials and outputs."""
+"""Read and check the specs of files and of earlier workflows: values, rank layout, and needed credentials and outputs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check_spec(
 
     Raises:
         InputError: if the file is a Python script.
-        ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
+        ProblemsFound: if the file cannot be read or the spec has errors. The error contains all findings.
 
     """
     if text is None and file.endswith(".py") and Path(file).is_file():
@@ -139,7 +139,7 @@ def check_stored_spec(client: Client, name: str, text: str, template: str, folde
         overrides: The secrets of the workflow.
 
     Raises:
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the spec has errors. The error contains all findings.
 
     """
     names, checks = tuple(overrides.secrets), _SpecChecks(client)
@@ -176,7 +176,7 @@ def validate(
 
     Raises:
         NotFound: if the pool does not exist.
-        ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
+        ProblemsFound: if the file cannot be read or the spec has errors. The error contains all findings.
 
     """
     notify = own_targets(client, configuration)
@@ -256,7 +256,7 @@ def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
 
 
 def _required_topology(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
-    """Return a problem for each resource of a spec whose topology is required of a pool whose nodes an engine chooses."""
+    """Return a problem for each resource of a spec that requires a topology, if an engine chooses the nodes of the pool."""
     return tuple(
         Problem(
             where=resource.mark,
@@ -291,7 +291,7 @@ def allocation_notices(spec: WorkflowSpec, pool: Pool) -> tuple[Problem, ...]:
 
 
 def _why_unplaced(unplaced: Sequence[Unplaced]) -> str:
-    """Return the reasons of each node, with the tasks that share them, and what to do."""
+    """Return the reasons why tasks do not fit, each with its tasks, and a remedy."""
     tasks: dict[str, list[str]] = {}
     for one in unplaced:
         for reason in one.reasons:
@@ -370,8 +370,8 @@ class PreviousWorkflow:
 
         Returns:
             The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
-            configuration no longer has it. It gets the settings that the previous workflow was given, but other machines get
-            only the variables and the Python environment.
+            configuration no longer has it. The pool of the previous workflow keeps all settings of that submission. Any other
+            pool keeps only the environment variables and the Python environment.
 
         Raises:
             NotFound: if the given pool does not exist.

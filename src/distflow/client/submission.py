@@ -110,7 +110,7 @@ class PlannedWorkflow:
     labels: Mapping[str, str] = field(default_factory=dict)
     priority: Priority = Priority.NORMAL
     notify: tuple[NotifyTarget, ...] = ()
-    """Whom to notify of the workflow: the entries of the configuration, of this user's profile and of the spec."""
+    """The targets of notifications: the entries of the configuration, of this user's profile and of the spec."""
 
 
 def plan(
@@ -129,7 +129,7 @@ def plan(
         blobs: The directory for copies of the files that the spec sends. Default: that of the state directory. ``submit`` needs
             the default.
         configuration: The pools. Default: read the configuration of the client.
-        on_pack: Called with the bytes of files that have been read and that are to be read.
+        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
     Returns:
         The planned workflow, for ``submit``.
@@ -139,7 +139,7 @@ def plan(
             system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a host name of ``hosts`` does not exist, or if the pool cannot hold a group
-            even when idle. It contains all findings.
+            even when idle. The error contains all findings.
 
     """
     configuration = configuration or client.configuration()
@@ -173,7 +173,7 @@ def plan(
 def _check_hosts(pool: Pool, hosts: Sequence[Host]) -> None:
     """Raise ``ProblemsFound`` for host names of a hostfile that do not exist."""
     unknown = unknown_hosts(pool) if hosts else {}
-    hint = "correct the name, or give its address as `HostName` in ~/.ssh/config; is a VPN down that knows this name?"
+    hint = "correct the name, set its address as `HostName` in ~/.ssh/config, or connect the VPN that resolves the name"
     raise_errors(
         [
             Problem(where=host.where, message=f"the host name `{unknown[host.host]}` has no address", hint=hint)
@@ -194,7 +194,7 @@ def plan_checked(
         overrides: Values that the user gave.
         blobs: The directory for copies of the files.
         datasets: The base URL of datasets.
-        on_pack: Called with the bytes of files that have been read and that are to be read.
+        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
     Raises:
         InputError: if a driver for data at URLs is not installed.
@@ -237,7 +237,7 @@ def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedS
 
 
 def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None] = lambda _: None) -> PoolCheck:
-    """Check the nodes of a planned workflow's placement as ``check_pool`` does, and whether they have torch for torchrun."""
+    """Check the nodes of a planned workflow as ``check_pool`` does, and that nodes which run torchrun have torch."""
     launches = [launch for group in planned.plan.groups for launch in group.launches]
     with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
     names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
@@ -245,10 +245,10 @@ def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None
 
 
 def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check that the nodes of a planned workflow have the Python of this program, for functions that are sent as pickles.
+    """Check that the nodes of a planned workflow have the Python version of this program, which unpickling functions needs.
 
-    All nodes that may get a task are asked. Nodes that do not answer soon, and nodes that an engine allocates later, are not
-    checked.
+    This queries all nodes that may get a task. Nodes that do not answer soon, and nodes that an engine allocates later, are
+    not checked.
 
     Args:
         planned: The planned workflow.
@@ -256,7 +256,7 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         variables: The environment variables of the tasks.
 
     Raises:
-        InputError: if the Python of a node has another minor version, or lacks a module. It names the nodes and a remedy.
+        InputError: if the Python of a node has another minor version, or lacks a module.
 
     """
     # Most callers do not need these modules.
@@ -279,8 +279,8 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         paths = {path for one in other for path in one.others}
         example = f", for example `{min(paths)}`" if paths else ""
         raise InputError(
-            f"the function needs Python {version}, as here ({sys.executable}), but these nodes have another one: {nodes_with}",
-            hint=f"give the path of a Python {version} of the nodes as `python=`, or in the pool as `python:`{example}",
+            f"the function needs Python {version} as in {sys.executable}, but these nodes have another version: {nodes_with}",
+            hint=f"give the path of a Python {version} on the nodes as `python=`, or in the pool as `python:`{example}",
         )
     if lacking := [one for one in found if one.missing]:
         missing = ", ".join(f"`{name}`" for name in modules if any(name in one.missing for one in lacking))
@@ -288,8 +288,8 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         example = f", such as `{min(paths)}`" if paths else ""
         other_way = f"add them to {venv.file}" if venv else f"give the path of a Python that has them as `python=`{example}"
         raise InputError(
-            f"the function needs {missing}; {lacking[0].executable} lacks that on {few([one.node for one in lacking])}",
-            hint=f"install what is missing there, or {other_way}",
+            f"the function needs {missing}, missing from {lacking[0].executable} on {few([one.node for one in lacking])}",
+            hint=f"install the missing modules there, or {other_way}",
         )
 
 
@@ -305,7 +305,7 @@ def submit(
     Args:
         client: The client that planned the workflow.
         planned: The result of ``plan``.
-        on_stored: Called with the record before the supervisor is awaited, which may take a moment.
+        on_stored: Called with the record before this function waits for the supervisor, which may take a moment.
         on_fetch: Called with the progress of outputs that are fetched from ended workflows.
 
     Returns:
@@ -342,7 +342,7 @@ def store_workflow(
         planned: The planned workflow.
         kept: The records of completed groups, by name, if this is a restart.
         parent: The id of the workflow that is restarted.
-        on_stored: Called with the record before the supervisor is awaited.
+        on_stored: Called with the record before this function waits for the supervisor.
 
     Raises:
         StorageRefused: if this user has no credentials for data at URLs in the spec.
@@ -441,15 +441,15 @@ def pool_key(pool: Pool) -> str:
 
 
 def _check_drivers(compiled: Plan) -> None:
-    """Raise ``InputError`` for data at URLs if this machine, which transfers it, does not have the driver."""
+    """Raise ``InputError`` if this machine does not have a driver for data at URLs of the plan."""
     for group in compiled.groups:
         for launch in group.launches:
             urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
             for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
                 package = package_of(url)
                 if package and importlib.util.find_spec(package) is None:
-                    words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed"
-                    raise InputError(words, hint=NO_DRIVER)
+                    message = f"`{launch.task}`: {url} needs the driver {package}, which is not installed"
+                    raise InputError(message, hint=NO_DRIVER)
 
 
 def _check_credentials(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRecord]) -> None:
@@ -482,7 +482,7 @@ def plan_restart(
         workflow: The id or uuid of the workflow.
         overrides: The secrets of the workflow, which must be given again because their values were not stored.
         pool: The name of the pool to run in. Default: the pool of the workflow.
-        on_pack: Called with the bytes of files that have been read and that are to be read.
+        on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
     Returns:
         The planned restart, for ``restart``.
@@ -527,7 +527,7 @@ def restart(
     Args:
         client: The client that planned the restart.
         wanted: The result of ``plan_restart``.
-        on_stored: Called with the record before the supervisor is awaited.
+        on_stored: Called with the record before this function waits for the supervisor.
         on_fetch: Called with the progress of fetched outputs.
 
     Returns:
@@ -542,13 +542,13 @@ def restart(
 
     """
     on_fetch = on_fetch or _ignore
-    kept = _keep(client, wanted.previous.record, wanted.planned.plan, on_fetch)
+    kept = _kept_groups(client, wanted.previous.record, wanted.planned.plan, on_fetch)
     completed = add_previous_outputs(client, wanted.planned.checked.spec, wanted.planned.plan, on_fetch)
     planned = replace(wanted.planned, plan=completed)
     return store_workflow(client, planned, kept=kept, parent=wanted.previous.record.id, on_stored=on_stored)
 
 
-def _keep(client: Client, record: WorkflowRecord, plan: Plan, on_fetch: OnFetch) -> Mapping[str, GroupRecord]:
+def _kept_groups(client: Client, record: WorkflowRecord, plan: Plan, on_fetch: OnFetch) -> Mapping[str, GroupRecord]:
     """Return the records of completed groups for the new workflow, after fetching their outputs that other groups need."""
     done = {group.name: group for group in record.groups if group.state is State.COMPLETED}
     wanted = {one.task for group in plan.groups if group.name not in done for launch in group.launches for one in launch.inputs}
@@ -557,10 +557,10 @@ def _keep(client: Client, record: WorkflowRecord, plan: Plan, on_fetch: OnFetch)
     fetched = fetch_outputs(sources, client.directory.blobs, on_fetch)
     at = now()
     saved = {task.name: Saved(at=at, digest=one.digest, size=one.size) for (_, task), one in zip(tasks, fetched, strict=True)}
-    return {name: _kept(record, group, saved, at) for name, group in done.items()}
+    return {name: _kept_group(record, group, saved, at) for name, group in done.items()}
 
 
-def _kept(record: WorkflowRecord, group: GroupRecord, saved: Mapping[str, Saved], at: float) -> GroupRecord:
+def _kept_group(record: WorkflowRecord, group: GroupRecord, saved: Mapping[str, Saved], at: float) -> GroupRecord:
     kept = group.kept or Kept(uuid=record.uuid, id=record.id)
     tasks: Sequence[TaskRecord] = [
         TaskRecord(

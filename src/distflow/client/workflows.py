@@ -1,4 +1,4 @@
-"""Submitted workflows: find, list, cancel and tag them, wait for them, list their tasks, and read their events and spec."""
+"""Find, list, cancel and tag submitted workflows, wait for them, list their tasks, and read their events and specs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def list_workflows(client: Client, search: Search, *, count: int = 20, offset: i
 
 
 def ends_of(statuses: Sequence[str]) -> tuple[tuple[WorkflowState, Reason | None], ...]:
-    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for other words."""
+    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for unknown ones."""
     known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
     for state in WorkflowState:
         for reason in (None, *Reason):
@@ -175,7 +175,7 @@ class WorkflowStatus(Struct, frozen=True, kw_only=True):
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
     """Return the last line of each attempt, the latest metrics and use of resources, and how long output files are kept.
 
-    It reads only the last lines of each log, so older metrics are not found.
+    This reads only the last lines of each log, so older metrics are not found.
 
     Args:
         client: The client whose store has the workflow.
@@ -222,7 +222,7 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
     """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
 
-    ``None`` before the end of the workflow, and if no task has run. No node is contacted.
+    Return ``None`` before the end of the workflow, and if no task has run. This does not connect to a node.
     """
     has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
     if not record.state.is_final or record.ended_at is None or not has_run:
@@ -346,7 +346,7 @@ def cancel(client: Client, keys: Sequence[str], *, message: str = "", force: boo
     results = []
     for key in keys:
         try:
-            results.append(Cancellation(key=key, record=_request_end(client, key, message, force)))
+            results.append(Cancellation(key=key, record=_request_cancel(client, key, message, force)))
         except DistflowError as error:
             results.append(Cancellation(key=key, error=error))
     if any(one.error is None for one in results):
@@ -354,7 +354,7 @@ def cancel(client: Client, keys: Sequence[str], *, message: str = "", force: boo
     return results
 
 
-def _request_end(client: Client, key: str, message: str, force: bool) -> WorkflowRecord:
+def _request_cancel(client: Client, key: str, message: str, force: bool) -> WorkflowRecord:
     from distflow.state.event_details import CancelRequested
 
     record = client.store.find(key)
@@ -403,7 +403,7 @@ def wait(
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
                 f"not ended within {timeout_s:g} s: {', '.join(record.id for record in late)}",
-                hint="\n".join([*hint, f"the supervisor is still stopping them; its log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"the supervisor continues with them; its log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:
@@ -492,17 +492,18 @@ _PAGE = 200
 
 
 class ListedTask(Struct, frozen=True, kw_only=True):
-    """A task with its workflow and its requested resources."""
+    """A task with its workflow."""
 
     workflow: WorkflowRecord
     task: TaskRecord
-    asks: ResourceSpec
+    resource: ResourceSpec
+    """The resources that the task requests."""
 
     @property
     def amounts(self) -> tuple[float, int, float, int]:
         """The requested storage (GiB), CPUs, memory (GiB) and GPUs."""
-        asks = self.asks
-        return (asks.storage or 0) / 2**30, asks.cpu or 0, (asks.memory or 0) / 2**30, asks.gpu or 0
+        one = self.resource
+        return (one.storage or 0) / 2**30, one.cpu or 0, (one.memory or 0) / 2**30, one.gpu or 0
 
 
 def list_tasks(
@@ -544,8 +545,9 @@ def _newest_first(client: Client, search: Search) -> Iterator[ListedTask]:
             except RecordUnreadable as error:
                 client.notify(f"warning: {found.id} is left out: {error.message}")
                 continue
-            asks = {(group.name, launch.task): launch.resource for group in plan.groups for launch in group.launches}
+            resources = {(group.name, launch.task): launch.resource for group in plan.groups for launch in group.launches}
             for group in reversed(record.groups):
                 for task in reversed(group.tasks):
-                    yield ListedTask(workflow=record, task=task, asks=asks.get((group.name, task.name), ResourceSpec()))
+                    resource = resources.get((group.name, task.name), ResourceSpec())
+                    yield ListedTask(workflow=record, task=task, resource=resource)
         offset += len(records)

@@ -1,4 +1,4 @@
-"""Build a case from records and log lines, find the rules that match it, and choose the one that names the cause. Pure."""
+"""Build a case from records and log lines, find the rules that match, and choose those that are closest to the cause. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.diagnosis.ends import HIDDEN, by_kernel, by_other_ends
-from distflow.diagnosis.model import Case, Diagnosis, First, Hit, Level, Witness, hits_in
+from distflow.diagnosis.model import Case, Diagnosis, FirstFailure, Hit, Level, TaskOutcome, hits_in
 from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
@@ -26,24 +26,24 @@ _LIBRARY = re.compile(r"^<frozen |/(?:site|dist)-packages/|/lib(?:64)?/python3")
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _Match:
     """A rule that matches, and the lines that it matches."""
 
     rule: Rule
     hits: tuple[Hit, ...]
-    words: str
+    details: str
 
-    def is_of(self, task: str) -> bool:
+    def is_from(self, task: str) -> bool:
         """Whether that task printed one of the lines."""
-        return any(hit.witness.task == task for hit in self.hits)
+        return any(hit.outcome.task == task for hit in self.hits)
 
-    def explains(self, first: First) -> bool:
-        """Whether it explains the first failure better than its traceback does.
+    def explains(self, first: FirstFailure) -> bool:
+        """Whether the rule explains the first failure better than the traceback of that failure.
 
-        Another rank of the task may have printed lines about waiting and lost peers: they count only if the traceback has them.
+        Another rank of the task may have printed lines about waiting or a lost peer. They count only if the traceback has them.
         """
         if self.rule.level is Level.CAUSE:
-            return self.is_of(first.task)
+            return self.is_from(first.task)
         return any(pattern.search(line) for line in first.traceback.splitlines() for pattern in self.rule.patterns)
 
 
@@ -57,17 +57,17 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     killed = by_kernel(case)
     if killed is not None:
         return (killed,)
-    shown = _shown(case)
+    matches = _matches(case)
     ended = by_other_ends(case)
     first = case.first.task if case.first else None
     if case.first is not None and case.first.traceback:
-        if not any(one.explains(case.first) for one in shown):
-            return (_exception(case, case.first, shown), *(one for one in ended if one.key == HIDDEN.key))
-    elif first is not None and shown and not any(one.is_of(first) for one in shown):
-        return (*ended, _peer_died(case, shown))
+        if not any(one.explains(case.first) for one in matches):
+            return (_exception(case, case.first, matches), *(one for one in ended if one.key == HIDDEN.key))
+    elif first is not None and matches and not any(one.is_from(first) for one in matches):
+        return (*ended, _peer_died(case, matches))
     for level in Level:
-        found = [one for one in shown if one.rule.level is level]
-        chosen = [one for one in found if first is not None and one.is_of(first)] or found
+        found = [one for one in matches if one.rule.level is level]
+        chosen = [one for one in found if first is not None and one.is_from(first)] or found
         if level is Level.CAUSE and chosen:
             return (*(_diagnosis(case, one) for one in chosen), *(one for one in ended if one.key == HIDDEN.key))
         if level is Level.STALL and chosen:
@@ -77,42 +77,39 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     return ended
 
 
-def _shown(case: Case) -> list[_Shown]:
+def _matches(case: Case) -> list[_Match]:
     """Return the rules that match. Each line counts only for the most specific rule."""
-    found: list[_Shown] = []
+    found: list[_Match] = []
     taken: set[tuple[str, str]] = set()
     for rule in RULES:
         hits = tuple(
-            hit
-            for witness in case.witnesses
-            for hit in hits_in(witness, rule.patterns)
-            if (witness.task, hit.line) not in taken
+            hit for outcome in case.outcomes for hit in hits_in(outcome, rule.patterns) if (outcome.task, hit.line) not in taken
         )
-        words = rule.explain(case, hits) if hits else None
-        if words is not None:
-            found.append(_Shown(rule, hits, words))
-            taken.update((hit.witness.task, hit.line) for hit in hits)
+        details = rule.explain(case, hits) if hits else None
+        if details is not None:
+            found.append(_Match(rule, hits, details))
+            taken.update((hit.outcome.task, hit.line) for hit in hits)
     return found
 
 
-def _diagnosis(case: Case, shown: _Shown) -> Diagnosis:
+def _diagnosis(case: Case, match: _Match) -> Diagnosis:
     first = case.first.task if case.first else None
-    # The last line of the task that failed first, else the first line of another task.
-    hit = next((hit for hit in reversed(shown.hits) if hit.witness.task == first), shown.hits[0])
-    rule = shown.rule
+    # Quote the last line of the task that failed first, or else the first line of another task.
+    hit = next((hit for hit in reversed(match.hits) if hit.outcome.task == first), match.hits[0])
+    rule = match.rule
     return Diagnosis(
-        key=rule.key, cause=rule.cause, found=shown.words, remedy=rule.remedy, task=hit.witness.task, line=_cut(hit.line)
+        key=rule.key, cause=rule.cause, found=match.details, remedy=rule.remedy, task=hit.outcome.task, line=_cut(hit.line)
     )
 
 
-def _exception(case: Case, first: First, shown: list[_Shown]) -> Diagnosis:
-    """Return a diagnosis with the rank, its exception, and the place."""
+def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
+    """Return a diagnosis with the rank, its exception, and the line of code that raised it."""
     raised = _raised_text(first.traceback)
     logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
         key=EXCEPTION.key,
         cause=EXCEPTION.cause,
-        found=f"{_who_failed(case, first)} raised {raised}{_lost(shown)}",
+        found=f"{_who_failed(case, first)} raised {raised}{_peers_text(matches)}",
         remedy=EXCEPTION.remedy.replace("logs <id>", logs),
         task=first.task,
         traceback=first.traceback,
@@ -130,25 +127,25 @@ def _raised_text(traceback: str) -> str:
     return f"{_cut(message)} ({place[1]}, line {place[2]})" if place else _cut(message)
 
 
-def _who_failed(case: Case, first: First) -> str:
-    place = next((one.place for one in case.witnesses if one.task == first.task), first.task)
+def _who_failed(case: Case, first: FirstFailure) -> str:
+    place = next((one.place for one in case.outcomes if one.task == first.task), first.task)
     return f"rank {first.rank} ({place})" if first.rank.isdigit() else place
 
 
-def _lost(shown: list[_Shown]) -> str:
-    others = dict.fromkeys(hit.who for one in shown if one.rule.level is not Level.CAUSE for hit in one.hits)
+def _peers_text(matches: list[_Match]) -> str:
+    others = dict.fromkeys(hit.who for one in matches if one.rule.level is not Level.CAUSE for hit in one.hits)
     return f"; {', '.join(others)} then lost the connection" if others else ""
 
 
-def _peer_died(case: Case, shown: list[_Shown]) -> Diagnosis:
+def _peer_died(case: Case, matches: list[_Match]) -> Diagnosis:
     """Return a diagnosis with the rank that failed first, and the ranks that lost it."""
     assert case.first is not None  # noqa: S101  (the caller has checked)
     task = case.first.task
-    last = next((line for one in case.witnesses if one.task == task for line in reversed(one.lines) if line.strip()), "")
+    last = next((line for one in case.outcomes if one.task == task for line in reversed(one.lines) if line.strip()), "")
     return Diagnosis(
         key=PEER_DIED.key,
         cause=PEER_DIED.cause,
-        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_lost(shown)}",
+        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_peers_text(matches)}",
         remedy=PEER_DIED.remedy,
         task=task,
         line=_cut(last),
@@ -163,58 +160,60 @@ def _cut(line: str) -> str:
 # -- the case ---------------------------------------------------------------------------------------------------------
 
 _LINES = 300
-"""Lines of each task's output, from its end, that the rules are tried on."""
+"""The number of lines at the end of each task's output that the rules search."""
 
 
 def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
     """Return one attempt of a group as a case.
 
-    ``lines`` are the last lines of its tasks, by task. ``events`` are those of the workflow, in order.
+    ``lines`` are the last lines of its tasks' output, by task. ``events`` are the events of the workflow, in order.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     missing = missing_ranks(replace(group, tasks=tasks))
-    first = _first(cause, tasks, lines) if cause else None
+    first = _first_failure(cause, tasks, lines) if cause else None
     if first is None and missing is not None:
-        first = _hidden(missing, lines.get(missing.task.name, ()))
+        first = _hidden_failure(missing, lines.get(missing.task.name, ()))
     return Case(
-        witnesses=tuple(_witness(task, lines.get(task.name, ())) for task in tasks),
+        outcomes=tuple(_outcome(task, lines.get(task.name, ())) for task in tasks),
         first=first,
         missing=_missing_text(tasks, cause, missing),
         silence=_silence(group, tasks, events),
     )
 
 
-def _hidden(missing: MissingRanks, lines: Sequence[str]) -> First:
-    told = hidden_failure_report(lines)
-    return First(
+def _hidden_failure(missing: MissingRanks, lines: Sequence[str]) -> FirstFailure:
+    report = hidden_failure_report(lines)
+    return FirstFailure(
         task=missing.task.name,
-        rank=(told.rank if told else "") or missing.task.ranks,
+        rank=(report.rank if report else "") or missing.task.ranks,
         message=missing.message,
-        rank_signal=told.signal if told else None,
-        traceback=told.traceback if told else "",
+        rank_signal=report.signal if report else None,
+        traceback=report.traceback if report else "",
     )
 
 
 def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
-    """Return a message about ranks that failed unnoticed: while others wait, or after that ended the group."""
+    """Return a message about ranks that failed unnoticed, whether others still wait for them or the group has ended."""
     if missing is not None:
         return missing.message
     blamed = any(task.hidden_failure is not None for task in tasks if cause is not None and task.name == cause.task)
     return f"{cause.task} {cause.message}" if cause is not None and blamed else ""
 
 
-def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> First:
+def _first_failure(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> FirstFailure:
     traceback = cause.traceback
     if not traceback:
-        # An earlier version wrote this verdict, without searching the output for tracebacks.
+        # Earlier versions of distflow wrote verdicts without searching the output for tracebacks.
         end = next((task.end for task in tasks if task.name == cause.task), None)
         traceback = failure_report(end, lines.get(cause.task, ())).traceback
-    return First(task=cause.task, rank=cause.ranks, message=cause.message, rank_signal=cause.rank_signal, traceback=traceback)
+    return FirstFailure(
+        task=cause.task, rank=cause.ranks, message=cause.message, rank_signal=cause.rank_signal, traceback=traceback
+    )
 
 
-def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:
+def _outcome(task: TaskRecord, lines: Sequence[str]) -> TaskOutcome:
     end = task.end
-    return Witness(
+    return TaskOutcome(
         task=task.name,
         node=task.node or "",
         ranks=_ranks(task.ranks),
@@ -227,7 +226,7 @@ def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:
 
 
 def _ranks(text: str) -> range:
-    """Return the ranks that a record names: ``8-15``, ``8``, or none."""
+    """Parse the ranks in a record, such as ``8-15`` or ``8``. An empty text gives an empty range."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1) if first else range(0)
 

@@ -1,11 +1,11 @@
-"""Causes that an end, an event or the kernel log shows, without the output. Pure."""
+"""Find the causes that the ends of tasks, the events and the kernel logs show, without the output. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from distflow.diagnosis.model import Case, Diagnosis, Witness
+from distflow.diagnosis.model import Case, Diagnosis, TaskOutcome
 from distflow.diagnosis.rules import HANG, HOST_MEMORY, Rule
 from distflow.lifecycle.states import Reason
 
@@ -15,24 +15,24 @@ KILLED = Rule(
     key="killed",
     shows="a task or rank that SIGKILL ended (exit code 137 in a shell), though distflow did not stop it",
     cause="something on the node killed a process with SIGKILL",
-    remedy="Usually the kernel did it for lack of memory, and its log is not readable: check `dmesg` on the node as root, "
-    "and give the task more memory or fewer data workers. Otherwise it was a person, an administrator's script or a "
-    "container engine.",
+    remedy="Usually the kernel killed the process for lack of memory, and distflow may not read the kernel's log: check "
+    "`dmesg` on the node as root, and give the task more memory or fewer data workers. Otherwise a person, an "
+    "administrator's script or a container engine killed it.",
 )
 CRASHED = Rule(
     key="crashed",
     shows="a task or rank that SIGSEGV, SIGABRT, SIGBUS, SIGILL or SIGFPE ended",
     cause="a process crashed in native code",
-    remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where. SIGBUS usually means a full /dev/shm, "
-    "SIGILL a library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP crash if "
-    "parameters are unused: try without `debug: true`.",
+    remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where it crashed. SIGBUS usually means a full "
+    "/dev/shm, SIGILL means a library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes "
+    "DDP crash if parameters are unused: try without `debug: true`.",
 )
 LOST = Rule(
     key="node-lost",
     shows="the reason NODE_LOST",
     cause="a node was unreachable for longer than the pool allows",
-    remedy="Check whether it runs and answers: `distflow pool check`. Processes that still run there are stopped when it "
-    "is back. `retry:` in the spec restarts the gang automatically.",
+    remedy="Check whether the node runs and answers: `distflow pool check`. Processes that still run there are stopped when "
+    "the node is back. `retry:` in the spec restarts the gang automatically.",
 )
 TOO_LONG = Rule(
     key="too-long",
@@ -60,8 +60,8 @@ NO_PROGRAM = Rule(
     shows="the reason START_ERROR with the exit code 126 or 127",
     cause="the program of a task's command cannot be started on its node",
     remedy="Install the program on the node, or write its absolute path. `setup` of the pool is the place for `module load` "
-    "and conda; `python` of the pool or node leads PATH to a virtual environment; with `image` the task runs in a "
-    "container that has it. A script that `files` brings needs `chmod +x` and an interpreter in its first line, or "
+    "and conda. `python` of the pool or node puts a virtual environment first in PATH. With `image`, the task runs in a "
+    "container that has the program. A script from `files` needs `chmod +x` and an interpreter in its first line, or "
     "start it as `bash script.sh`.",
 )
 NOT_STARTED = Rule(
@@ -73,9 +73,9 @@ NOT_STARTED = Rule(
 MEMORY_LIMIT = Rule(
     key="memory-limit",
     shows="the reason EVICTED",
-    cause="a task used more memory than its resource asks for",
-    remedy="Ask for more in `resources` (`memory: 64Gi`), or use less: fewer workers of the data loader, smaller batches, "
-    "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they ask for.",
+    cause="a task used more memory than its resource requests",
+    remedy="Request more in `resources` (`memory: 64Gi`), or use less: fewer workers of the data loader, smaller batches, "
+    "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they request.",
 )
 NO_IMAGE = Rule(
     key="image-pull",
@@ -102,14 +102,14 @@ NO_TURN = Rule(
     key="queue-timeout",
     shows="the reason QUEUE_TIMEOUT",
     cause="the group waited for nodes longer than its queue_timeout",
-    remedy="`distflow workflow events <id>` shows what it waited for, `distflow pool check` what the nodes have. Raise "
-    "`timeout: {queue_timeout: …}`, ask for less, or submit it with a higher priority.",
+    remedy="`distflow workflow events <id>` shows why it waited, and `distflow pool check` shows what the nodes have. Raise "
+    "`timeout: {queue_timeout: …}`, request less, or submit the workflow with a higher priority.",
 )
 END_RULES = (
     NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, NO_TURN, TOO_LONG, SLOW_START,
     HIDDEN,
 )  # fmt: skip
-"""In the order of the page."""
+"""In the order of the table in `docs/diagnosis.md`."""
 
 _CRASHES = MappingProxyType({4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"})
 _BY_REASON = MappingProxyType(
@@ -126,18 +126,19 @@ _BY_REASON = MappingProxyType(
     }
 )
 _NOT_EXECUTED = (126, 127)
+"""Exit codes if a program cannot be executed or does not exist."""
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
     """Return a diagnosis if the kernel killed the first task to fail for lack of memory. It has the highest priority."""
-    for witness in _suspects(case):
-        if witness.reason is Reason.OOM_KILLED:
+    for outcome in _suspects(case):
+        if outcome.reason is Reason.OOM_KILLED:
             message = case.first.message if case.first else ""
-            return _of(
+            return _diagnosis(
                 HOST_MEMORY,
-                witness,
-                f"{witness.place}: {message or 'the kernel killed one of its processes'}",
-                witness.kernel[-1] if witness.kernel else "",
+                outcome,
+                f"{outcome.place}: {message or 'the kernel killed one of its processes'}",
+                outcome.kernel[-1] if outcome.kernel else "",
             )
     return None
 
@@ -149,25 +150,25 @@ def by_other_ends(case: Case) -> tuple[Diagnosis, ...]:
 
 
 def _from_reason(case: Case) -> Diagnosis | None:
-    for witness in _suspects(case):
-        rule = _BY_REASON.get(witness.reason) if witness.reason else None
-        if rule is NOT_STARTED and witness.exit_code in _NOT_EXECUTED:
+    for outcome in _suspects(case):
+        rule = _BY_REASON.get(outcome.reason) if outcome.reason else None
+        if rule is NOT_STARTED and outcome.exit_code in _NOT_EXECUTED:
             rule = NO_PROGRAM
         if rule is not None:
-            message = case.first.message if case.first and case.first.task == witness.task else ""
-            return _of(rule, witness, f"{witness.place}: {message}" if message else witness.place)
+            message = case.first.message if case.first and case.first.task == outcome.task else ""
+            return _diagnosis(rule, outcome, f"{outcome.place}: {message}" if message else outcome.place)
     return None
 
 
 def _from_signal(case: Case) -> Diagnosis | None:
-    for witness in _suspects(case):
-        number = _signal(case, witness) if witness.reason in (Reason.SIGNAL, Reason.EXIT_CODE) else 0
+    for outcome in _suspects(case):
+        number = _signal(case, outcome) if outcome.reason in (Reason.SIGNAL, Reason.EXIT_CODE) else 0
         rule = KILLED if number == 9 else CRASHED if number in _CRASHES else None
         if rule is not None:
             name = "SIGKILL" if number == 9 else _CRASHES[number]
-            rank = case.first.rank if case.first and case.first.task == witness.task and case.first.rank.isdigit() else ""
-            who = f"rank {rank} ({witness.place})" if rank else witness.place
-            return _of(rule, witness, f"{who} was ended by {name}")
+            rank = case.first.rank if case.first and case.first.task == outcome.task and case.first.rank.isdigit() else ""
+            who = f"rank {rank} ({outcome.place})" if rank else outcome.place
+            return _diagnosis(rule, outcome, f"{who} was ended by {name}")
     return None
 
 
@@ -184,23 +185,23 @@ def _from_missing(case: Case) -> Diagnosis | None:
     return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=case.missing, remedy=HIDDEN.remedy, task=task)
 
 
-def _suspects(case: Case) -> Iterator[Witness]:
+def _suspects(case: Case) -> Iterator[TaskOutcome]:
     """Yield the task that failed first; all tasks if the verdict names none."""
-    for witness in case.witnesses:
-        if case.first is None or witness.task == case.first.task:
-            yield witness
+    for outcome in case.outcomes:
+        if case.first is None or outcome.task == case.first.task:
+            yield outcome
 
 
-def _signal(case: Case, witness: Witness) -> int:
+def _signal(case: Case, outcome: TaskOutcome) -> int:
     """Return the number of the signal that ended a task, or its rank that failed first; 0 without a signal."""
-    if witness.signal is not None:
-        return witness.signal
-    named = case.first.rank_signal if case.first and case.first.task == witness.task else None
+    if outcome.signal is not None:
+        return outcome.signal
+    named = case.first.rank_signal if case.first and case.first.task == outcome.task else None
     if named == 9 or named in _CRASHES:
         return named or 0
-    code = witness.exit_code or 0
+    code = outcome.exit_code or 0
     return code - 128 if code in (137, *(128 + number for number in _CRASHES)) else 0
 
 
-def _of(rule: Rule, witness: Witness, found: str, line: str = "") -> Diagnosis:
-    return Diagnosis(key=rule.key, cause=rule.cause, found=found, remedy=rule.remedy, task=witness.task, line=line)
+def _diagnosis(rule: Rule, outcome: TaskOutcome, found: str, line: str = "") -> Diagnosis:
+    return Diagnosis(key=rule.key, cause=rule.cause, found=found, remedy=rule.remedy, task=outcome.task, line=line)

@@ -9,8 +9,8 @@ from distflow.diagnosis.model import Case, Hit
 from distflow.documents.quantities import bytes_text, seconds_text
 
 __all__ = [
-    "absent", "gpu_memory", "host_memory", "interface", "lost_peer", "master", "mesh", "mismatch", "missing", "nccl_versions",
-    "port", "quoted", "timeout", "twice", "unused", "variable", "world_size",
+    "absent_ranks", "duplicate_rank", "gpu_memory", "host_memory", "interface", "lost_peer", "master", "mesh", "mismatch",
+    "missing_names", "nccl_versions", "port", "printed_by", "timeout", "unused", "variable", "world_size",
 ]  # fmt: skip
 
 _CALL = re.compile(
@@ -18,16 +18,16 @@ _CALL = re.compile(
     r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?(?:, TensorDtypes=(?P<dtype>\w+))?"
 )
 _SHOWN = 8
-"""Names in a list."""
+"""The maximum number of names in a list."""
 
 
-def quoted(case: Case, hits: Sequence[Hit]) -> str:
+def printed_by(case: Case, hits: Sequence[Hit]) -> str:
     """Return the ranks or tasks that printed the lines."""
     return f"on {_who(hits)}"
 
 
 def mismatch(case: Case, hits: Sequence[Hit]) -> str:
-    """Return what each rank called."""
+    """Return the collective that each rank called, or the two sizes of a message that did not match."""
     for hit in hits:
         calls = list(_CALL.finditer(hit.line))
         if len(calls) > 1:
@@ -39,14 +39,14 @@ def mismatch(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return both sizes. Torch's timeouts count only if they wait for more or fewer ranks than the layout has."""
+    """Return both sizes. A timeout of torch counts only if it waits for more or fewer ranks than the layout has."""
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("one"):
             who = case.rank_words(int(found["rank"])) if found.get("rank") else hit.who
             return f"{who} expects {found['one']} ranks, another rank expects {found['other']}"
-        # torchrun's own store counts machines.
-        counts = (case.world_size, sum(bool(witness.ranks) for witness in case.witnesses))
+        # torchrun's own store counts machines instead of ranks.
+        counts = (case.world_size, sum(bool(outcome.ranks) for outcome in case.outcomes))
         if found.get("wanted") and case.world_size and int(found["wanted"]) not in counts:
             return f"{hit.who} waits for {found['wanted']} ranks, but the layout has {case.world_size}"
         if found.get("key") and case.world_size and int(found["key"]) >= case.world_size:
@@ -54,19 +54,19 @@ def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
     return None
 
 
-def twice(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the rank and the task that should hold it. Torch's timeouts count if a rank waits for itself."""
+def duplicate_rank(case: Case, hits: Sequence[Hit]) -> str | None:
+    """Return the rank and the task that should hold it. A timeout of torch counts only if a rank waits for itself."""
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("rank"):
             rank = int(found["rank"])
             return f"rank {rank}, seen by {_who(hits)}; in the layout it belongs to {_holder(case, rank)}"
-        if len(hit.witness.ranks) == 1 and hit.witness.ranks.start == int(found["key"]):
+        if len(hit.outcome.ranks) == 1 and hit.outcome.ranks.start == int(found["key"]):
             return f"{hit.who} waits for rank {found['key']} itself: it joined under another number"
     return None
 
 
-def absent(case: Case, hits: Sequence[Hit]) -> str | None:
+def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
     """Return the missing ranks with their tasks. Ranks that wait are not missing."""
     waiting = {hit.rank for hit in hits if hit.rank is not None}
     named = [int(rank) for hit in hits for rank in re.findall(r"\d+", hit.match.groupdict().get("ranks") or "")]
@@ -75,21 +75,21 @@ def absent(case: Case, hits: Sequence[Hit]) -> str | None:
     counted = next((hit for hit in hits if hit.match.groupdict().get("wanted")), None)
     counts = f"{counted.match['there']} of {counted.match['wanted']} arrived" if counted else ""
     if not ranks:
-        there = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
-        ranks = [rank for rank in range(case.world_size) if rank not in there] if there else []
+        arrived = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
+        ranks = [rank for rank in range(case.world_size) if rank not in arrived] if arrived else []
     held = ", ".join(case.rank_words(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
     return "; ".join(filter(None, (f"{held} did not arrive" if held else "", f"{_who(hits)} waited", counts)))
 
 
 def mesh(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the places of the mesh, and the ranks."""
-    return f"the mesh has {hits[0].match['mesh']} places, the world {hits[0].match['world']} ranks"
+    """Return the number of places in the mesh and the number of ranks."""
+    return f"the mesh has {hits[0].match['mesh']} places, but the world has {hits[0].match['world']} ranks"
 
 
 def unused(case: Case, hits: Sequence[Hit]) -> str:
     """Return the numbers or names of the parameters, if torch printed them."""
     named = re.compile(r"[Pp]arameter(?:s| indices) which did not receive grad for rank \d+: (.+?)\s*$")
-    for line in hits[0].witness.lines:
+    for line in hits[0].outcome.lines:
         match = named.search(line)
         if match:
             kind = "parameters number" if re.fullmatch(r"[\d ]+", match[1]) else "parameters"
@@ -122,7 +122,7 @@ def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:
     """Return the missing interface, or the loopback address that a rank announced to another node.
 
-    127.0.0.1 is correct for the ranks of a single node.
+    On a single node, the address 127.0.0.1 is correct.
     """
     for hit in hits:
         found = hit.match.groupdict()
@@ -130,7 +130,7 @@ def interface(case: Case, hits: Sequence[Hit]) -> str | None:
             return f"{hit.who} has no address on the interface {found['name']}"
         if not found.get("address"):
             return f"{hit.who} found no interface to use"
-    if len({witness.node for witness in case.witnesses if witness.ranks}) < 2:
+    if len({outcome.node for outcome in case.outcomes if outcome.ranks}) < 2:
         return None
     return f"{hits[0].who} got {hits[0].match['address']} as the address of a rank on another node"
 
@@ -146,8 +146,8 @@ def variable(case: Case, hits: Sequence[Hit]) -> str:
     return f"{hits[0].match[1]} is not set in {_who(hits)}"
 
 
-def missing(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the missing names, and the tasks that miss them."""
+def missing_names(case: Case, hits: Sequence[Hit]) -> str:
+    """Return the names of the missing modules, files or commands, and the ranks or tasks that need them."""
     names = list(dict.fromkeys(hit.match[1] for hit in hits))
     return f"{', '.join(names[:_SHOWN])}: not found by {_who(hits)}"
 
@@ -162,12 +162,12 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
     """Return the ranks that waited, and how long."""
     found = next((hit.match.groupdict() for hit in hits if hit.match.groupdict().get("ms")), {})
     what = found.get("op") or ""
-    # gloo names only its half of a transfer.
+    # For gloo, the name is only its half of a transfer, not the collective.
     what = "" if what in ("", "recv", "send") else f" in {what.lower()}"
     long = f" for {seconds_text(int(found['ms']) / 1000)}" if found.get("ms") else ""
-    waiting = {hit.witness.task for hit in hits}
-    others = [witness.place for witness in case.witnesses if witness.ranks and witness.task not in waiting]
-    rest = f"; {', '.join(others[:_SHOWN])} did not" if others else ""
+    waiting = {hit.outcome.task for hit in hits}
+    others = [outcome.place for outcome in case.outcomes if outcome.ranks and outcome.task not in waiting]
+    rest = f"; {', '.join(others[:_SHOWN])} did not wait" if others else ""
     return f"{_who(hits)} waited{what}{long}{rest}"
 
 
@@ -184,8 +184,8 @@ def _call(call: re.Match[str]) -> str:
 
 
 def _holder(case: Case, rank: int) -> str:
-    witness = case.holder(rank)
-    return witness.place if witness else "no task"
+    outcome = case.holder(rank)
+    return outcome.place if outcome else "no task"
 
 
 def _who(hits: Iterable[Hit]) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from distflow.lifecycle.states import Reason
 
-__all__ = ["Case", "Diagnosis", "First", "Hit", "Level", "Witness", "hits_in"]
+__all__ = ["Case", "Diagnosis", "FirstFailure", "Hit", "Level", "TaskOutcome", "hits_in"]
 
 _RANK = re.compile(r"^(?:\[default\d+\]:)?\[rank ?(\d+)\]", re.IGNORECASE)
 """The start of lines that torch prints for a rank after it has joined its world."""
@@ -20,23 +20,23 @@ class Level(IntEnum):
     """How close a symptom is to the cause. The closest one is reported."""
 
     CAUSE = 0
-    """It names the cause."""
+    """The symptom names the cause."""
     STALL = 1
-    """Ranks waited for others, which may have died, hung, or never started."""
+    """The symptom shows that ranks waited for others, which may have died, hung, or never started."""
     BYSTANDER = 2
-    """It only shows that another process disappeared."""
+    """The symptom only shows that another process disappeared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class TaskOutcome:
     """One attempt of a task: its output and its end."""
 
     task: str
     node: str = ""
     ranks: range = range(0)
-    """The global ranks that it holds; empty without a world."""
+    """The task's global ranks; empty without a world."""
     lines: tuple[str, ...] = ()
-    """The last lines that it printed, and those of its error file."""
+    """The last lines of its output, and the lines of its error file."""
     kernel: tuple[str, ...] = ()
     """Lines of its node's kernel log."""
     reason: Reason | None = None
@@ -45,31 +45,31 @@ class Witness:
 
     @property
     def place(self) -> str:
-        """``worker on gpu2``."""
+        """The task and its node, such as ``worker on gpu2``."""
         return f"{self.task} on {self.node}" if self.node else self.task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class First:
-    """The first cause from the verdict."""
+class FirstFailure:
+    """The failure that the verdict names as the first cause."""
 
     task: str
     rank: str = ""
-    """The rank that failed, or those of the task; empty without a world."""
+    """The rank that failed, or all ranks of the task if it is not known; empty without a world."""
     message: str = ""
     rank_signal: int | None = None
-    """The signal that ended that rank, where a launcher reports it."""
+    """The signal that ended that rank, if a launcher reports it."""
     traceback: str = ""
-    """The traceback of the Python exception that ended it; empty if none is known."""
+    """The traceback of the Python exception that ended that rank; empty if none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One attempt of a group."""
 
-    witnesses: tuple[Witness, ...]
-    """All of its tasks, in the order of the spec."""
-    first: First | None = None
+    outcomes: tuple[TaskOutcome, ...]
+    """All tasks of the attempt, in the order of the spec."""
+    first: FirstFailure | None = None
     silence: str = ""
     """The supervisor's report that the gang is silent; empty if it printed to the end."""
     missing: str = ""
@@ -78,23 +78,23 @@ class Case:
     @cached_property
     def world_size(self) -> int:
         """How many ranks the layout has; 0 without a world."""
-        return max((witness.ranks.stop for witness in self.witnesses), default=0)
+        return max((outcome.ranks.stop for outcome in self.outcomes), default=0)
 
-    def holder(self, rank: int) -> Witness | None:
+    def holder(self, rank: int) -> TaskOutcome | None:
         """Return the task that holds a rank."""
-        return next((witness for witness in self.witnesses if rank in witness.ranks), None)
+        return next((outcome for outcome in self.outcomes if rank in outcome.ranks), None)
 
     def rank_words(self, rank: int) -> str:
-        """Return ``rank 9 (worker on gpu2)``, or only the rank if no task holds it."""
-        witness = self.holder(rank)
-        return f"rank {rank} ({witness.place})" if witness else f"rank {rank}"
+        """Return a rank with its task, such as ``rank 9 (worker on gpu2)``, or only the rank if no task holds it."""
+        outcome = self.holder(rank)
+        return f"rank {rank} ({outcome.place})" if outcome else f"rank {rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
     """A line that shows a symptom."""
 
-    witness: Witness
+    outcome: TaskOutcome
     line: str
     match: re.Match[str]
 
@@ -104,12 +104,12 @@ class Hit:
         own = _RANK.match(self.line)
         if own:
             return int(own[1])
-        return self.witness.ranks.start if len(self.witness.ranks) == 1 else None
+        return self.outcome.ranks.start if len(self.outcome.ranks) == 1 else None
 
     @property
     def who(self) -> str:
-        """``rank 9 (worker on gpu2)``, or ``worker on gpu2``."""
-        return self.witness.place if self.rank is None else f"rank {self.rank} ({self.witness.place})"
+        """The rank or task that wrote the line, such as ``rank 9 (worker on gpu2)`` or ``worker on gpu2``."""
+        return self.outcome.place if self.rank is None else f"rank {self.rank} ({self.outcome.place})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,26 +117,26 @@ class Diagnosis:
     """A cause, its evidence, and its remedy."""
 
     key: str
-    """For programs, such as ``rank-missing``."""
+    """The name of the rule, for programs, such as ``rank-missing``."""
     cause: str
     """One clause in plain words."""
     found: str
     """Details of this case; may be empty."""
     remedy: str
-    """``<id>`` in it stands for the workflow's."""
+    """The remedy. ``<id>`` stands for the id of the workflow."""
     task: str = ""
-    """The task whose output or end shows it."""
+    """The task whose output or end shows the cause."""
     line: str = ""
-    """The line that shows it; empty if an end or an event does."""
+    """The line that shows the cause; empty if an end or an event shows it."""
     traceback: str = ""
     """The traceback of the Python exception that is the cause; empty for other causes."""
 
 
-def hits_in(witness: Witness, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
+def hits_in(outcome: TaskOutcome, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
     """Yield the lines of a task and of its kernel log that match one of the patterns."""
-    for line in (*witness.lines, *witness.kernel):
+    for line in (*outcome.lines, *outcome.kernel):
         for pattern in patterns:
             match = pattern.search(line)
             if match:
-                yield Hit(witness=witness, line=line, match=match)
+                yield Hit(outcome=outcome, line=line, match=match)
                 break

@@ -21,13 +21,13 @@ __all__ = ["RESOURCE_RULES", "RankPace", "ResourceUse", "find_inefficiencies"]
 
 _GPU = re.compile(r"system/gpu(\d+)/utilization")
 _WARM_UP_S = 60.0
-"""Programs import packages and load data first."""
+"""Seconds at the beginning of a run that do not count, because programs first import packages and load data."""
 _WINDOW_S = 1800.0
-"""The part of a run, from its end, that most rules use."""
+"""The duration of the part at the end of a run that most rules use."""
 _LEAST_S = 120.0
-"""The least duration of that part."""
+"""The minimum duration of that part."""
 _GROWTH_S = 900.0
-"""The least duration for a growth of memory."""
+"""The minimum duration of a run whose memory growth is examined."""
 _BINS = 8
 _IDLE_PERCENT = 5.0
 _BUSY_PERCENT = 70.0
@@ -38,8 +38,9 @@ _THROTTLED_SHARE = 0.1
 _SLOW_GPU_RATIO = 0.85
 _LONG_STEP_RATIO = 1.15
 _GROWTH = 0.05
-"""The least growth of memory, as a part of the memory at the beginning."""
+"""The minimum growth of memory, as a fraction of the memory at the beginning."""
 _SOON_S = 7 * 86400.0
+"""A later time at which memory would be full is not shown."""
 _MOST_SHOWN = 4
 
 IDLE = Rule(
@@ -98,7 +99,7 @@ class ResourceUse:
 
     @property
     def place(self) -> str:
-        """``worker on gpu2``."""
+        """The task and its node, such as ``worker on gpu2``."""
         return f"{self.samples.task} on {self.node}" if self.node else self.samples.task
 
 
@@ -140,7 +141,7 @@ def find_inefficiencies(uses: Sequence[ResourceUse], paces: Sequence[RankPace] =
         found[GROWTH.key] += ((use.samples.task, words) for words in _growth(use))
     for use in recent:
         own = [gpu for gpu in gpus if gpu.use is use]
-        for rule, words in ((THERMAL, _thermal(use, own)), (IDLE, _idle(use, own)), (INPUT, _input(use, own))):
+        for rule, words in ((THERMAL, _thermal(use, own)), (IDLE, _idle(use, own)), (INPUT, _input_bound(use, own))):
             if words:
                 found[rule.key].append((use.samples.task, words))
     found[UNEQUAL.key] += (*_slow_ranks(paces), *_unequal(gpus))
@@ -221,7 +222,7 @@ def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     return f"{words}, {_named([gpu.number for gpu in busy])} {'were' if len(busy) > 1 else 'was'} {mean:.0f}% busy"
 
 
-def _input(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
+def _input_bound(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     busy = [gpu for gpu in gpus if max(gpu.values["utilization"]) >= _IDLE_PERCENT]
     known = [value for value in use.samples.series.get("system/cpu/usage", ()) if value is not None]
     limit = use.samples.limits.get("system/cpu/limit", 0.0)
@@ -239,7 +240,7 @@ def _input(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
 
 
 def _unequal(gpus: Sequence[_Gpu]) -> Iterator[tuple[str, str]]:
-    """Yield GPUs that differ from the others. GPUs that are idle, or that share an explanation, are not compared."""
+    """Yield GPUs that are much slower than the median, each with its task and a message. Idle GPUs are not compared."""
     busy = [gpu for gpu in gpus if max(gpu.values["utilization"]) >= _IDLE_PERCENT]
     for name, unit in (("clock", " MHz"), ("utilization", "%")):
         known = [(gpu, mean) for gpu in busy if (mean := gpu.mean(name)) is not None]
@@ -287,7 +288,7 @@ def _growth(use: ResourceUse) -> Iterator[str]:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the mean time and value of equal parts of the points."""
+    """Divide the points into equal parts, and return the mean time and value of each part."""
     if len(points) < 2 * _BINS:
         return []
     edges = [number * len(points) // _BINS for number in range(_BINS + 1)]

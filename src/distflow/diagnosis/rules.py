@@ -1,7 +1,7 @@
 """The table of causes: the symptom in the output of ranks, the cause in plain words, and the remedy.
 
-The texts come from real processes with torch 2.13 and gloo (``tests/train/faults.py``), from ``distflow.train``, and from the
-sources of CUDA and NCCL. The most specific rules come first.
+The patterns are for messages of real processes with torch 2.13 and gloo (``tests/train/faults.py``), of ``distflow.train``, and
+in the sources of CUDA and NCCL. The most specific rules come first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distflow.diagnosis.model import Case, Hit, Level
 __all__ = ["EXCEPTION", "HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
 
 Explain = Callable[[Case, Sequence[Hit]], str | None]
-"""Return the details of a cause from the lines that show it; ``None`` if the lines mean another cause."""
+"""A function that returns the details of a cause from the lines that show it; ``None`` if the lines mean another cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +25,14 @@ class Rule:
 
     key: str
     shows: str
-    """The symptom, for people."""
+    """A description of the symptom, for the docs."""
     cause: str
     remedy: str
-    """``<id>`` stands for the workflow's."""
+    """The remedy. ``<id>`` stands for the id of the workflow."""
     level: Level = Level.CAUSE
     patterns: tuple[re.Pattern[str], ...] = ()
-    """One line of output matches one of them. Rules without patterns are for ends and events (``ends``)."""
-    explain: Explain = explanations.quoted
+    """The symptom is a line that matches one of them. The module ``ends`` applies the rules without patterns."""
+    explain: Explain = explanations.printed_by
 
 
 def _any(*patterns: str) -> tuple[re.Pattern[str], ...]:
@@ -58,8 +58,8 @@ HANG = Rule(
     key="hang",
     shows="the event `may hang` (`hang_timeout`)",
     cause="the gang has been silent for a long time and may hang",
-    remedy="While it runs, `distflow workflow stacks <id>` shows where each rank is. The others usually wait for the rank "
-    "that is somewhere else. `debug: true` in the group names ranks whose collectives differ.",
+    remedy="While it runs, `distflow workflow stacks <id>` shows where each rank is. Usually all ranks but one wait in the "
+    "same call: find out why that one did not reach it. `debug: true` in the group names ranks whose collectives differ.",
     level=Level.STALL,
 )
 PEER_DIED = Rule(
@@ -89,9 +89,9 @@ RULES: tuple[Rule, ...] = (
         key="collective-mismatch",
         shows="`Detected mismatch between collectives on ranks`, `Received data size doesn't match expected size`",
         cause="ranks called different collectives",
-        remedy="Every rank must call the same collectives in the same order with the same shapes. Look for one inside "
-        "`if rank == 0`, for a last batch that is smaller on some ranks, and for a branch that depends on the data. "
-        "`debug: true` in the group has torch name the ranks and their calls.",
+        remedy="Every rank must call the same collectives in the same order with the same shapes. Look for a "
+        "collective inside `if rank == 0`, for a last batch that is smaller on some ranks, and for a branch that depends on "
+        "the data. With `debug: true` in the group, torch names the ranks and their calls.",
         patterns=_any(
             r"Detected mismatch between collectives on ranks\. (.*)",
             r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)\. Received data size doesn't match",
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         shows="`expects 2 ranks, another rank expects 3`, `2/3 clients joined` in a layout of 2, `mismatch in rank count "
         "from procs`",
         cause="ranks disagree about the size of the world",
-        remedy="WORLD_SIZE must be the same on all ranks. Read it from the variable, or use {{world_size}}; do not write a "
+        remedy="WORLD_SIZE must be the same on all ranks. Read the variable, or use {{world_size}}; do not write a "
         "number into the script. `distflow workflow submit --dry-run` shows the environment of each task.",
         patterns=_any(
             r"rank (?P<rank>\d+) (?:expects|was \w+ of) (?P<one>\d+) ranks, another (?:rank expects|one of) (?P<other>\d+)",
@@ -124,14 +124,14 @@ RULES: tuple[Rule, ...] = (
             r"rank (?P<rank>\d+) (?:joined|is there) twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
             _KEY,
         ),
-        explain=explanations.twice,
+        explain=explanations.duplicate_rank,
     ),
     Rule(
         key="mesh-too-big",
         shows="`Mesh should not be bigger than default world size`, `the strategy is for … ranks, but there are`",
         cause="the device mesh does not have as many places as there are ranks",
         remedy="The product of the mesh's sizes is the number of ranks: correct `mesh_shape` (or the numbers in "
-        "`init_device_mesh`), or ask for more ranks. With `strategy:` in the spec this is checked before anything starts.",
+        "`init_device_mesh`), or request more ranks. With `strategy:` in the spec this is checked before anything starts.",
         patterns=_any(
             r"Mesh should not be bigger than default world size (?P<world>\d+), but found (?P<mesh>\d+) ranks",
             r"the strategy is for .* = (?P<mesh>\d+) ranks, but there are (?P<world>\d+)",
@@ -169,8 +169,8 @@ RULES: tuple[Rule, ...] = (
         shows="`Error while creating shared memory segment`, `DataLoader worker … Bus error`, `unable to allocate "
         "shared memory(shm) for file </torch_`",
         cause="the shared memory of a node or container (/dev/shm) is full or too small",
-        remedy="NCCL and the data loader's workers use shared memory. Give the container more (docker's default is 64 MB; "
-        "--shm-size), remove files of dead processes from /dev/shm, or use fewer workers.",
+        remedy="NCCL and the data loader's workers use shared memory. Give the container more with `--shm-size` (docker's "
+        "default is 64 MB), remove files of dead processes from /dev/shm, or use fewer workers.",
         patterns=_any(
             r"Error while creating shared memory segment", r"DataLoader worker .*(?:Bus error|shared memory)",
             r"unable to mmap \d+ bytes from file </torch_", r"unable to write to file </torch_",
@@ -198,8 +198,9 @@ RULES: tuple[Rule, ...] = (
         shows="`no kernel image is available for execution on the device`, `driver on your system is too old`, "
         "`not compiled with CUDA enabled`",
         cause="this torch does not fit the GPU or its driver",
-        remedy="Nodes of one gang should be alike: put different ones into separate platforms, and name one in "
-        "`resources`. Or install the torch for this GPU and driver (torch.cuda.get_arch_list() lists the supported ones).",
+        remedy="All nodes of a gang should have the same GPUs: put different nodes into separate platforms, and name one "
+        "platform in `resources`. Or install the torch for this GPU and driver (torch.cuda.get_arch_list() lists the "
+        "supported GPUs).",
         patterns=_any(
             r"no kernel image is available for execution on the device", r"driver on your system is too old.*",
             r"Torch not compiled with CUDA enabled", r"CUDA driver version is insufficient for CUDA runtime version",
@@ -209,7 +210,7 @@ RULES: tuple[Rule, ...] = (
         key="too-few-gpus",
         shows="`invalid device ordinal`, `wants GPU 4, but this machine shows 2`, `Duplicate GPU detected`",
         cause="a rank has no GPU of its own",
-        remedy="Each rank needs one GPU: ask for as many GPUs as the task has ranks (`gpu:` in `resources`), use "
+        remedy="Each rank needs one GPU: request as many GPUs as the task has ranks (`gpu:` in `resources`), use "
         "LOCAL_RANK (not RANK) as the device number, and check CUDA_VISIBLE_DEVICES.",
         patterns=_any(
             r"invalid device ordinal", r"rank \d+ wants GPU \d+, but this machine shows \d+",
@@ -236,7 +237,7 @@ RULES: tuple[Rule, ...] = (
         "between nodes",
         cause="ranks announce an address or interface that the others cannot use",
         remedy="Unset GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME in the spec and the script: distflow "
-        "sets them to the interface that has the node's address. If that is the wrong one, set the node's `address` in the "
+        "sets them to the interface that has the node's address. If that interface is wrong, set the node's `address` in the "
         "configuration; `distflow pool check` tests it.",
         patterns=_any(
             r"Unable to find address for: (?P<name>\S+)", r"[Nn]o socket interface found",
@@ -250,8 +251,8 @@ RULES: tuple[Rule, ...] = (
         shows="`EADDRINUSE`, `Address already in use`, `cannot listen on port`",
         cause="the rendezvous port is taken on the master's node",
         remedy="Leave the port out of the spec, or use {{master_port}}: distflow finds a free one and reserves it. If you "
-        "need this port, `ss -ltnp` on the node shows its user; `distflow node reap` ends processes of earlier jobs. A "
-        "second process with rank 0 on the same node causes the same error.",
+        "need a fixed port, `ss -ltnp` on the node shows the process that uses it; `distflow node reap` ends "
+        "processes of earlier jobs. A second process with rank 0 on the same node causes the same error.",
         patterns=_any(
             r"failed to listen on any local network address\. port: (?P<port>\d+)", r"cannot listen on port (?P<port>\d+)",
             r"EADDRINUSE", r"[Aa]ddress already in use",
@@ -275,7 +276,7 @@ RULES: tuple[Rule, ...] = (
         "(`python` of the pool or node; `image` of the task), or send it with `files`. `setup:` of the pool is the place for "
         "`module load` and conda.",
         patterns=_any(_RAISED + r"ModuleNotFoundError: No module named '([^']+)'", r"(lib\S+): cannot open shared object file"),
-        explain=explanations.missing,
+        explain=explanations.missing_names,
     ),
     Rule(
         key="file-missing",
@@ -288,7 +289,7 @@ RULES: tuple[Rule, ...] = (
             r"can't open file '([^']+)'", r"can't open (\S+): No such file",
             r"^\S*sh: (?:line )?(?:\d+: )?(\S+): (?:command )?not found",
         ),
-        explain=explanations.missing,
+        explain=explanations.missing_names,
     ),
     Rule(
         key="gpu-fault",
@@ -314,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         "last output, and `distflow workflow stacks <id>` shows where they are while the workflow runs.",
         level=Level.STALL,
         patterns=_any(r"Ranks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier in (?P<ms>\d+) ms"),
-        explain=explanations.absent,
+        explain=explanations.absent_ranks,
     ),
     Rule(
         key="rank-missing",
@@ -328,7 +329,7 @@ RULES: tuple[Rule, ...] = (
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY, r"wait timeout after \d+ms, keys: ",
         ),
-        explain=explanations.absent,
+        explain=explanations.absent_ranks,
     ),
     Rule(
         key="master-unreachable",

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.cli.render.workflow_text import without_node_paths
 from distflow.diagnosis import diagnose as diagnosing
-from distflow.diagnosis.model import Hit, Witness, hits_in
+from distflow.diagnosis.model import Hit, TaskOutcome, hits_in
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state import logs
@@ -178,9 +178,9 @@ def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypa
         read[0] += len(data)
         return data
 
-    def measured(witness: Witness, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
-        longest[0] = max([longest[0], *map(len, witness.lines)])
-        return hits_in(witness, patterns)
+    def measured(outcome: TaskOutcome, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
+        longest[0] = max([longest[0], *map(len, outcome.lines)])
+        return hits_in(outcome, patterns)
 
     monkeypatch.setattr(logs, "_read", counted)
     monkeypatch.setattr(diagnosing, "hits_in", measured)

@@ -11,21 +11,21 @@ import pytest
 
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.ends import END_RULES
-from distflow.diagnosis.model import Case, First, Level, Witness
+from distflow.diagnosis.model import Case, FirstFailure, Level, TaskOutcome
 from distflow.diagnosis.rules import RULES
 from distflow.lifecycle.states import Reason
 from distflow.structs import replace
 
-MASTER = Witness(task="master", node="gpu1", ranks=range(8))
-WORKER = Witness(task="worker", node="gpu2", ranks=range(8, 16))
+MASTER = TaskOutcome(task="master", node="gpu1", ranks=range(8))
+WORKER = TaskOutcome(task="worker", node="gpu2", ranks=range(8, 16))
 LOST = "RuntimeError: [pair.cc:537] Read error [10.0.0.1]:45283: Connection reset by peer."
 
 
 def case(*lines: str, first: str = "", other: str = LOST, **end: Any) -> Case:
     """A gang whose worker printed ``lines`` and whose master lost it; ``end`` is the worker's."""
     worker = replace(WORKER, lines=lines, **end)
-    verdict = First(task="worker", rank="11", message=first) if first else None
-    return Case(witnesses=(replace(MASTER, lines=(other,)), worker), first=verdict)
+    verdict = FirstFailure(task="worker", rank="11", message=first) if first else None
+    return Case(outcomes=(replace(MASTER, lines=(other,)), worker), first=verdict)
 
 
 OUT_OF_MEMORY = """
@@ -76,7 +76,7 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
             "collective-timeout",
             "waited in broadcast for 30 min; master",
         ),
-        (WATCHDOG, "collective-timeout", "rank 9 (worker on gpu2) waited in broadcast for 10 min; master on gpu1 did not"),
+        (WATCHDOG, "collective-timeout", "rank 9 (worker on gpu2) waited in broadcast for 10 min; master on gpu1 did not wait"),
         ("OSError: [Errno 28] No space left on device: 'model.pt'", "disk-full", "worker on gpu2"),
         ("ImportError: libcudnn.so.9: cannot open shared object file", "module-missing", "libcudnn.so.9"),
         ("MemoryError", "host-memory", "worker on gpu2"),
@@ -141,8 +141,8 @@ def test_where_nobody_is_known_to_be_first_the_cause_still_outranks_the_loss() -
 def test_a_port_and_an_address_of_this_machine_are_right_on_one_node() -> None:
     line = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:18349$0"
     assert [one.key for one in diagnose(case(line))] == ["wrong-interface"]
-    there = tuple(replace(one, node="gpu1") for one in case(line).witnesses)
-    assert [one.key for one in diagnose(Case(witnesses=there))] == ["collective-timeout"]
+    there = tuple(replace(one, node="gpu1") for one in case(line).outcomes)
+    assert [one.key for one in diagnose(Case(outcomes=there))] == ["collective-timeout"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_silence_is_told_beside_what_ranks_say() -> None:
     )
     assert [(one.key, one.found) for one in diagnose(silent)] == [
         ("hang", "no task has printed"),
-        ("collective-timeout", "worker on gpu2 waited for 3 s; master on gpu1 did not"),
+        ("collective-timeout", "worker on gpu2 waited for 3 s; master on gpu1 did not wait"),
     ]
 
 
@@ -219,7 +219,7 @@ ValueError: bad label"""
 def raised(*lines: str, traceback: str = STACK) -> Case:
     """A gang whose worker's rank 11 ended with an exception."""
     before = case(*lines)
-    return replace(before, first=First(task="worker", rank="11", message="exit code 1", traceback=traceback))
+    return replace(before, first=FirstFailure(task="worker", rank="11", message="exit code 1", traceback=traceback))
 
 
 def test_an_exception_that_no_rule_knows_is_the_cause() -> None:

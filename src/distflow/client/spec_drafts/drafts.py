@@ -1,4 +1,4 @@
-"""Drafts of specs: what a command line says about a job, written as a spec with comments.
+"""Drafts of specs: read a job from a command line, and write it as a spec with comments.
 
 ``distflow run`` submits such a spec, and ``distflow init`` writes it to a file, so both describe a job in the same way.
 """
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One job on equal nodes. ``None`` is a number that the command line does not say."""
+    """One job on equal nodes. A number is ``None`` if the command line does not contain it."""
 
     name: str
     command: tuple[str, ...]
@@ -45,7 +45,7 @@ class Draft:
     ranks_written: str = ""
     """The value of torchrun's ``--nproc_per_node`` if it is not a number, such as ``gpu``."""
     gpus: int | None = None
-    """GPUs on each node; 0 hides them. ``None``: none are reserved, and the job sees all of them."""
+    """GPUs on each node. 0 hides all GPUs. With ``None``, no GPUs are reserved, and the job sees all of them."""
     max_restarts: int = 0
     project: str | None = "."
     """The directory to send, relative to the directory of the spec; ``None``: no files."""
@@ -59,11 +59,11 @@ class Draft:
     setup: str = ""
     """Shell commands that prepare a node. They are an option of `submit` and not a part of the spec."""
     notes: tuple[str, ...] = ()
-    """What could not be translated, one sentence each."""
+    """The parts that could not be translated, one sentence each."""
 
 
 def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None, must_exist: bool = True) -> Draft:
-    """Return the draft of a command line, without numbers that it does not say.
+    """Return the draft of a command line, without numbers that it does not contain.
 
     Args:
         words: A script (``train.py --lr 0.1``), ``torchrun`` with its options, or any other program.
@@ -72,7 +72,8 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
         must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the command is empty or a spec, the script does not exist, or the project would be a home directory.
+        InputError: if the command is empty, if it is a spec, if the script does not exist, or if the project would be a home
+            directory.
 
     """
     if not words:
@@ -82,10 +83,10 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
     draft = draft_torchrun(words) or _draft_python(words) or Draft(name=name_of(words[0]), command=tuple(words))
     python = python_command(draft.command)
     if not isinstance(python, PythonCommand) or python.is_module:
-        return _sending(draft, project_directory(folder, None, project), folder)
+        return _with_project(draft, project_directory(folder, None, project), folder)
     if not must_exist and not (folder / python.target).is_file():
         note = f"the script `{python.target}` does not exist in the project"
-        return replace(_sending(draft, project_directory(folder, None, project), folder), notes=(*draft.notes, note))
+        return replace(_with_project(draft, project_directory(folder, None, project), folder), notes=(*draft.notes, note))
     return _with_script(draft, python.target, folder, project)
 
 
@@ -109,14 +110,14 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
         raise InputError(f"the script `{target}` is not in the project `{root}`", hint="name a directory that contains it")
     moved = target if root == folder and not os.path.isabs(target) else script.relative_to(root).as_posix()
     command = tuple(moved if word == target else word for word in draft.command)
-    return _sending(replace(draft, command=command), root, folder)
+    return _with_project(replace(draft, command=command), root, folder)
 
 
 def project_directory(folder: Path, script: Path | None, given: Path | None) -> Path:
-    """Return the directory to send: the given one, or the working directory, or for a script elsewhere its git repository.
+    """Return the directory to send: ``given``, or else ``folder``, or for a script elsewhere its git repository.
 
     Raises:
-        InputError: if the given one is not a directory, or if the other one is a home directory.
+        InputError: if ``given`` is not a directory, or if the default is or contains the home directory.
 
     """
     if given is not None:
@@ -130,11 +131,11 @@ def project_directory(folder: Path, script: Path | None, given: Path | None) -> 
     home = Path.home()
     if root == home or root in home.parents:
         hint = "change to the directory of your project, or name it with --project"
-        raise InputError(f"all files in `{root}` would be sent to the nodes", hint=hint)
+        raise InputError(f"all files in `{root}`, including your home directory, would be sent to the nodes", hint=hint)
     return root
 
 
-def _sending(draft: Draft, root: Path, folder: Path) -> Draft:
+def _with_project(draft: Draft, root: Path, folder: Path) -> Draft:
     """Return a draft that sends ``root`` without its virtual environments and the results of earlier runs."""
     return replace(draft, project=os.path.relpath(root, folder), exclude=excluded_files(root, draft.output_dir))
 
@@ -181,8 +182,8 @@ def complete_draft(
     gpus = draft.gpus if gpus is None else gpus
     if gpus is None:
         known = sorted((one.gpus for one in nodes if one.gpus is not None), reverse=True)
-        there = known[count - 1] if len(known) == len(nodes) and len(known) >= count else 0
-        gpus = (ranks if ranks is not None and ranks <= there else there if ranks is None else 0) or None
+        available = known[count - 1] if len(known) == len(nodes) and len(known) >= count else 0
+        gpus = (ranks if ranks is not None and ranks <= available else available if ranks is None else 0) or None
     is_known = ranks is not None or not draft.ranks_written or (draft.ranks_written in ("gpu", "auto") and bool(gpus))
     if not is_known:
         option = "--nproc-per-node" if gpus or draft.ranks_written not in ("gpu", "auto") else "--gpus"
@@ -193,7 +194,7 @@ def complete_draft(
         draft = replace(draft, notes=(*draft.notes, note))
     ranks = ranks or gpus or 1
     is_one = draft.launcher == "torchrun" and count * ranks == 1 and not draft.max_restarts
-    # One process needs no launcher, so the script may also be one without torch.
+    # One process needs no launcher, so the script may also run without torch.
     return replace(draft, nodes=count, ranks=ranks, gpus=gpus, launcher="command" if is_one else draft.launcher)
 
 
@@ -203,7 +204,7 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _SWITCHES = ("module", "no_python", "standalone", "run_path", "use_env")
 _SET_BY_DISTFLOW = ("node_rank", "master_addr", "master_port", "standalone", "local_addr", "use_env")
-"""And all options that begin with ``rdzv``."""
+"""Options of torchrun that distflow sets itself, in addition to those that begin with ``rdzv``."""
 
 
 def draft_torchrun(words: Sequence[str]) -> Draft | None:
@@ -272,7 +273,7 @@ def _split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 _PLAIN = re.compile(r"-{0,2}[A-Za-z_./][A-Za-z0-9_./-]*")
 _COLUMN = 32
-"""Where comments begin."""
+"""The column at which comments begin."""
 _LONG = 60
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
@@ -317,19 +318,19 @@ def _comment(mark: str, text: str) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    """Return a line with a comment, which comes before a long line."""
+    """Return a line with a comment at its end, or in front of it if the line is long."""
     if len(text) > _LONG:
         return f"{' ' * (len(text) - len(text.lstrip()))}# {comment}\n{text}"
     return f"{text:<{_COLUMN}} # {comment}"
 
 
 def _scalar(text: str) -> str:
-    """Return a text as a YAML scalar that is valid everywhere, also in lists in brackets and in templates."""
+    """Return a text as a YAML scalar that is also valid in lists in brackets and in templates."""
     if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
         return text
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 
 def _escaped(text: str) -> str:
-    """Return a text that the template renders as it is. Tokens such as ``{{output}}`` keep their meaning."""
+    """Return a text that the template renders unchanged. Tokens such as ``{{output}}`` keep their meaning."""
     return text.replace("{%", "{{ '{%' }}").replace("{#", "{{ '{#' }}")

@@ -1,4 +1,4 @@
-"""Write first specs: from a command, from scripts for other launchers, or as a copy of a sample."""
+"""Write initial specs: from a command, from scripts for other launchers, or as a copy of a sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draft_from_command(command: str) -> Draft:
 
 
 def draft_from_torchrun(command: str) -> Draft:
-    """Return the draft of a command line of torchrun, which may set variables before it. Raises ``InputError``."""
+    """Return the draft of a command line of torchrun, which may begin with ``NAME=value``. Raises ``InputError``."""
     words = _split(command, "--from-torchrun")
     environment = {}
     while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
@@ -56,7 +56,7 @@ def draft_from_sbatch(file: Path, *, must_exist: bool = False) -> Draft:
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the file cannot be read, or starts no training.
+        InputError: if the file cannot be read, or does not start a training.
 
     """
     try:
@@ -132,9 +132,9 @@ def _submit_command(draft: Draft, file: str, configuration: Configuration) -> st
         for name, pool in configuration.pools.items()
         if pool.is_allocated or sum(node.gpus is None or node.gpus >= gpus for node in pool.nodes) >= (draft.nodes or 1)
     ]
-    place = [] if default in fitting else ["--pool", fitting[0]] if fitting else ["--hostfile", "hosts.txt"]
+    nodes = [] if default in fitting else ["--pool", fitting[0]] if fitting else ["--hostfile", "hosts.txt"]
     setup = ["--setup", draft.setup] if draft.setup else []
-    return shlex.join(["distflow", "submit", file, *place, *setup, "--wait"])
+    return shlex.join(["distflow", "submit", file, *nodes, *setup, "--wait"])
 
 
 def _write(file: Path, text: str, *, force: bool) -> None:
@@ -220,7 +220,7 @@ def _texts() -> Mapping[str, str]:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of a spec's comment, which begins after the line for editors."""
+    """Return the first sentence of the comment at the top of a spec. It begins after the line that names the schema."""
     lines = [line.lstrip("# ") for line in text.splitlines()[1:] if line.startswith("#")]
     paragraph = " ".join(" ".join(lines).split())
     return paragraph.partition(". ")[0].rstrip(".")

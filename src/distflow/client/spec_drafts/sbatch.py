@@ -60,12 +60,13 @@ _HETJOB = "hetjob"
 _COUNTS = frozenset({"nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task"})
 """Options that differ between the components of a heterogeneous job."""
 _EXPORTED = "written by `distflow workflow export`"
-"""A script with these words does not need a note for each of its commands."""
-_IS_SET = frozenset(
+"""The mark of a script that distflow wrote. It does not need a note for each of its commands."""
+_SET_BY_DISTFLOW = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "NNODES", "CUDA_VISIBLE_DEVICES"}
 )
 """Variables that distflow sets itself."""
 _SETUP = frozenset({"module", "ml", "source", ".", "conda", "mamba", "micromamba", "ulimit", "spack", "eval"})
+"""Commands that prepare a node."""
 _SILENT = frozenset(
     {
         "set",
@@ -84,6 +85,7 @@ _SILENT = frozenset(
         "grep",
     }
 )
+"""Commands that are left out without a note."""
 _WRAPPERS = frozenset({"env", "exec", "nohup", "command", "time"})
 """Programs that start the command after them. They are left out if they have no options of their own."""
 _KEYWORDS = frozenset({"done", "fi", "esac", "}", "[", "[[", "test", "true", ":"})
@@ -96,7 +98,7 @@ _LAUNCHERS = re.compile(r"srun|torchrun|accelerate|deepspeed|mpirun|mpiexec|horo
 
 @dataclass(slots=True)
 class _Script:
-    """The findings about a script, while it is read."""
+    """The parts of a script that have been read so far."""
 
     text: str
     options: dict[str, str] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class _Script:
     is_exported: bool = False
     """Whether distflow wrote it."""
     shell_line: str = ""
-    """The line of the ``bash -c`` whose commands are read; empty outside."""
+    """While the commands of a ``bash -c`` are read: its line, such as ``line 7``. Otherwise empty."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -137,13 +139,13 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
         script.notes.append(f"variables in the command are not replaced, because no shell runs it: {', '.join(unknown)}")
     framework = _FRAMEWORKS.get(script.launch[0].rpartition("/")[2])
     if framework is not None:
-        text = f"write `framework: {framework}` into the group, and only the script with its arguments into `command`"
-        script.notes.append(f"{text}: distflow then starts it with the right ranks")
+        remedy = f"write `framework: {framework}` into the group, and only the script with its arguments into `command`"
+        script.notes.append(f"{remedy}: distflow then starts it with the right ranks")
     return _with_numbers(replace(draft, setup="; ".join(script.setup)), script)
 
 
 def _read_options(script: _Script) -> dict[str, str]:
-    """Return the options of the job. Those of the nodes of a heterogeneous job become equal nodes of the largest size."""
+    """Return the options of the job. A heterogeneous job becomes one with equal nodes of the largest requested size."""
     components: list[dict[str, str]] = [{}]
     for number, name, value in _directives(script):
         if name == _HETJOB:
@@ -155,7 +157,7 @@ def _read_options(script: _Script) -> dict[str, str]:
         script.notes += [f"line {number}: {note}" for note in _notes_of(name, value)]
     if len(components) == 1:
         return components[0]
-    sizes = [(_nodes(one), _per_node(one, _nodes(one)), _gpus(one, _nodes(one)) or 0) for one in components]
+    sizes = [(_nodes(one), _ranks_per_node(one, _nodes(one)), _gpus(one, _nodes(one)) or 0) for one in components]
     merged = {name: value for one in reversed(components) for name, value in one.items() if name not in _COUNTS}
     merged |= {"nodes": str(sum(nodes for nodes, _, _ in sizes)), "ntasks-per-node": str(max(ranks for _, ranks, _ in sizes))}
     gpus = max(gpus for _, _, gpus in sizes)
@@ -165,7 +167,7 @@ def _read_options(script: _Script) -> dict[str, str]:
 
 
 def _notes_of(name: str, value: str) -> Iterator[str]:
-    """Yield the parts of an option that are not translated."""
+    """Yield a note for each part of an option that is not translated."""
     shown = f"`#SBATCH --{name}={value}`" if value else f"`#SBATCH --{name}`"
     if name not in _TRANSLATED:
         yield f"{shown}: {_ADVICE.get(name, 'distflow has no such option')}"
@@ -186,7 +188,7 @@ def _with_numbers(draft: Draft, script: _Script) -> Draft:
     """Return the draft with the resources that the options request."""
     options, notes = script.options, [*draft.notes, *script.notes]
     nodes = _nodes(options, draft.nodes or 1)
-    per_node = _per_node(options, nodes)
+    per_node = _ranks_per_node(options, nodes)
     gpus = _gpus(options, nodes)
     ranks = draft.ranks
     starts_ranks = draft_torchrun(script.launch or ()) is not None
@@ -229,19 +231,19 @@ def _nodes(options: Mapping[str, str], default: int = 1) -> int:
 
 
 def _gpus(options: Mapping[str, str], nodes: int) -> int | None:
-    """Return the number of GPUs of each node, or ``None`` if no option says it."""
+    """Return the number of GPUs of each node, or ``None`` if no option requests GPUs."""
     for entry in options.get("gres", "").split(","):
         if entry.split(":")[0] == "gpu":
             return _number(entry.rpartition(":")[2]) or 1
     counts = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus-per-node", "gpus-per-task", "gpus")}
     if counts["gpus-per-task"] is not None:
-        return counts["gpus-per-task"] * _per_node(options, nodes)
+        return counts["gpus-per-task"] * _ranks_per_node(options, nodes)
     if counts["gpus"] is not None:
         return -(-counts["gpus"] // nodes)
     return counts["gpus-per-node"]
 
 
-def _per_node(options: Mapping[str, str], nodes: int) -> int:
+def _ranks_per_node(options: Mapping[str, str], nodes: int) -> int:
     given = _number(options.get("ntasks-per-node", ""))
     return given or -(-(_number(options.get("ntasks", "")) or nodes) // nodes)
 
@@ -270,7 +272,7 @@ def _duration(text: str, notes: list[str]) -> str:
 def _directives(script: _Script) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the name and the value of each option, and ``_HETJOB`` between the components of a job.
 
-    Slurm ignores options after the first command, so they are notes.
+    Slurm ignores options after the first command, so they become notes.
     """
     has_begun = False
     for number, line in enumerate(script.text.splitlines(), 1):
@@ -319,7 +321,7 @@ def _read_commands(script: _Script, commands: Sequence[Command], variables: dict
         for written, word in command.assignments:
             name, value = word.value_of(written, variables)
             variables[name] = value
-            if (name in exported or command.words) and name not in _IS_SET and not _is_of_distflow(script, name):
+            if (name in exported or command.words) and name not in _SET_BY_DISTFLOW and not _is_from_export(script, name):
                 _export(script, name, value, word)
         if command.words:
             _read_command(script, command, variables)
@@ -332,7 +334,7 @@ def _export(script: _Script, name: str, value: str | None, word: Word) -> None:
         script.notes.append(f"{_line_of(script, word)}: `{name}={word.raw}`: only a shell can compute this value")
 
 
-def _is_of_distflow(script: _Script, name: str) -> bool:
+def _is_from_export(script: _Script, name: str) -> bool:
     own = ("DISTFLOW_", "PET_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "LOCAL_WORLD_SIZE")
     return script.is_exported and (name.startswith(own) or name.islower())
 
@@ -343,7 +345,7 @@ def _line_of(script: _Script, word: Word) -> str:
 
 def _slurm_variables(options: Mapping[str, str]) -> dict[str, str | None]:
     nodes = options.get("nodes", "1").partition("-")[0]
-    per_node, gpus = _per_node(options, _number(nodes) or 1), _gpus(options, _number(nodes) or 1)
+    per_node, gpus = _ranks_per_node(options, _number(nodes) or 1), _gpus(options, _number(nodes) or 1)
     return {
         "SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS_PER_NODE": str(per_node),
         "SLURM_GPUS_ON_NODE": str(gpus) if gpus else None, "SLURM_GPUS_PER_NODE": str(gpus) if gpus else None,
@@ -366,7 +368,7 @@ def _read_command(script: _Script, command: Command, variables: dict[str, str | 
 
 
 def _reads_program(command: Command) -> bool:
-    """Return whether it is a Python that reads its program from a here-document, which is not a training."""
+    """Return whether an interpreter reads its program from a here-document (``python - <<END``), which is not a training."""
     return len(command.words) > 1 and command.words[1].raw == "-"
 
 
@@ -391,7 +393,7 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
         name, _, value = words.pop(0).partition("=")
         if "$" in value:
             script.notes.append(f"{line}: `{name}={value}`: only a shell can compute this value")
-        elif name not in _IS_SET:
+        elif name not in _SET_BY_DISTFLOW:
             script.environment[name] = value
     is_shell = bool(words) and words[0].rpartition("/")[2] in SHELLS
     at = next((number for number, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c", word)), 0) if is_shell else 0
@@ -406,7 +408,7 @@ def _read_launch(script: _Script, words: list[str], line: str, variables: dict[s
 
 
 def _here_document(text: str, file: str) -> str:
-    """Return the text that a script writes to a file, ``cat > FILE <<END``; empty if it does not."""
+    """Return the text that a script writes to a file with ``cat > FILE <<END``; empty if there is none."""
     pattern = r"cat\s*>\s*[\"']?" + re.escape(file) + r"[\"']?\s*<<-?\s*(['\"]?)(\w+)\1\n(.*?)\n\2$"
     found = re.search(pattern, text, re.DOTALL | re.MULTILINE)
     return found[3] if found else ""
