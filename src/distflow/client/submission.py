@@ -279,7 +279,7 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         paths = {path for one in other for path in one.others}
         example = f", for example `{min(paths)}`" if paths else ""
         raise InputError(
-            f"the function needs Python {version} as in {sys.executable}, but these nodes have another version: {nodes_with}",
+            f"the function needs Python {version}, like this program ({sys.executable}), but these nodes differ: {nodes_with}",
             hint=f"give the path of a Python {version} on the nodes as `python=`, or in the pool as `python:`{example}",
         )
     if lacking := [one for one in found if one.missing]:

@@ -1,4 +1,4 @@
-"""The one background process that observes, decides, saves and acts.
+"""The background process of a state directory: it observes nodes, decides, saves the decision, and acts.
 
 All policy is in pure modules: ``decide``, ``group_step``, ``scheduling`` and those that they import.
 """

@@ -1,4 +1,4 @@
-"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. Users never type this."""
+"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. Users never start it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def _main() -> int:
-    # Modules that are being imported are not garbage, and searching them for it delays every start.
+    # Imports create little garbage, and searching for it would delay every start.
     gc.disable()
-    from distflow.supervisor.service import main  # noqa: PLC0415  after the line above, which is the point
+    from distflow.supervisor.service import main  # noqa: PLC0415  the line above must run first
 
     return main(sys.argv[1:])
 

@@ -1,8 +1,8 @@
 """Checkpoints: directories of running tasks, saved at intervals and at the end, and given to the next attempt. Pure.
 
 The node packs a checkpoint, the supervisor fetches it (``PackCheckpoint``) and writes it to its URL. The last complete archive
-stays in the blob store until the workflow has ended, and a retried group gets it from there. A failure is reported, and the
-next checkpoint is another try; a failed checkpoint never ends a training.
+stays in the blob store until the workflow has ended, and a retried group gets it from there. A failed checkpoint is reported,
+and it never ends a training: the next checkpoint is another try.
 
 A directory that a group shares is saved from each task in the same way. It is saved only while the group may be retried, and it
 is not written to a URL. Every task of the next attempt gets the archives of all tasks, with the lead's files on top.
@@ -38,12 +38,12 @@ __all__ = [
 
 
 CANCELED_S = 60.0
-"""Seconds that a canceled group whose tasks have ended waits for their last checkpoints before it abandons the transfers."""
+"""Seconds that a canceled group waits, after its tasks have ended, for their last checkpoints. Then it abandons them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueCheckpoints:
-    """What has to be done now for a group's checkpoints."""
+    """The work that is due for a group's checkpoints."""
 
     packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()
     """Checkpoints to pack, each with its task."""
@@ -61,12 +61,15 @@ def due_checkpoints(
     lost_after_s: float,
     now: float,
 ) -> DueCheckpoints:
-    """Return what is due at ``now``. An ended task has one last checkpoint, unless its node is unreachable for too long."""
+    """Return the work that is due at ``now``.
+
+    An ended task has one last checkpoint, unless its node is unreachable for too long.
+    """
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []
     times: list[float] = []
-    waits: list[str] = []
-    for task, number, planned in _all(plan, group):
+    unsaved: list[str] = []
+    for task, number, planned in _planned_checkpoints(plan, group):
         if planned.is_shared and not _may_be_retried(plan, record, group):
             continue
         known = group.checkpoint(task.name, number)
@@ -74,7 +77,7 @@ def due_checkpoints(
         if current is not None and current.is_new:
             key = AttemptKey(workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt, node="")
             stores.append(TransferData(record.pool_key, key, DataRef(DataKind.STORE, number)))
-            waits += [task.name] if task.state.is_final else []
+            unsaved += [task.name] if task.state.is_final else []
         elif task.state is State.RUNNING and task.started_at is not None:
             at = max(task.started_at, current.at if current is not None else 0.0) + planned.every_s
             if now >= at:
@@ -89,9 +92,9 @@ def due_checkpoints(
                 times.append(lost_at)
             else:
                 continue
-            waits.append(task.name)
-    words = f"all tasks have ended; saving the last checkpoint of {', '.join(dict.fromkeys(waits))}" if waits else ""
-    return DueCheckpoints(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=words)
+            unsaved.append(task.name)
+    message = f"all tasks have ended; saving the last checkpoint of {', '.join(dict.fromkeys(unsaved))}" if unsaved else ""
+    return DueCheckpoints(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=message)
 
 
 def checkpoint_path(plan: GroupPlan, command: PackCheckpoint) -> str:
@@ -151,7 +154,7 @@ def apply_checkpoint(
     checkpoint: CheckpointRef,
     seen: Collected | CollectFailed,
 ) -> tuple[GroupRecord, list[Event]]:
-    """Return the group after a checkpoint was saved or could not be. An older checkpoint never replaces a later one."""
+    """Return the group after a checkpoint was saved or failed. An older checkpoint never replaces a later one."""
     number = checkpoint.number
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt
@@ -202,7 +205,7 @@ def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[Workflow
     return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, seen.at, details)]
 
 
-def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:
+def _planned_checkpoints(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:
     for task in group.tasks:
         for number, planned in enumerate(plan.launch(task.name).checkpoints):
             yield task, number, planned
@@ -229,13 +232,13 @@ def _may_be_retried(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord)
 
 
 def _has_no_failure(group: GroupRecord) -> bool:
-    """Return whether all tasks that have ended completed. As far as is known, another attempt will then not follow."""
+    """Return whether all tasks that have ended completed. Then no further attempt is expected."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 
 def _needs_last_checkpoint(task: TaskRecord, known: Checkpoint | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
-    # A lost task without an end was given up. With an end, its node is back: it was rebooted, or had no contact for long.
+    # A lost task without an end was given up. If it has an end, its node is back: it was rebooted, or had no contact for long.
     is_gone = task.reason is Reason.NODE_LOST and task.end is None
     return has_run and not is_gone and not (known is not None and known.is_last)
 

@@ -69,7 +69,7 @@ class CommandId(NamedTuple):
     """Empty for a lease, which concerns the whole group."""
     attempt: int
     part: int | DataRef | None = None
-    """The number of the task's checkpoint, or the data."""
+    """The number of the checkpoint, or the data to transfer."""
 
     @classmethod
     def of(cls, kind: type[object], key: AttemptKey, part: int | DataRef | None = None) -> CommandId:
@@ -84,7 +84,7 @@ class _AboutAttempt:
 
     @property
     def identity(self) -> CommandId:
-        """The command's identity: a command with the same one may already be running."""
+        """The identity of the command (see ``CommandId``)."""
         return CommandId.of(type(self), self.key)
 
 
@@ -103,7 +103,7 @@ class Lease:
 
     @property
     def identity(self) -> CommandId:
-        """The command's identity: a command with the same one may already be running."""
+        """The identity of the command (see ``CommandId``)."""
         return CommandId.of(Lease, self.key)
 
 
@@ -152,19 +152,19 @@ class PackCheckpoint(_AboutAttempt):
 
     @property
     def identity(self) -> CommandId:
-        """The command's identity, equal for all checkpoints of a directory: the last one waits for the one that is running."""
+        """The identity of the command. Checkpoints of one directory share it, so the last one waits for a running one."""
         return CommandId.of(PackCheckpoint, self.key, self.checkpoint.number)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferData(_AboutAttempt):
-    """Move data between a URL and this machine, or make a node do it. Backends do not execute it, and its key has no node."""
+    """Transfer data between a URL and this machine or a node. Backends do not execute this command. Its key has no node."""
 
     data: DataRef
 
     @property
     def identity(self) -> CommandId:
-        """The command's identity: a command with the same one may already be running."""
+        """The identity of the command (see ``CommandId``)."""
         return CommandId.of(TransferData, self.key, self.data)
 
 
@@ -175,7 +175,7 @@ Command = Lease | BuildVenv | Prepare | Start | Stop | Release | CollectOutput |
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfTransfer:
     at: float
-    """The submitter's clock."""
+    """By this machine's clock."""
     key: AttemptKey
     """The task's attempt; the node is empty."""
     data: DataRef

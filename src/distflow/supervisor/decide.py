@@ -1,8 +1,7 @@
 """``decide(snapshot, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
 
-``group_step`` returns what follows for one group, and ``scheduling`` which waiting groups may lease nodes. Commands are
-repeated at every decision until their answer was applied (the loop leaves out those in flight), so nothing is lost with a
-connection, a node or a supervisor.
+``group_step`` takes the steps of one group, and ``scheduling`` chooses the waiting groups that may lease nodes. Each decision
+repeats all commands that have no answer and are not in flight, so nothing is lost with a connection, a node or a supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["decide", "roll_up"]
 
 
 def decide(snapshot: Snapshot, now: float) -> Decision:
-    """Return what follows from the snapshot as it is at ``now`` (seconds since the epoch)."""
+    """Return the decision that follows from the snapshot at ``now`` (seconds since the epoch)."""
     decision = Decision()
     unchanged = _unchanged(snapshot, now)
     busy = {one.workflow for one in snapshot.in_flight}
@@ -68,14 +67,17 @@ def _apply_leases(waiting: Leases, decision: Decision, views: Mapping[str, Workf
 
 
 def _unchanged(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView]:
-    """Return the workflows of the last decision that still hold: none if a pool, a node or the clock was changed."""
+    """Return the workflow views of the last decision, or none if a pool or a node has changed or the clock was set back."""
     last = snapshot.last_decision
     is_same = last.at <= now and last.pools is snapshot.pools and last.nodes is snapshot.nodes
     return last.views if is_same else {}
 
 
 def _decide_workflow(snapshot: Snapshot, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
-    """Take every step of a workflow that is due. One with running commands is decided again: they may get no answer."""
+    """Take every step of a workflow that is due.
+
+    With ``is_busy``, commands of the workflow are in flight. They may get no answer, so the next decision examines it again.
+    """
     part = Decision()
     record = workflow.record
     for group in record.groups:
@@ -112,7 +114,7 @@ def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:
     started_at = record.started_at
     if started_at is None:
         started_at = min((group.running_at for group in record.groups if group.running_at is not None), default=None)
-    # A group that ended without having run shows that its workflow is active; another group shows when it began.
+    # After a group ended without having run, the workflow is active but has no start time until another group runs.
     if state is WorkflowState.PENDING or (state, reason, started_at) == (record.state, record.reason, record.started_at):
         return record
     after = replace(record, state=state, reason=reason, started_at=started_at)

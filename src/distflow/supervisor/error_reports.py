@@ -1,4 +1,4 @@
-"""What a failed task reports about its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
+"""Find a failed task's own reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
 
 A script that is not decorated with torch's ``@record`` leaves no error file. Its traceback is only in the output, between the
 output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
@@ -31,9 +31,9 @@ __all__ = [
 
 
 _LAST = 8
-"""Lines at the end of an output that explain its end; the task may have recovered from errors in earlier lines."""
+"""The number of last lines that can explain an end. The task may have recovered from errors in earlier lines."""
 _NEAR = 20
-"""Lines that may follow the traceback of the fatal exception: libraries print warnings while the interpreter exits."""
+"""The maximum number of lines after a fatal traceback: libraries print warnings while the interpreter exits."""
 _SIGNAL_EXIT_CODES = (-9, -15, 137, 143)
 """Exit codes of processes that a signal ended, not an exception."""
 _PYTHON_EXIT_CODES = (1, -6, -11)
@@ -41,7 +41,7 @@ _PYTHON_EXIT_CODES = (1, -6, -11)
 
 
 class FailureReport(Struct, frozen=True, kw_only=True):
-    """What is known about a failure in addition to the end of the task's command."""
+    """The details of a failure, in addition to the end of the task's command."""
 
     detail: str = ""
     """The failure in one line."""
@@ -54,14 +54,14 @@ class FailureReport(Struct, frozen=True, kw_only=True):
     is_symptom: bool = False
     """Whether it only reports that another process was gone."""
     has_joined: bool = False
-    """Whether the rank had joined its world: torch had labeled the traceback with it."""
+    """Whether the rank had joined its world: torch labeled the traceback with the rank."""
 
 
 def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     """Return the failure that the error file of an end reports, or else the last ``lines`` of the output.
 
-    The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). Our sample adds ``rank``
-    and ``pid``.
+    The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). distflow's sample adds
+    ``rank`` and ``pid``.
     """
     error = parse_error_file(end.error if end else None) or ErrorReport(message="")
     detail, traceback = (error.message.strip().splitlines() or [""])[-1][:300], error.callstack.rstrip()
@@ -105,7 +105,10 @@ def _may_be_exception(end: End | None) -> bool:
 def _rank_exceptions(
     lines: Sequence[str], reported: Sequence[ReportedRank], *, is_by_exception: bool
 ) -> dict[ReportedRank | None, PrintedException]:
-    """Return the exception that ended each failed rank, if the output shows it. Without a report, its key is ``None``."""
+    """Return the exception that ended each failed rank, if the output shows it.
+
+    Without a report of torchrun, the key is ``None``, and ``is_by_exception`` is whether an exception may have ended the task.
+    """
     own = without_launcher(lines)
     printed = [one for one in printed_exceptions(own) if not one.is_from_launcher]
     if not reported:
@@ -151,9 +154,9 @@ def _first_failure(
     return first, raised.get(first)
 
 
-def _reports_lost_peer(words: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
-    if words:
-        return is_symptom(words)
+def _reports_lost_peer(detail: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
+    if detail:
+        return is_symptom(detail)
     if failed is None:
         return any(is_symptom(line) for line in lines[-_LAST:])
     # The other ranks lost their peer, too, so only the output of the first one counts. A signal leaves no message.
@@ -166,7 +169,7 @@ _LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
 """torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
 _TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
 _UNCOMPILED = re.compile(r'  File "[^"]{1,4096}", line \d{1,9}\s*')
-"""If Python cannot compile the script itself, it prints no head: only the place, the line with a mark, and the error."""
+"""If Python cannot compile the script itself, it prints no ``Traceback`` line, only the location, the code and the error."""
 _COMPILER_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
 _EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*(?:: .*|:)?\s*")
 _IN_GROUP = re.compile(r" +\| (?P<text>(?:[^\W\d]\w*\.)*[^\W\d]\w*: .*)")
@@ -175,10 +178,11 @@ _LINKS = ("The above exception was the direct cause of", "During handling of the
 _HARMLESS = ("Exception ignored in", "Exception in thread")
 """Lines before a traceback after which the process continues."""
 _MORE = 20
-"""Lines that a message may have after its first, if the label shows that they belong to it."""
+"""The maximum number of lines of a message after its first one. Torch's label must show that they belong to it."""
 _LONGEST = 100
-"""Lines of a traceback that are kept, half of them from each end."""
+"""The maximum number of lines of a traceback that are kept, half of them from each end."""
 _WIDEST = 500
+"""The maximum length of a line that is kept."""
 
 _LAUNCHER_NOTE = re.compile(
     r"[IWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic|launcher|run)"
@@ -245,7 +249,7 @@ def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
 
 
 def read_report(lines: Sequence[str]) -> list[ReportedRank]:
-    """Return the ranks in torchrun's report, starting with the one that it observed first; empty without a report."""
+    """Return the ranks in torchrun's report, starting with the first one to fail; empty without a report."""
     text = _COLORS.sub("", "\n".join(lines))
     root = text.rfind("Root Cause (first observed failure)")
     if root < 0:

@@ -1,7 +1,7 @@
-"""How tasks and groups end: final states of tasks, and the first cause of a group's failure. Pure.
+"""Determine the final states of tasks, and the first cause of a group's failure. Pure.
 
-The cause must be right, because people act on it at night. A task that distflow stopped is never the cause. A process that only
-reports the loss of its peer is never preferred to the peer.
+A task that distflow stopped is never the cause. A process that only reports the loss of its peer is never preferred to that
+peer.
 
 A script that starts its ranks without passing on their exit code (no ``set -e``, or another command after them) seems to
 succeed. The rest of the world then waits at the rendezvous for ranks that can no longer join. The output of such a task is
@@ -54,7 +54,7 @@ _BOTH_DIED = (
 )
 
 _LINES = 20
-"""Lines of the task's output that a cause keeps."""
+"""The number of last lines of the task's output that a cause contains."""
 _KILLED = re.compile(r"Killed process (\d+),?(?: UID \d+,)? \((.*?)\)")
 
 _TIMES = ("started_at", "stopped_at", "ended_at")
@@ -70,7 +70,7 @@ _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
 
 
 def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
-    """Convert a node's record of an end that was observed ``at``; its times are converted to the supervisor's clock.
+    """Convert a node's record of an end, and its times to the supervisor's clock. ``at`` is the time of the observation.
 
     Unknown fields are ignored, and missing ones have their defaults. The end is never later than its observation.
     """
@@ -107,12 +107,12 @@ def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
     code, number = (task.end.exit_code, task.end.signal) if task.end else (None, None)
     action = action_of(actions, task.reason, code, number, has_run=task.started_at is not None)
     if task.state is State.FAILED and action is Action.COMPLETE:
-        words = f"{task.message}: counts as success (exitActions)"
-        return replace(task, state=State.COMPLETED, reason=None, message=words)
+        message = f"{task.message}: counts as success (exitActions)"
+        return replace(task, state=State.COMPLETED, reason=None, message=message)
     succeeded = task.state is State.COMPLETED and task.end is not None and task.end.is_success
     if succeeded and action in (Action.FAIL, Action.RESCHEDULE):
-        words = "exit code 0: counts as failure (exitActions)"
-        return replace(task, state=State.FAILED, reason=Reason.EXIT_CODE, message=words)
+        message = "exit code 0: counts as failure (exitActions)"
+        return replace(task, state=State.FAILED, reason=Reason.EXIT_CODE, message=message)
     return task
 
 
@@ -140,11 +140,11 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
         case _ if end.exit_code == 0:
             return State.COMPLETED, None, ""
         case EndReason.EVICTED:
-            return State.FAILED, Reason.EVICTED, end.message or "it used more than it asked for"
+            return State.FAILED, Reason.EVICTED, end.message or "it used more than it requested"
         case EndReason.START_ERROR:
             return State.FAILED, Reason.START_ERROR, end.message or "the command could not be started"
         case EndReason.START_TIMEOUT:
-            return State.FAILED, Reason.START_TIMEOUT, end.message or "the start did not come in time"
+            return State.FAILED, Reason.START_TIMEOUT, end.message or "the command to start did not arrive in time"
         case EndReason.REBOOTED:
             return State.FAILED, Reason.NODE_LOST, end.message or "its node was rebooted"
         case _ if end.oom_pid is not None:
@@ -178,12 +178,12 @@ def _by_command(end: End) -> _Conclusion:
 
 
 def _oom_message(pid: int, kernel: Sequence[str]) -> str:
-    words = f"out of memory: the kernel killed process {pid}"
+    message = f"out of memory: the kernel killed process {pid}"
     killed = next((match for match in map(_KILLED.search, kernel) if match and int(match[1]) == pid), None)
     if killed is None:
-        return words
+        return message
     held = re.search(r"anon-rss:(\d+)kB", killed.string)
-    return f"{words} ({killed[2]})" + (f", which held {bytes_text(int(held[1]) << 10)}" if held else "")
+    return f"{message} ({killed[2]})" + (f", which held {bytes_text(int(held[1]) << 10)}" if held else "")
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
@@ -244,7 +244,7 @@ def _blame_order(task: TaskRecord, report: FailureReport) -> int:
 
 
 _MEET_S = 120.0
-"""Seconds after the start; ranks that fail later than this may have met before."""
+"""Ranks that fail later than this many seconds after the start may have met before at the rendezvous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +252,7 @@ class MissingRanks:
     """Ranks that failed unnoticed, and the tasks that wait for them."""
 
     task: TaskRecord
+    """The task of the failed ranks."""
     failure: HiddenFailure
     waiting: tuple[TaskRecord, ...]
 
@@ -260,7 +261,7 @@ class MissingRanks:
         """The problem as a message."""
         waiting = [task.name for task in self.waiting]
         who = f"{waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} tasks wait"
-        return f"{self.task.name} {_ended(self.failure)}; {who} for {rank_words(self.task.ranks)}"
+        return f"{self.task.name} {_hidden_text(self.failure)}; {who} for {rank_words(self.task.ranks)}"
 
 
 def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskRecord], Sequence[str]]) -> GroupRecord:
@@ -277,7 +278,7 @@ def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskReco
 
 def missing_ranks(group: GroupRecord) -> MissingRanks | None:
     """Return the first task whose ranks failed unnoticed while others of the world run; ``None`` if there is none."""
-    found = _first(group)
+    found = _first_hidden(group)
     waiting = tuple(task for task in group.tasks if task.ranks and not task.state.is_final)
     if found is None or found.hidden_failure is None or not waiting:
         return None
@@ -285,8 +286,8 @@ def missing_ranks(group: GroupRecord) -> MissingRanks | None:
 
 
 def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskRecord], Sequence[str]]) -> Cause | None:
-    """Return the first cause of a failed group: the ranks that failed unnoticed, if the others waited for them."""
-    task = _first(group)
+    """Return the first cause of a failed group: ranks that failed unnoticed if the others waited for them, else ``cause``."""
+    task = _first_hidden(group)
     if task is None or task.hidden_failure is None:
         return cause
     is_later = cause is not None and (task.hidden_failure.have_met or cause.at < (task.ended_at or 0.0))
@@ -297,7 +298,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
     return Cause(
         task=task.name,
         reason=Reason.EXIT_CODE,
-        message=_ended(task.hidden_failure),
+        message=_hidden_text(task.hidden_failure),
         at=task.ended_at or 0.0,
         node=task.node,
         ranks=(report.rank if report else "") or task.ranks,
@@ -309,7 +310,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
     )
 
 
-def _first(group: GroupRecord) -> TaskRecord | None:
+def _first_hidden(group: GroupRecord) -> TaskRecord | None:
     found = [task for task in group.tasks if task.hidden_failure is not None]
     return min(found, key=lambda task: task.ended_at or 0.0, default=None)
 
@@ -319,11 +320,11 @@ def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | N
     if report is None:
         return None
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)
-    # torch labels tracebacks with the rank after init_process_group; the frames of that call have no label.
+    # torch labels tracebacks with the rank only after init_process_group, so a traceback from that call has no label.
     is_joining = "init_process_group" in report.traceback or "rendezvous" in report.traceback
     have_met = report.has_joined or not (is_joining or ran_s < _MEET_S)
     return HiddenFailure(detail=report.detail, have_met=have_met)
 
 
-def _ended(failure: HiddenFailure) -> str:
+def _hidden_text(failure: HiddenFailure) -> str:
     return f"ended with exit code 0 although its ranks failed ({failure.detail})"

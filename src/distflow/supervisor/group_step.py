@@ -1,4 +1,4 @@
-"""The policy of one group: what follows from its state, from WAITING to its end. Pure.
+"""The policy of one group: its steps from WAITING to its end. Pure.
 
 The methods are in the order of a group's states. Commands are repeated at every step until their answer was applied.
 
@@ -55,12 +55,12 @@ __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "nex
 
 
 LOG_DRAIN_S = 5.0
-"""How long an ended group may wait for the last of its output before it is shown as ended. Mirroring continues after that."""
+"""Seconds that an ended group waits for the rest of its output before it is shown as ended. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
-"""How long tasks may print nothing, while ranks that they wait for can no longer join, before their group is stopped."""
+"""Seconds without output from tasks that wait for ranks which can no longer join. After that, their group is stopped."""
 
-_HANG_LOOK_S = 10.0
+_HANG_CHECK_S = 10.0
 
 
 class GroupStep:
@@ -71,7 +71,7 @@ class GroupStep:
     ) -> None:
         self.snapshot = snapshot
         self.record = record
-        self.whole = workflow.plan
+        self.workflow_plan = workflow.plan
         self.group = group
         self.plan: GroupPlan = workflow.plan.group(group.name)
         self.pool: Pool | None = snapshot.pools.get(record.pool_key)
@@ -79,7 +79,7 @@ class GroupStep:
         self.decision = decision
 
     def run(self) -> GroupRecord:
-        """Return the group after everything that follows at once."""
+        """Take all steps that are due, and return the group."""
         self._orphans()
         if self.record.cancel is not None:
             self._cancel(self.record.cancel)
@@ -109,7 +109,7 @@ class GroupStep:
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
 
-    # WAITING: until every group upstream has completed, and its data is here.
+    # WAITING: until every group upstream has completed, and the group's inputs are on this machine.
 
     def _waiting(self) -> None:
         states = {group.name: group.state for group in self.record.groups}
@@ -150,14 +150,14 @@ class GroupStep:
             self.decision.wake(since + limit)
 
     def _build_venvs(self) -> None:
-        """Build the Python environment on the nodes that the group tried to lease. It holds nothing meanwhile."""
+        """Build the Python environment on the nodes that the group tried to lease. The group holds no nodes meanwhile."""
         for build in self.group.venv_builds:
             key = attempt_key(self.record, self.group, replace(self.group.task(build.task), node=build.node))
             view = self.snapshot.nodes.get((self.record.pool_key, build.node))
             if key is not None and view is not None and view.up:
                 self._add_commands([BuildVenv(self.record.pool_key, key)])
             else:
-                # The next lease may find another node.
+                # The next lease may choose another node.
                 self.group = without_build(self.group, build.node, self.now)
 
     # INITIALIZING: prepare everywhere, then start everywhere.
@@ -207,7 +207,7 @@ class GroupStep:
                 self._command_task(Start, task)
 
     def _relay(self) -> bool:
-        """Fetch the inputs that a node could not fetch itself. Return whether all of them are here."""
+        """Fetch the inputs that a node could not fetch itself. Return whether all of them are on this machine."""
         data = input_transfers(self.plan, self.record, self.group)
         self._add_commands(data.commands)
         if data.failed is not None:
@@ -236,7 +236,7 @@ class GroupStep:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
         self._add_event(GroupStatus(status=self.group.status, message=message))
 
-    # RUNNING: one fails, all stop; the lead decides the end.
+    # RUNNING: if one task fails, all are stopped. The end of the lead decides the end of the group.
 
     def _running(self) -> None:
         group, plan = self.group, self.plan
@@ -272,7 +272,10 @@ class GroupStep:
                 self.decision.wake(group.running_at + limit)
 
     def _missing_ranks(self) -> bool:
-        """Report ranks that wait for others which failed unnoticed. Stop the group when those can no longer join."""
+        """Report ranks that failed unnoticed and that others wait for. Stop the group if they can no longer join.
+
+        Return whether the group was stopped.
+        """
         before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
         found = missing_ranks(self.group)
         if found is None:
@@ -282,9 +285,9 @@ class GroupStep:
         if wanted is False or (wanted is None and found.failure.have_met):
             return False
         if self.group is not before:
-            return False  # the next step knows when the waiting tasks were last active
-        signs = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
-        quiet_since = max([found.task.ended_at or self.now, *(at for at in signs if at is not None)])
+            return False  # only the next snapshot contains when the waiting tasks were last active
+        active_at = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
+        quiet_since = max([found.task.ended_at or self.now, *(at for at in active_at if at is not None)])
         if self.now < quiet_since + MISSING_RANKS_S:
             self.decision.wake(quiet_since + MISSING_RANKS_S)
             return False
@@ -292,12 +295,12 @@ class GroupStep:
         return True
 
     def _hangs(self) -> None:
-        """Report a gang that has printed nothing for long, and report it again when it makes progress. Stop nothing."""
+        """Report a gang that has printed nothing for a long time, and report it again when it continues. Stop nothing."""
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
             return
-        signs = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
-        silent_since = max([self.group.running_at or self.now, *(at for at in signs if at is not None)])
+        active_at = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
+        silent_since = max([self.group.running_at or self.now, *(at for at in active_at if at is not None)])
         if self.now < silent_since + limit:
             self.decision.wake(silent_since + limit)
             if self.group.silent_since is not None:
@@ -308,7 +311,7 @@ class GroupStep:
             hang = HangSuspected(limit_s=limit, workflow_id=self.record.id)
             self.group = replace(self.group, silent_since=silent_since, message=event_text(hang, group=None, task=None))
             self._add_event(hang)
-        self.decision.wake(self.now + _HANG_LOOK_S)
+        self.decision.wake(self.now + _HANG_CHECK_S)
 
     # STOPPING: until all processes have ended.
 
@@ -339,7 +342,7 @@ class GroupStep:
         return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
 
     def _lost_nodes(self) -> None:
-        """A task fails with NODE_LOST when its node was unreachable for longer than the pool allows, and its engine answers."""
+        """End tasks with NODE_LOST if their node was unreachable for longer than the pool allows while its engine answered."""
         if self.pool is None:
             return
         for task in self.group.tasks:
@@ -412,7 +415,7 @@ class GroupStep:
             self._complete(ended)
 
     def _save_checkpoints(self) -> str:
-        """Take the checkpoints that are due. Return a message about those of ended tasks that remain to be saved."""
+        """Take the checkpoints that are due. Return a message about checkpoints of ended tasks that remain to be saved."""
         cancel = self.record.cancel
         if cancel is not None:
             # Checkpoints that a task writes during its grace period are saved too, however long that period is.
@@ -429,14 +432,14 @@ class GroupStep:
         return found.message
 
     def _complete(self, ended: float) -> None:
-        """Complete the group when its outputs for waiting groups are here and its outputs for URLs are written."""
-        found = pending_outputs(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
+        """Complete the group when its outputs for waiting groups are on this machine and those for URLs are written."""
+        found = pending_outputs(self.workflow_plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         if found.failure is not None:
             self._fail(found.failure, self.now)
         elif not found.message:
             self._enter(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
         elif (cancel := self.record.cancel) is not None and not any(one.state is State.WAITING for one in self.record.groups):
-            # The lead had ended the group before it was canceled. Its outputs are only for URLs.
+            # The lead ended the group before the workflow was canceled. The remaining outputs are only for URLs.
             self._enter(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, message=_canceled(cancel))
         else:
             self._collect_outputs(found)
@@ -552,7 +555,7 @@ def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
 
 
 def next_attempt(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
-    """Return an ended group as it waits for its next attempt; ``None`` after its last one."""
+    """Return the next attempt of an ended group, as it waits for nodes; ``None`` after the last attempt."""
     if group.attempt >= plan.retry.limit:
         return None
     attempt = group.attempt + 1

@@ -90,7 +90,7 @@ _RELEASE_S = 60.0
 """Seconds that a supervisor without work waits until allocations are released."""
 _RELEASING_STEP_S = 0.2
 _ROUNDS = 20
-"""Decisions that may follow from one another at one instant; more would be a bug."""
+"""The maximum number of decisions that follow from one another at one instant. More would be a bug."""
 
 OpenBackend = Callable[[Pool, Sink], Backend]
 OpenTransfers = Callable[[Callable[[TransferMoved | TransferEnded], None]], TransferRunner]
@@ -102,7 +102,7 @@ class Wake:
 
 
 Input = Observation | TransferMoved | TransferEnded | Wake
-"""What the loop waits for."""
+"""The inputs that the loop waits for."""
 
 
 class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
@@ -151,11 +151,11 @@ class Supervisor:
         self._secrets = secrets
         self._blobs = blobs
         self._unneeded: set[str] = set()
-        """Archives (SHA-256) that may be removed, unless another workflow needs them."""
+        """Archives (SHA-256) that are removed unless another workflow needs them."""
         self._released: set[str] = set()
-        """Workflows that have ended and whose data was removed; they are loaded only because of orphan attempts."""
+        """Workflows that have ended and whose data was removed. They stay loaded only because of orphan attempts."""
         self.unreadable: frozenset[str] = frozenset()
-        """Workflows (uuids) that another version of distflow wrote and only it can read; they are not changed."""
+        """Workflows (uuids) that only the version of distflow that wrote them can read. They are not changed."""
         self._now = now
         self._open_backend = open_backend
         self._transfers = open_transfers(self.report)
@@ -163,15 +163,15 @@ class Supervisor:
         self._on_notices = on_notices
         self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
-        # These two are replaced, never changed: a decision uses their identity to see whether anything happened.
+        # These two are replaced, never changed: a decision detects changes by their identity.
         self._pools: Mapping[str, Pool] = {}
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
         self._last_decision = LastDecision()
         self._backends: dict[str, Backend] = {}
         self._kept: dict[str, frozenset[AttemptKey]] = {}
-        """Per pool whose nodes an engine allocates: the gangs that need them."""
+        """For each pool whose nodes an engine allocates: the gangs that need nodes."""
         self._allocated: set[tuple[str, str]] = set()
-        """Pool and name of the allocated nodes that attempts have."""
+        """Pool and name of the allocated nodes that attempts use."""
         self.in_flight: dict[CommandId, Command] = {}
         """Commands that were given and are not answered yet."""
 
@@ -200,7 +200,7 @@ class Supervisor:
                 backend.close()
 
     def step(self, patience_s: float) -> float | None:
-        """Observe, then decide and act until nothing more follows. Return the time at which something changes by itself.
+        """Observe, then decide and act until nothing more follows. Return the time at which the next decision is due.
 
         ``patience_s`` is the time to wait for the first observation. With 0, and a clock that the caller sets, the supervisor
         runs without threads or processes.
@@ -291,10 +291,10 @@ class Supervisor:
                 changed[uuid] = record
                 self._workflows[uuid] = replace(workflow, record=record)
 
-    # Loading what is new.
+    # Loading new work.
 
     def _load(self) -> None:
-        """Load new workflows and cancel requests from the store. Known workflows are newer here than in the store."""
+        """Load new workflows and cancel requests from the store. Records of known workflows are newer here than there."""
         unreadable = set(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
             unreadable.discard(record.uuid)
@@ -362,7 +362,7 @@ class Supervisor:
     # Deciding and acting.
 
     def _settle(self) -> float | None:
-        """Decide and act until nothing more follows at once; return the time at which something changes by itself."""
+        """Decide and act until nothing more follows at once. Return the time at which the next decision is due."""
         decision = Decision()
         for _ in range(_ROUNDS):
             decision = self.decide()
@@ -378,7 +378,7 @@ class Supervisor:
             if not decision.records and not decision.commands:
                 break
         self._drop_unneeded_commands()
-        self._give_back_allocations()  # with the ends of workflows that are then forgotten
+        self._give_back_allocations()  # before ended workflows are forgotten, because it needs their exit codes
         self._forget_finished()
         return decision.wake_at
 
@@ -388,7 +388,7 @@ class Supervisor:
             if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
                 self._transfers.cancel(command)
                 del self.in_flight[identity]
-            elif isinstance(command, BuildVenv) and not _waits_for(self._workflows[command.key.workflow].record, command):
+            elif isinstance(command, BuildVenv) and not _waits_for_venv(self._workflows[command.key.workflow].record, command):
                 self._backends[command.pool].cancel_venv(command.key)
                 del self.in_flight[identity]
             elif isinstance(command, Lease) and not _waits_for_nodes(self._workflows[command.key.workflow].record, command):
@@ -478,7 +478,7 @@ class Supervisor:
                 self._unneeded |= archives(workflow.record)
             if not any(task.orphan for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
-        # Remove nothing while archives arrive: the sender of an equal one skips it if it is already here.
+        # Remove nothing while archives arrive, because a sender skips an archive that is already on this machine.
         if self._unneeded and not any(_brings_archives(command) for command in self.in_flight.values()):
             active = [one for one in self._workflows.values() if not _is_over(one.record)]
             others = [archives(one.record) | one.plan.blobs for one in active]
@@ -490,12 +490,12 @@ class Supervisor:
                 part.unlink(missing_ok=True)  # a partial archive of an output that no group needs now
 
     def _give_back_allocations(self) -> None:
-        """Tell the engines of pools whose nodes are allocated which gangs still need theirs."""
+        """Report the gangs that still need nodes to the engines that allocated the nodes."""
         for pool in (key for key, one in self._pools.items() if one.is_allocated):
             records = [one.record for one in self._workflows.values() if one.record.pool_key == pool]
             kept = frozenset(gang for record in records for gang in _gangs(record))
             if kept != self._kept.get(pool):
-                # Allocations of an earlier supervisor are known only to the engine. It is asked once.
+                # Only the engine knows the allocations of an earlier supervisor, so the first report also has ended workflows.
                 is_first = pool not in self._kept
                 codes = _exit_codes(records, self._kept.get(pool, frozenset()) - kept)
                 self._kept[pool] = kept
@@ -510,7 +510,7 @@ class Supervisor:
 
 
 def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:
-    """Yield the attempts of groups that wait for nodes, or still need those that they have."""
+    """Yield the attempts of groups that wait for nodes or still need their nodes."""
     for group in record.groups:
         attempts = {task.attempt for task in group.attempts if task.node is not None and not _is_done(task)}
         if not group.state.is_final and group.state is not State.WAITING:
@@ -523,7 +523,7 @@ _LARGEST_EXIT_CODE = 255
 
 
 def _exit_codes(records: Iterable[WorkflowRecord], gangs: Collection[AttemptKey]) -> dict[AttemptKey, int]:
-    """Return the exit codes of these gangs, without those that were canceled or never ran."""
+    """Return the exit codes of these gangs, except for gangs that were canceled or never ran."""
     found = {}
     groups = {(record.uuid, group.name): group for record in records for group in record.groups}
     for gang in gangs:
@@ -543,7 +543,7 @@ def _brings_archives(command: Command) -> bool:
     return isinstance(command, CollectOutput | PackCheckpoint | TransferData)
 
 
-def _waits_for(record: WorkflowRecord, command: BuildVenv) -> bool:
+def _waits_for_venv(record: WorkflowRecord, command: BuildVenv) -> bool:
     group = record.group(command.key.group)
     return group.attempt == command.key.attempt and any(one.node == command.key.node for one in group.venv_builds)
 

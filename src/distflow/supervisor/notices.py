@@ -1,4 +1,4 @@
-"""Which notifications a decision makes due. Pure: the loop stores them, and another process sends them."""
+"""Find the notifications that a decision makes due. Pure: the loop stores them, and another process sends them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def notices(
 ) -> Iterator[Notice]:
     """Yield the notifications that a step from ``before`` to ``after`` makes due.
 
-    A wait is reported by the first decision after its time is over. ``since`` is the time of the previous decision; in the
-    future if it is not known. A wait is then yielded again, and the store ignores it.
+    The first decision after the time limit of a wait reports it. ``since`` is the time of the previous decision, or infinite
+    if that time is not known. A wait may then be yielded again, and the store ignores it.
     """
     triggers = set()
     if before.started_at is None and after.started_at is not None:
@@ -47,7 +47,10 @@ def next_wait_notice(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, 
 
 
 def _waits(target: NotifyTarget, record: WorkflowRecord) -> Iterator[tuple[str, float]]:
-    """Yield each group that waits for nodes, not for Python environments, with its attempt, and when that must be reported."""
+    """Yield each group that waits for nodes, with its attempt, and when that must be reported.
+
+    A group that waits for Python environments is not included.
+    """
     if Trigger.WAITING in target.on:
         for group in record.groups:
             # The time of the builds is added to `scheduling_at` when they end.

@@ -102,10 +102,10 @@ __all__ = [
 
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
-"""Why an attempt that holds its lease will never start."""
+"""The reasons of an attempt that holds a lease but will never start."""
 
 _ANNOUNCED = 32
-"""Messages of a waiting group that are remembered, so that the same event is not written repeatedly."""
+"""The number of last messages of a waiting group that are remembered, so that the same event is not written repeatedly."""
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Seconds before a node that refused a lease is asked again: after its first refusal, the second, …"""
@@ -147,7 +147,7 @@ def apply_observation(
 
 
 def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
-    """Return a node's view after it was lost or found. A node is lost since its last message, not since that was noticed."""
+    """Return a node's view after the node was lost or found. It counts as lost since its last message, not since now."""
     if isinstance(seen, NodeDown):
         since = seen.since or seen.at if view.up else view.since
         back_at = seen.at if view.is_engine_away and not seen.is_engine_away else view.engine_back_at
@@ -174,7 +174,7 @@ def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
 def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after one of the pool's nodes was lost or found, and the events that report it.
 
-    The record keeps this for the next supervisor, which then does not repeat known events and ends those that are over.
+    The record stores the outage, so the next supervisor does not report it again, and can report its end.
     """
     is_news = False
     after = record
@@ -204,7 +204,7 @@ def node_details(seen: NodeUp | NodeDown) -> NodeUnreachable | NodeReachable:
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
-    """Return a group that ends before any of it ran, with all of its tasks."""
+    """Return a group that ends before any of its tasks ran, with the same end for all tasks."""
     tasks = tuple(
         replace(task, state=state, reason=reason, message=message, ended_at=at, log_complete=True) for task in group.tasks
     )
@@ -212,7 +212,7 @@ def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str
 
 
 def stop_unstarted(task: TaskRecord, why: Reason | None, at: float) -> TaskRecord:
-    """Return a task that is stopped together with its group before anything of it exists on a node."""
+    """Return a task that is stopped together with its group before it exists on a node."""
     is_canceled = why is Reason.CANCELED
     state, reason = (State.CANCELED, Reason.CANCELED) if is_canceled else (State.FAILED, why or Reason.PEER_FAILED)
     return replace(task, state=state, reason=reason, ended_at=at, log_complete=True)
@@ -243,10 +243,10 @@ def _refused(record: WorkflowRecord, plan: Plan, group: GroupRecord, seen: Lease
         builds = {node: VenvBuild(task=task, node=node) for task, node in seen.without_venv.items()}
         group = replace(group, venv_builds=tuple(builds.values()), building_at=seen.at, waits_for="", unreachable=None)
     known = {one.node: one for one in group.refusals}
-    for node, words in seen.nodes.items():
+    for node, text in seen.nodes.items():
         times = known[node].times if node in known else 0
         until = seen.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
-        known[node] = Refusal(node=node, message=words, until=until, times=times + 1)
+        known[node] = Refusal(node=node, message=text, until=until, times=times + 1)
     if seen.without_venv:
         return _with_message(record, replace(group, refusals=tuple(known.values())), _building_text(plan, group), seen.at)
     message = few([one.message for one in known.values()], "; ")  # each node's last refusal
@@ -291,7 +291,7 @@ def _apply_venv(
     if isinstance(seen, VenvFailed):
         return record.with_group(after), []
     if not seen.tool:
-        # It was there, perhaps because another workflow built it. If its node still refuses, do not ask it all the time.
+        # The environment exists, perhaps because another workflow built it. Wait, in case the node still refuses the lease.
         return record.with_group(replace(after, not_before=seen.at + LEASE_BACKOFF_S[0])), []
     venv = plan.group(group.name).venv
     ready = VenvReady(node=node, file=venv.file if venv else "", tool=seen.tool, seconds=seen.seconds)
@@ -299,7 +299,7 @@ def _apply_venv(
 
 
 def without_build(group: GroupRecord, node: str, at: float) -> GroupRecord:
-    """Return a group that no longer waits for the Python environment of a node. After the last one it is in the queue again."""
+    """Return a group that no longer waits for the Python environment of a node. After the last one, it is queued again."""
     builds = tuple(one for one in group.venv_builds if one.node != node)
     if builds:
         return replace(group, venv_builds=builds)
@@ -311,7 +311,7 @@ def without_build(group: GroupRecord, node: str, at: float) -> GroupRecord:
 def announce_wait(
     group: GroupRecord, message: str, unreachable: UnreachableNodes | None = None
 ) -> tuple[GroupRecord, GroupWaiting | None]:
-    """Return a waiting group with the reason why it waits, and the event's details unless the same was announced before.
+    """Return a waiting group with the reason why it waits, and the event's details unless the reason was announced before.
 
     The reason may change back and forth every few seconds, for days. ``unreachable``: the nodes that prevent its start.
     """
@@ -332,7 +332,7 @@ def announce_wait(
 _LEASE_LOST = (
     EndReason.START_TIMEOUT, EndReason.RELEASED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED,
 )  # fmt: skip
-"""How runners and keepers end that waited for the start."""
+"""The reasons with which runners and keepers end while they wait for the start."""
 
 _StatusReport = (
     Staging | Prepared | PrepareFailed | Started | StopAccepted | Ended | Released | Absent
@@ -505,7 +505,7 @@ def _event(
 
 
 def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
-    """Return the record without times that are later than they can be at ``now``."""
+    """Return the record with each time limited to the latest value that it can have at ``now``."""
     groups = tuple(
         group if group.state.is_final else _adjust_group(group, plan.group(group.name).retry.wait_s(group.attempt), now)
         for group in record.groups
@@ -514,7 +514,7 @@ def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowReco
 
 
 def adjust_cancel_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
-    """Return a cancel request with the time at which this supervisor learned of it, if its own time is later."""
+    """Return a cancel request with the time at which this supervisor first read it, if the time of the request is later."""
     if request is None:
         return None
     return replace(request, at=known.at if known is not None else min(request.at, now))

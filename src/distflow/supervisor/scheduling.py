@@ -33,21 +33,21 @@ __all__ = ["Leases", "capacity", "free", "next_leases", "pool_usage"]
 _SETUP_AND_COLLECT_S = 3600.0
 """Seconds that a gang may need its nodes in addition to its ``exec_timeout``, to prepare and to collect its outputs."""
 _LEASE_OUTLIVES_S = 15.0
-"""Seconds that nodes hold a lease longer than the start barrier, because the supervisor decides about a late gang. If a node
-gave up at the same moment, it would seem to have lost its lease, and the gang would start again."""
+"""Seconds that nodes hold a lease after the start barrier, so that the supervisor decides about a late gang. If a node gave up
+its lease at the same moment, the lease would seem to be lost, and the gang would start again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Leases:
-    """The queue's decision."""
+    """The leases to request now, and the state of the groups that wait."""
 
     commands: list[Lease] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
-    """What each waiting group waits for, by workflow (uuid) and group."""
+    """Why each waiting group waits, by workflow (uuid) and group."""
     unreachable: dict[tuple[str, str], UnreachableNodes] = field(default_factory=dict)
     """The unreachable nodes that a waiting group cannot start without, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why a group can never have its nodes, by workflow (uuid) and group."""
+    """Why a group can never get its nodes, by workflow (uuid) and group."""
     wake_at: float | None = None
 
     def wake(self, at: Sequence[float]) -> None:
@@ -72,16 +72,16 @@ def next_leases(snapshot: Snapshot, usages: Iterable[PoolUsage], now: float) -> 
         leases.wake(resting)
         waiting = [one for one in waiting if now >= one[1].resting_until]
         if pool.is_allocated:
-            _ask_engine(snapshot, pool_key, pool, waiting, now, leases)
+            _lease_from_engine(snapshot, pool_key, pool, waiting, now, leases)
             continue
         # The sort is stable: workflows of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
         if waiting and not any(usage.workflow.record.uuid in asking for usage in (of_pool if asking else ())):
-            _next_of_pool(snapshot, pool_key, pool, of_pool, waiting, now, leases)
+            _lease_for_first(snapshot, pool_key, pool, of_pool, waiting, now, leases)
     return leases
 
 
-def _ask_engine(
+def _lease_from_engine(
     snapshot: Snapshot, pool_key: str, pool: Pool, waiting: Sequence[tuple[Workflow, GroupRecord]], now: float, leases: Leases
 ) -> None:
     for workflow, group in waiting:
@@ -95,7 +95,7 @@ def _ask_engine(
             leases.commands.append(command)
 
 
-def _next_of_pool(
+def _lease_for_first(
     snapshot: Snapshot,
     pool_key: str,
     pool: Pool,
@@ -106,7 +106,7 @@ def _next_of_pool(
 ) -> None:
     views = [snapshot.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
-    # Name the gang directly before it. The head of the queue changes often, and each new message is an event for all others.
+    # Each gang names the one directly before it. The head of the queue changes often, and would be a new event for all gangs.
     for (before, _), (other, later) in pairwise(waiting):
         leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
@@ -172,7 +172,7 @@ def _no_room_message(unplaced: Sequence[Unplaced]) -> str:
 
 
 def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> Sequence[GroupPlan]:
-    """Return the sizes at which a gang may start now: its full size, and after a while smaller ones if its spec allows them."""
+    """Return the sizes at which a gang may start now: its full size, and after a while the smaller ones of its spec."""
     patient_until = (group.scheduling_at or now) + plan.smaller_after_s
     if plan.smaller and now < patient_until:
         leases.wake([patient_until])
@@ -236,7 +236,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
 
 def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
     """Return the nodes that each task must not get: those of its spec, and those on which earlier attempts failed."""
-    # An allocated node has the name of its host, then that of the allocation, which is another one for each attempt.
+    # The name of an allocated node is `<host>@<allocation>`, and each attempt has another allocation.
     failures = Counter((cause.node or "").partition("@")[0] for cause in group.earlier_causes)
     avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     return {one.task: found for one in demands(plan) if (found := (*one.nodes_excluded, *avoided))}
@@ -319,7 +319,7 @@ def free(views: Sequence[NodeView], usages: Sequence[PoolUsage], fixed_port: int
             if hold.is_orphan:
                 closed[machine] = "an earlier attempt is being stopped there"
     touched = first.keys() | used.keys() | closed.keys()
-    # Most nodes of a large pool are idle, and their view has the answer already.
+    # Most nodes of a large pool are idle, and `NodeView.whole` already has their resources.
     return [
         view.whole if view.node.name not in touched else _remaining_of(
             _whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), "")

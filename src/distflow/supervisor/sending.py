@@ -1,6 +1,6 @@
 """Start the process that sends notifications (``client.notifications.sender``). The supervisor never waits for it.
 
-It is a process of its own because the supervisor must not wait for other people's servers, and must not live until they answer.
+It is a process of its own because the supervisor must not wait for external servers, and must not run until they answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["SenderStarter", "start_sender"]
 
 
 def start_sender(directory: StateDirectory) -> subprocess.Popen[bytes] | None:
-    """Start the process, unless it is running. It ends when all notifications are sent or given up. Raises ``OSError``."""
+    """Start the process, unless it is running. It exits when all notifications are sent or given up. Raises ``OSError``."""
     if is_locked(directory.notify_lock):
         return None  # before it ends, it releases the lock and then looks for notifications again
     log = os.open(directory.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,7 +47,7 @@ class SenderStarter:
         self._thread: threading.Thread | None = None
 
     def __call__(self) -> None:
-        """Have the process started if there are notifications to send."""
+        """Let the thread start the process if there are notifications to send. This returns immediately."""
         self._wanted.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="notify", daemon=True)

@@ -93,14 +93,14 @@ def main(argv: list[str]) -> int:
 
 
 class _Starter:
-    """The process that started this one, and waits on a pipe for the report that it runs."""
+    """The process that started this supervisor. It waits on a pipe for the report that the supervisor runs."""
 
     def __init__(self, ready: int) -> None:
         self._ready = ready
         self.is_waiting = True
 
     def report(self, word: bytes) -> None:
-        """Send the report; later calls do nothing."""
+        """Send the report. Later calls do nothing."""
         if self.is_waiting:
             self.is_waiting = False
             with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ class _Starter:
 
 
 def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
-    """Work until there is no unfinished workflow, and release the lock; return whether no new work has come meanwhile."""
+    """Work until there is no unfinished workflow, and release the lock. Return whether no new work has arrived meanwhile."""
     with Store(directory.store) as store:
         unreadable: frozenset[str] = frozenset()
         if store.has_unfinished():
@@ -117,7 +117,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
         else:
             starter.report(b"ready")
         lock.release()
-        # A command that added work after the last check found the lock taken, so this process must do the work.
+        # A command that added work after the last check found a running supervisor, so this process must do the work.
         return not store.has_unfinished(but=unreadable)
 
 
@@ -138,14 +138,14 @@ def _await_room(directory: StateDirectory) -> bool:
 
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
     """Work until there is no unfinished workflow. Return the workflows (uuids) whose records cannot be read."""
-    keys = data_credentials(directory.credentials)
+    credentials_for = data_credentials(directory.credentials)
     mirror = Mirror(directory.logs, steady.now)  # silence must be measured by the same clock that decides about it
 
     def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
     def open_transfers(sink: Callable[[TransferMoved | TransferEnded], None]) -> ThreadedTransfers:
-        return ThreadedTransfers(directory.blobs, directory.blobs.parent / "transfers", steady.now, sink, keys)
+        return ThreadedTransfers(directory.blobs, directory.blobs.parent / "transfers", steady.now, sink, credentials_for)
 
     sweep_secrets(directory.secrets, store, steady.now())
     send_notices = SenderStarter(directory, _log)
@@ -174,13 +174,13 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
             wake_socket.close()
     with contextlib.suppress(OSError, StateError):
         if store.has_notices():
-            start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it has done that
+            start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it starts the sender
     _log("all workflows have ended")
     return supervisor.unreadable
 
 
 def _log(text: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    with contextlib.suppress(OSError):  # its file may be on the disk that is full
+    with contextlib.suppress(OSError):  # the log may be on a full disk
         sys.stderr.write(f"{stamp} {text}\n")
         sys.stderr.flush()

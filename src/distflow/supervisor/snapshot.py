@@ -88,7 +88,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workflow:
-    """A workflow's record, its plan, and whom to notify of it."""
+    """A workflow's record, its plan, and the targets of its notifications."""
 
     record: WorkflowRecord
     plan: Plan
@@ -105,7 +105,7 @@ class HeldResources:
     memory: int = 0
     port: int | None = None
     is_orphan: bool = False
-    """Whether an attempt holds it that was given up and has not been seen to stop yet."""
+    """Whether the holder is an attempt that was given up and may still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class WorkflowView:
 
     usage: PoolUsage
     wake_at: float
-    """Nothing changes by itself before this time. Minus infinity: something changed now or is in progress, so check again."""
+    """The next step without an observation is due at this time. Minus infinity: changes are in progress, so check again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class LastDecision:
     """
 
     at: float = math.inf
-    """When it was decided. If that is in the future, our clock was set back, and everything is decided again."""
+    """The time of the decision. If it is in the future, the clock was set back, and everything is decided again."""
     pools: Mapping[str, Pool] | None = None
     nodes: Mapping[tuple[str, str], NodeView] | None = None
     views: Mapping[str, WorkflowView] = field(default_factory=dict)
@@ -155,11 +155,11 @@ class Snapshot:
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     """The last lines of the output of failed tasks, by workflow (uuid), group and task."""
     alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    """When running tasks last wrote output or sent a heartbeat, if it matters; by workflow (uuid), group and task.
+    """When running tasks of groups with hang checks last wrote output or sent a heartbeat, by workflow (uuid), group and task.
 
     Like ``lines``, it is read only when another change or a time makes a decision necessary."""
     last_decision: LastDecision = field(default_factory=LastDecision)
-    """The previous decision; without it the result is the same, at more cost."""
+    """The previous decision. Without it, the result is the same but takes longer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,9 +172,9 @@ class Decision:
     notices: list[Notice] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
-    """When something changes by itself; ``None`` for never."""
+    """When the next decision is due without a new observation; ``None`` for never."""
     last_decision: LastDecision = field(default_factory=LastDecision)
-    """What the next decision needs of this one."""
+    """The part of this decision that the next one needs."""
 
     def wake(self, at: float) -> None:
         """Decide again at ``at`` at the latest."""

@@ -16,7 +16,7 @@ __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Something that happened on one node or to one task."""
+    """An entry of the timeline: an event of a node or a task."""
 
     at: float
     """By the supervisor's clock."""
@@ -28,7 +28,7 @@ class Moment:
 
 
 def cause_of(group: GroupRecord, attempt: int) -> Cause | None:
-    """Return the first cause of one of a group's attempts; ``None`` if no task failed by itself, or none has yet."""
+    """Return the first cause of one of a group's attempts; ``None`` if no task has failed by itself."""
     if attempt < len(group.earlier_causes):
         return group.earlier_causes[attempt]
     return group.cause
@@ -42,9 +42,9 @@ def attempt_of(group: GroupRecord, attempt: int) -> tuple[TaskRecord, ...]:
 def moments(
     group: GroupRecord, attempt: int, events: Sequence[Event], lines: Mapping[str, tuple[str, ...]]
 ) -> tuple[Moment, ...]:
-    """Return everything that happened to an attempt of a group, in order.
+    """Return the timeline of an attempt of a group, in order.
 
-    ``events`` are the workflow's; ``lines`` are the last lines of each task's output.
+    ``events`` are the events of the workflow. ``lines`` are the last lines of each task's output.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     found = [moment for task in tasks for moment in _of_task(task, cause, lines.get(task.name, ()))]

@@ -1,7 +1,7 @@
 """Execute the commands of ``transfers``: data between URLs and the blob store or nodes. Each runs in a thread.
 
 Progress and outcomes are reported as observations. A transfer may be repeated at any time, by this supervisor or the next one:
-it then resumes from the part that is already there.
+it then resumes from the data that is already transferred.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _LOCAL_CREDENTIALS = (
-    "no node has the credentials, which are in files or a role of this machine (to make it direct: "
+    "no node has the credentials, which are in files or a role of this machine (to let nodes transfer the data: "
     "distflow credential set NAME --type DATA)"
 )
 
@@ -118,7 +118,7 @@ class ThreadedTransfers:
                 with self._slots:
                     outcome = self._copy(command, transfer, halt, reporter)
         except TransferCanceled:
-            outcome = reporter.outcome(error="the transfer was canceled")  # reported only if the supervisor did not call it off
+            outcome = reporter.outcome(error="the transfer was canceled")  # reported only if the supervisor did not cancel it
         except DistflowError as error:
             outcome = reporter.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:
@@ -126,7 +126,7 @@ class ThreadedTransfers:
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
             outcome = reporter.outcome(error=f"unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
-        # A transfer with one failed file has halted its other files itself. Only abandoned transfers are not reported.
+        # A failed file of a transfer also halts its other files. Report every transfer that the supervisor did not abandon.
         if self._halts.pop(command.identity, None) is halt:
             self._sink(reporter.ended(outcome))
 
@@ -159,12 +159,12 @@ class ThreadedTransfers:
         request = task_data.pin_version(
             store, task_data.InputRequest(url=transfer.url, regex=transfer.regex, dataset=transfer.dataset), retries
         )
-        if transfer.may_stay:
+        if transfer.nodes_can_fetch:
             if self.identity(transfer.url) is None:
                 return reporter.outcome(relayed=_LOCAL_CREDENTIALS)
-            there = task_data.inspect_input(store, request, retries)
+            content = task_data.inspect_input(store, request, retries)
             return reporter.outcome(
-                url=request.label, files=there.files, content=there.size, is_direct=True, dataset=request.dataset
+                url=request.label, files=content.files, content=content.size, is_direct=True, dataset=request.dataset
             )  # fmt: skip
         found = task_data.make_archive(
             lambda files: task_data.fetch_input(store, request, files, retries=retries, on_progress=reporter),

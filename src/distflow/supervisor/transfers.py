@@ -1,8 +1,8 @@
 """Data of groups: inputs from URLs, outputs to URLs, and outputs for dependent groups. Pure.
 
 Inputs are fetched before a group is queued, and outputs are written after its tasks end. If a URL means the same on a node as
-here, the node fetches and writes by itself. An input is then only looked up before its group is queued, and every task's node
-fetches it during preparation. Otherwise the data is relayed: it passes through this machine. A relayed input
+on this machine, the node fetches and writes by itself. An input is then only looked up before its group is queued, and the node
+of each task fetches it during preparation. Otherwise the data is relayed: it passes through this machine. A relayed input
 becomes an archive in the blob store, like the output of a task, and is sent to the nodes. A relayed output is first collected
 from its node.
 
@@ -87,9 +87,9 @@ class Transfer:
     paths: tuple[str, ...] = ()
     """For an output into a dataset: the paths to write; empty for all."""
     is_update: bool = False
-    """For an output into a dataset: whether it is laid over the files of an existing version."""
-    may_stay: bool = False
-    """For an input: whether nodes can fetch it themselves, as far as is known."""
+    """For an output into a dataset: whether its files are added to those of an existing version."""
+    nodes_can_fetch: bool = False
+    """For an input: whether nodes are expected to fetch it themselves."""
 
     @property
     def label(self) -> str:
@@ -108,22 +108,22 @@ class GroupTransfers:
     failed: Cause | None = None
     """Why a transfer can never succeed."""
     at: float = 0.0
-    """When the last finished transfer ended."""
+    """The end of the last finished transfer; 0 without one."""
     on_nodes: frozenset[str] = frozenset()
     """Tasks whose node still has something to write."""
 
 
 def input_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> GroupTransfers:
     """Return the transfers from URLs that a group still needs. The groups that it depended on have ended."""
-    there = {task.name for task in group.tasks}
+    present = {task.name for task in group.tasks}
     done = {one.data: one.task for one in group.transfer_results if not one.is_relayed}
     transfers = [
         # The transfer is named after a task that runs: a smaller world may leave out the first task that needs the data.
-        (done.get(data) or next(name for name in tasks if name in there), _fetch(data, one, record, group))
+        (done.get(data) or next(name for name in tasks if name in present), _fetch(data, one, record, group))
         for data, tasks, one in _fetches(plan)
-        if data in done or not there.isdisjoint(tasks)
+        if data in done or not present.isdisjoint(tasks)
     ]
-    doing = "checking inputs: " if all(transfer.may_stay for _, transfer in transfers) else "fetching inputs: "
+    doing = "checking inputs: " if all(transfer.nodes_can_fetch for _, transfer in transfers) else "fetching inputs: "
     return _group_transfers(record, group, transfers, doing, "an input cannot be fetched")
 
 
@@ -134,7 +134,7 @@ def output_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord
 
 
 def relayed_tasks(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> frozenset[str]:
-    """Return the tasks that have an output which this machine writes. That output must first be collected here."""
+    """Return the tasks with an output that this machine writes. It must first be collected from the node."""
     return frozenset(task for task, transfer in _writes(plan, record, group) if transfer.source is None)
 
 
@@ -153,11 +153,11 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
 
     All of them were fetched or looked up before the task was prepared.
     """
-    refs = {_content(one): data for data, _, one in _fetches(plan)}
+    refs = {_input_key(one): data for data, _, one in _fetches(plan)}
     done = {one.data: one for one in group.transfer_results if not one.is_relayed}
     files, brings = [], []
     for one in plan.launch(launch.task).url_inputs:
-        found, path = done[refs[_content(one)]], input_place(one.position)
+        found, path = done[refs[_input_key(one)]], input_place(one.position)
         if found.is_direct:
             url = _filled(one, record)
             brings.append(Bring(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
@@ -169,8 +169,8 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
 
 def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferResult]:
     """Return the inputs of a task that were fetched to this machine; several tasks may share one."""
-    wanted = {_content(one) for one in plan.launch(task).url_inputs}
-    refs = {data for data, _, one in _fetches(plan) if _content(one) in wanted}
+    wanted = {_input_key(one) for one in plan.launch(task).url_inputs}
+    refs = {data for data, _, one in _fetches(plan) if _input_key(one) in wanted}
     return [one for one in group.transfer_results if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
@@ -251,7 +251,7 @@ def _details(seen: TransferEnded) -> EventDetails:
 
 
 def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after a node could not fetch an input: this machine then fetches it for all nodes."""
+    """Return the workflow's record after a node could not fetch an input. This machine then fetches it for all nodes."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)
     found = next((one for one in group.transfer_results if one.data == data and one.is_direct), None)
@@ -278,7 +278,7 @@ def _transfer(data: DataRef, one: DataSpec, record: WorkflowRecord) -> Transfer:
 def _fetch(data: DataRef, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Transfer:
     transfer = _transfer(data, one, record)
     relayed = {done.data for done in group.transfer_results if done.is_relayed}
-    return replace(transfer, may_stay=_nodes_can_transfer(transfer.url) and data not in relayed)
+    return replace(transfer, nodes_can_fetch=_nodes_can_transfer(transfer.url) and data not in relayed)
 
 
 def _filled(one: DataSpec, record: WorkflowRecord) -> str:
@@ -286,7 +286,7 @@ def _filled(one: DataSpec, record: WorkflowRecord) -> str:
 
 
 def _nodes_can_transfer(url: str) -> bool:
-    """Return whether nodes can transfer the URL. Those without a driver depend on this machine."""
+    """Return whether nodes can transfer the URL. URLs without a driver, such as ``file://``, depend on this machine."""
     return bool(package_of(parse_url(url)))
 
 
@@ -308,7 +308,7 @@ def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: Task
     return replace(transfer, digest=task.saved.digest if task.saved is not None else "")
 
 
-def _content(one: DataSpec) -> tuple[str, str, str]:
+def _input_key(one: DataSpec) -> tuple[str, str, str]:
     """Return a key that equal inputs share."""
     return (one.url, one.dataset, one.regex)
 
@@ -318,8 +318,8 @@ def _fetches(plan: GroupPlan) -> list[tuple[DataRef, tuple[str, ...], DataSpec]]
     found: dict[tuple[str, str, str], tuple[DataRef, tuple[str, ...], DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:
-            data, tasks, first = found.get(_content(one), (DataRef(DataKind.FETCH, len(found)), (), one))
-            found[_content(one)] = (data, (*tasks, launch.task), first)
+            data, tasks, first = found.get(_input_key(one), (DataRef(DataKind.FETCH, len(found)), (), one))
+            found[_input_key(one)] = (data, (*tasks, launch.task), first)
     return list(found.values())
 
 
@@ -357,9 +357,9 @@ class PendingOutputs:
     """The state of a group's outputs after all of its tasks have ended."""
 
     missing: tuple[TaskRecord, ...] = ()
-    """Tasks whose output is needed here and has not arrived."""
+    """Tasks whose output is needed on this machine and has not arrived."""
     commands: tuple[TransferData, ...] = ()
-    """Outputs to write to URLs, from here or by nodes."""
+    """Outputs that this machine or nodes must write to URLs."""
     message: str = ""
     """The remaining work as a message; empty if there is none."""
     failure: Cause | None = None
@@ -445,17 +445,17 @@ def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:
 
 
 def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: float) -> Cause | None:
-    reason, words = Reason.DATA, ""
+    reason, why = Reason.DATA, ""
     if task.saved is not None:
-        words = task.saved.error
+        why = task.saved.error
     elif task.node is None:
-        words = "it was never started, so it has no output"
+        why = "it was never started, so it has no output"
     elif view is not None and not view.up and now >= view.lost_at(lost_after_s, now):
         reason = Reason.NODE_LOST
-        words = f"{task.node} has been unreachable for {seconds_text(now - view.since)}: {view.error}"
-    if not words:
+        why = f"{task.node} has been unreachable for {seconds_text(now - view.since)}: {view.error}"
+    if not why:
         return None
-    message = f"its output cannot be passed on: {words}"
+    message = f"its output cannot be passed on: {why}"
     return Cause(task=task.name, reason=reason, message=message, at=now, node=task.node, ranks=task.ranks)
 
 

@@ -1,4 +1,4 @@
-"""Copies of a workflow's record on its nodes, and how a workflow is rebuilt from one if its store is lost.
+"""Copy a workflow's record to its nodes, and rebuild the workflow from a copy if its store is lost.
 
 A copy shows the workflow as it was when an attempt was prepared. Rebuilding brings it into a state from which the supervisor
 can ask the nodes for everything that happened later, as it does after every restart. It never starts anything, because the
@@ -44,7 +44,7 @@ __all__ = [
 
 
 COPIES = 8
-"""Tasks of a gang that get a copy. Each copy names all tasks, so a thousand copies of a thousand tasks would be too much."""
+"""The maximum number of tasks of a gang that get a copy. Each copy names all tasks, so copies for all would be too large."""
 
 _LONGEST: Final = 64 << 20
 _SHOWN: Final = 80
@@ -83,7 +83,7 @@ def encode_copy(workflow: Workflow, command: Prepare, store: Store, host: str, s
 def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
     """Return the copy in a text of ``encode_copy``, from any version of distflow, and whether the key in ``secrets`` signed it.
 
-    All names that become paths here are checked, even those of a signed record. Raises ``StateError``.
+    All names that become paths on this machine are checked, even in a signed record. Raises ``StateError``.
     """
     signed = _SIGNED.search(text)
     body = f"{text[: signed.start()]}}}" if signed else text
@@ -100,7 +100,7 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
     """Return the URLs that a workflow writes to: those that this machine writes itself, and all others.
 
-    The first are files of this machine, files that this user reaches over SSH, and URLs that cannot be parsed.
+    This machine writes its own files, files over SFTP, and URLs that cannot be parsed.
     """
     here: set[str] = set()
     stores: set[str] = set()
@@ -120,7 +120,7 @@ def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
 
 
 def _check(record: WorkflowRecord, plan: Plan) -> None:
-    """Refuse names and ids that would be paths elsewhere or that contradict one another. Raises ``ValueError``."""
+    """Refuse names and ids that would lead to other paths or that contradict one another. Raises ``ValueError``."""
     tasks = [(group, task) for group in record.groups for task in group.attempts]
     launches = [launch for group in plan.groups for size in group.sizes for launch in size.launches]
     names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]
@@ -158,9 +158,10 @@ _UNSTARTED = "it had not been started when the workflow was adopted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedAttempt:
-    """An attempt that was found on a node; the node has its name in the adopting pool."""
+    """An attempt that was found on a node."""
 
     node: str
+    """The name of the node in the adopting pool."""
     phase: str
     """The phase in the agent protocol's ``status``."""
     pid: int | None = None
@@ -170,12 +171,12 @@ class AdoptedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """A workflow that can be stored."""
+    """A rebuilt workflow, ready to be stored."""
 
     record: WorkflowRecord
     plan: Plan
     notes: tuple[str, ...]
-    """What could not be recovered, one message for each item."""
+    """The parts that could not be recovered, one message for each."""
 
 
 def latest(copies: Iterable[WorkflowCopy]) -> WorkflowCopy:
@@ -205,15 +206,15 @@ def is_starting(record: WorkflowRecord, attempts: Mapping[str, AdoptedAttempt]) 
 
 
 def rebuild(copy: WorkflowCopy, attempts: Mapping[str, AdoptedAttempt], *, nodes: Collection[str], now: float) -> Rebuilt:
-    """Return the workflow in a form that a supervisor can continue with.
+    """Return the workflow in a state with which a supervisor can continue.
 
-    ``attempts`` are its attempts that were found, by name. ``nodes`` are the nodes of the pool.
+    ``attempts`` are the attempts that were found on nodes, by name. ``nodes`` are the names of the nodes of the pool.
     """
     record = copy.record
     notes: list[str] = []
     groups: list[GroupRecord] = []
     for group in record.groups:
-        adopted = _group(record, group, attempts, nodes, now)
+        adopted = _adopted_group(record, group, attempts, nodes, now)
         groups.append(adopted)
         if not group.state.is_final and not _has_begun(group):
             notes.append(f"{group.name} {_UNSTARTED}: `distflow workflow restart` runs it")
@@ -225,7 +226,7 @@ def rebuild(copy: WorkflowCopy, attempts: Mapping[str, AdoptedAttempt], *, nodes
     if secret:
         notes.append(f"the values of --set-env are gone ({', '.join(secret)}): a restart needs them again")
     if any(launch.exit_actions.reschedule for group in copy.plan.groups for launch in group.launches):
-        notes.append("a group that fails is not tried again from here")
+        notes.append("this machine does not retry a group that fails")
     plan = replace(copy.plan, groups=tuple(_without_retries(one) for one in copy.plan.groups))
     return Rebuilt(record=replace(record, groups=tuple(groups)), plan=plan, notes=tuple(notes))
 
@@ -235,27 +236,27 @@ def _without_retries(plan: GroupPlan) -> GroupPlan:
     return replace(plan, retry=replace(plan.retry, limit=0), smaller=smaller)
 
 
-def _group(
+def _adopted_group(
     record: WorkflowRecord, group: GroupRecord, attempts: Mapping[str, AdoptedAttempt], nodes: Collection[str], now: float
 ) -> GroupRecord:
     def attempt_of(task: TaskRecord) -> AdoptedAttempt | None:
         return attempts.get(attempt_name(record.uuid, group.name, task.name, task.attempt))
 
-    def over(task: TaskRecord) -> TaskRecord:
-        """Return an attempt that had ended; its output is mirrored again if a node still has it."""
+    def ended_task(task: TaskRecord) -> TaskRecord:
+        """Return an attempt that had ended. Its output is mirrored again if a node still has it."""
         attempt = attempt_of(task)
         return replace(task, log_complete=True) if attempt is None else replace(task, node=attempt.node, log_complete=False)
 
-    earlier = tuple(over(task) for task in group.earlier)
+    earlier = tuple(ended_task(task) for task in group.earlier)
     if group.state.is_final:
-        return replace(group, earlier=earlier, tasks=tuple(over(task) for task in group.tasks))
+        return replace(group, earlier=earlier, tasks=tuple(ended_task(task) for task in group.tasks))
     if not _has_begun(group):
         ended = end_unstarted(group, State.FAILED, Reason.UPSTREAM, _UNSTARTED, now)
         return replace(ended, earlier=earlier, withdrawing=False)
 
-    def begun(task: TaskRecord) -> TaskRecord:
+    def begun_task(task: TaskRecord) -> TaskRecord:
         if task.state.is_final:
-            return over(task)
+            return ended_task(task)
         attempt = attempt_of(task)
         state = State.STOPPING if group.state is State.STOPPING else State.RUNNING
         if attempt is None and task.node not in nodes:
@@ -269,7 +270,7 @@ def _group(
             started_at=attempt.started_at, output_dir=f"{attempt.directory}/output", outage=None, log_complete=False,
         )  # fmt: skip
 
-    tasks = tuple(begun(task) for task in group.tasks)
+    tasks = tuple(begun_task(task) for task in group.tasks)
     times = [task.started_at for task in tasks if task.started_at is not None]
     return replace(
         group,

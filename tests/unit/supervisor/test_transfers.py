@@ -111,7 +111,7 @@ def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
 def may_stay(driver: Driver) -> list[bool]:
     """Of what was asked for, in its order: whether nodes may fetch it."""
     one = driver.workflows["u1"]
-    return [transfer_of(one.plan, one.record, command).may_stay for command in driver.transfers.begun]
+    return [transfer_of(one.plan, one.record, command).nodes_can_fetch for command in driver.transfers.begun]
 
 
 def test_what_one_node_cannot_fetch_comes_through_here() -> None:
