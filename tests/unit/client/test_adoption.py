@@ -1,4 +1,4 @@
-"""Workflows that others store while the nodes are asked for theirs."""
+"""Adoption of workflows that another command stores at the same time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found(record: WorkflowRecord) -> FoundWorkflow:
     )
 
 
-def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adopted(tmp_path: Path) -> None:
+def test_workflow_that_was_submitted_meanwhile_is_skipped_and_others_are_adopted(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     ours, theirs = (
         workflow([running_group()], state=WorkflowState.RUNNING, name=name, number=number)

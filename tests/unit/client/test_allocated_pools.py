@@ -1,4 +1,4 @@
-"""Keys of a spec that a pool whose nodes an engine chooses cannot honor: errors and warnings before anything is submitted."""
+"""Errors and warnings about keys of a spec that have no effect in a pool whose nodes an engine chooses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ workflow:
 
 
 @pytest.mark.parametrize("command", [["workflow", "validate"], ["workflow", "submit", "--dry-run"]])
-def test_required_topology_is_refused_and_other_keys_are_named(
+def test_required_topology_is_refused_and_other_keys_cause_warnings(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "distflow.yaml").write_text("pools: {hpc: {backend: slurm}}")

@@ -13,7 +13,7 @@ import distflow.client
 
 CLIENT = Path(distflow.client.__file__).parent
 PROGRAMS = {"daemon.py", "shell.py", "sender.py"}
-"""Modules that rsync, the client and the supervisor start as processes of their own."""
+"""Modules that run as separate processes, which rsync, the client or the supervisor starts."""
 STREAMS = {"stdin", "stdout", "stderr", "argv", "exit"}
 
 
@@ -33,17 +33,17 @@ def test_a_module_neither_prints_nor_reads_arguments_nor_ends_the_process(path: 
     assert path.name in PROGRAMS or not found
 
 
-def test_every_public_name_is_there_and_the_package_alone_imports_none_of_them() -> None:
+def test_every_public_name_exists_and_is_imported_on_first_use() -> None:
     script = "import sys, distflow.client; print(*(name for name in sys.modules if name.startswith('distflow.client.')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
     for name in distflow.client.__all__:
         assert getattr(distflow.client, name).__module__.startswith("distflow.client.")
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
-        getattr(distflow.client, "nothing_of_the_kind")  # noqa: B009  what is not there
+        getattr(distflow.client, "nothing_of_the_kind")  # noqa: B009  a missing name
 
 
-def test_all_of_the_client_imports_neither_typer_nor_rich() -> None:
+def test_client_imports_neither_typer_nor_rich() -> None:
     script = (
         "import sys, distflow.client as c; [getattr(c, name) for name in c.__all__]; "
         "print(*({'typer', 'rich', 'click', 'distflow.cli'} & set(sys.modules)))"

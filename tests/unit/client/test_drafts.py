@@ -30,7 +30,7 @@ def nodes(*gpus: int | None) -> list[Node]:
 
 
 def loaded(draft: Draft, folder: Path) -> WorkflowSpec:
-    """The spec that a draft becomes; there must be no finding."""
+    """Return the spec of a draft, which must have no finding."""
     spec, problems = load_spec_text(spec_text(draft), "spec.yaml", folder)
     assert problems == ()
     return spec
@@ -40,7 +40,7 @@ def words_of(spec: WorkflowSpec) -> list[str]:
     return [word.value for word in spec.groups[0].tasks[0].command]
 
 
-def test_any_words_arrive_unchanged(project: Path) -> None:
+def test_any_arguments_arrive_unchanged(project: Path) -> None:
     words = [
         "train.py",
         "--lr",
@@ -147,7 +147,7 @@ def test_gpus_and_processes_follow_from_the_nodes(
         ("$N", [8, 8], {}, "--nproc-per-node N"),
     ],
 )
-def test_torchruns_words_for_the_number_of_processes(
+def test_torchruns_keywords_for_the_number_of_processes(
     project: Path, written: str, gpus: list[int | None], given: dict[str, Any], expected: int | str
 ) -> None:
     draft = draft_command(["torchrun", "--nproc_per_node", written, "train.py"], folder=project)
@@ -160,7 +160,9 @@ def test_torchruns_words_for_the_number_of_processes(
     assert expected in complete_draft(draft, nodes(*gpus), count=2, **given).notes[0]
 
 
-def test_the_project_is_here_or_the_repository_of_the_script(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_project_is_the_working_directory_or_the_repository_of_the_script(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     below = project / "deep" / "er"
     below.mkdir(parents=True)
     (below / "other.py").touch()

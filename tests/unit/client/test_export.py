@@ -132,7 +132,7 @@ def test_a_variable_of_the_script_cannot_be_one_of_the_spec(capsys: pytest.Captu
     assert "the script uses the variable `task_dir` itself" in capsys.readouterr().err
 
 
-def test_programs_for_valohai_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_for_valohai_cause_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     spec = {"name": "two", "groups": [{"name": "g", "tasks": [
         {"name": "a", "lead": True, "ranks": {"size": 1}, "command": ["python3", "-c", "import valohai"]},
         {"name": "b", "ranks": {"size": 1}, "command": ["true"]},
@@ -153,7 +153,7 @@ def foreign_keys(text: str) -> set[str]:
 
 
 def commands_of(text: str, folder: Path) -> list[str]:
-    """Return the words of all commands that distflow would run for a spec, with the port and the address of OSMO's form."""
+    """Return the words of all commands that distflow would run for a spec, with the port and address as OSMO has them."""
     spec, _ = load_spec_text(text, "spec.yaml", folder)
     keys = {file.bundle for group in spec.groups for task in group.tasks for file in task.files} | {LIBRARY}
     bundles = dict.fromkeys(keys, Bundle(digest="0" * 64, size=1, mode=0o700, is_tar=True))
@@ -191,7 +191,7 @@ def test_samples_for_osmo_have_osmos_keys_and_the_same_ranks(
     out, err = exported(capsys, str(folder / f"{name}.yaml"), "--to", "osmo")
     assert foreign_keys(out) == set()
     assert "OSMO requires an `image`" in err
-    if name != "hello_world":  # its ranks are only in the environment, where distflow does not look for them
+    if name != "hello_world":  # distflow does not search the environment for its ranks
         assert layout_of(out, folder) == layout_of(text, folder)
     # A template that needs only small changes is kept.
     assert ("default-values:" in out) is (name in ("pytorch_dist", "pytorch_torchrun"))

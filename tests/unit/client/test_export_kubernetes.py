@@ -97,7 +97,7 @@ def test_manifests_are_as_the_goldens_show_and_valid(name: str, kind: str, capsy
 
 
 def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
-    """The pod that Kubeflow Trainer makes: the container of the trainer, with the patches of the runtime."""
+    """Return the pod that Kubeflow Trainer creates: the container of the trainer, with the patches of the runtime."""
     trainer = train_job["trainer"]
     (job,) = train_job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]["template"]["spec"]
@@ -116,7 +116,7 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
     ],
 )
-def test_what_manifests_cannot_express_is_an_error(
+def test_specs_that_manifests_cannot_express_are_errors(
     tasks: tuple[dict[str, Any], ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes"]) == 2
@@ -140,7 +140,7 @@ def test_what_manifests_cannot_express_is_an_error(
         ({}, {"launcher": {"kind": "torchrun", "max_restarts": 2}}, "a TrainJob cannot restart ranks (`max_restarts`)"),
     ],
 )
-def test_what_a_train_job_cannot_express_is_an_error_with_its_place(
+def test_specs_that_a_train_job_cannot_express_are_errors_with_their_lines(
     change: dict[str, Any], group: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_of(TORCHRUN[0], {**TORCHRUN[1], **change}, **{"launcher": "torchrun", **group})

@@ -36,7 +36,7 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "goldens" / "sbatch").glob("*.sbat
 
 
 class Keyboard(io.StringIO):
-    """What a person types."""
+    """The input of a user on a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -66,7 +66,7 @@ def test_a_script_for_slurm_becomes_a_valid_spec(script: Path, folder: Path, cap
     assert not errors_of(load_spec("job.yaml")[1])
 
 
-def test_run_and_init_read_a_script_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_and_init_translate_a_script_in_the_same_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = next(path for path in SCRIPTS if path.stem == "gres")
     assert run(["run", "--from-sbatch", str(script), "--print-spec"]) == 0
     printed = capsys.readouterr().out.partition("workflow:\n")[2]
@@ -160,7 +160,7 @@ def test_the_processes_of_torchrun_are_kept_under_srun(folder: Path, line: str) 
         ("torchrun --nproc_per_node $SLURM_GPUS_ON_NODE train.py", "`--nproc_per_node $SLURM_GPUS_ON_NODE` is not known"),
     ],
 )
-def test_what_cannot_be_translated_is_a_note(folder: Path, line: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untranslated_parts_become_notes(folder: Path, line: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.sh").write_text(f"#SBATCH -N 2\n{line}\n")
     assert run(["init", "job", "--from-sbatch", "job.sh"]) == 0
     assert note in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_one_process_for_each_gpu_of_the_default_pool(folder: Path, capsys: pyte
     assert "note: the number of processes of `--nproc_per_node gpu` is not known" in capsys.readouterr().err
 
 
-def test_questions_are_asked_on_a_terminal_only(
+def test_questions_appear_only_on_a_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["init"]) == 2
@@ -218,7 +218,7 @@ def test_the_shown_command_has_the_options_that_the_job_needs(
     assert load_spec("deep/my job.yaml")[0].name == "my-job"
 
 
-def test_an_existing_file_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "deep/job.yaml", "--command", "train.py", "--gpus", "2", "-t", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": ["deep/job.yaml"], "notes": []}
     assert load_spec("deep/job.yaml")[0].name == "job"

@@ -22,5 +22,5 @@ DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
         ("", ""),
     ],
 )
-def test_workflows_and_tasks_are_named_by_their_ids(text: str, shown: str) -> None:
+def test_uuids_are_replaced_by_workflow_ids_and_task_names(text: str, shown: str) -> None:
     assert replace_uuids(text, {UUID: "spin-1"}) == shown

@@ -147,7 +147,7 @@ def test_a_refusal_is_recorded_without_the_url(
     assert not client.store.has_notices()
 
 
-def test_a_target_that_does_not_answer_delays_no_other(
+def test_target_that_does_not_answer_does_not_delay_others(
     client: Client, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "_ANSWER_S", 0.3)
@@ -180,7 +180,7 @@ def test_a_command_that_fails_or_hangs(command: tuple[str, ...], error: str, mon
     assert caught.value.message == error
 
 
-def test_a_credential_that_was_changed_is_checked_again(client: Client) -> None:
+def test_changed_credential_is_checked_again(client: Client) -> None:
     record = stored(client, NotifyTarget(credential="team"))
     set_url(client, "team", f"http://ci.example/{SECRET}")
     send_notices(client)
@@ -196,7 +196,7 @@ def test_a_request_to_this_machine_uses_no_proxy(receiver: Receiver, monkeypatch
     assert len(receiver.received) == 1
 
 
-def test_the_process_sends_what_is_due_unless_another_one_does(client: Client, receiver: Receiver) -> None:
+def test_process_sends_due_notifications_unless_another_process_does(client: Client, receiver: Receiver) -> None:
     stored(client, NotifyTarget(url=receiver.url))
     argv = [str(client.directory.path)]
     with client.directory.notify_lock.open("w") as file:
@@ -229,7 +229,7 @@ def test_a_server_without_a_valid_certificate_gets_nothing(receiver: Receiver, t
     assert receiver.received == []
 
 
-def test_a_credential_that_is_gone_ends_the_notification(client: Client) -> None:
+def test_missing_credential_ends_the_notification(client: Client) -> None:
     record = stored(client, NotifyTarget(credential="team"))
     send_notices(client)
     assert outcomes(client, record) == [
@@ -263,7 +263,7 @@ def test_other_schemes_need_apprise(client: Client, monkeypatch: pytest.MonkeyPa
     assert problem.hint == "install it: pip install 'distflow-cli[notify]'"
 
 
-def test_a_broken_apprise_or_a_bug_delays_no_other_notification(
+def test_broken_apprise_or_a_bug_does_not_delay_other_notifications(
     client: Client, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "apprise.py").write_text("raise AttributeError('x')")
@@ -290,7 +290,7 @@ def test_a_broken_apprise_or_a_bug_delays_no_other_notification(
     assert not client.store.has_notices()
 
 
-def test_a_full_disk_cannot_repeat_a_message_without_end(
+def test_full_disk_does_not_repeat_a_message_forever(
     client: Client, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_full(*_: object) -> None:
@@ -315,7 +315,7 @@ def test_a_full_disk_cannot_repeat_a_message_without_end(
     assert len(receiver.received) == 5
 
 
-def test_servers_that_cannot_be_reached_delay_no_other(client: Client) -> None:
+def test_unreachable_servers_do_not_delay_others(client: Client) -> None:
     dead = [stored(client, NotifyTarget(url=f"http://127.0.0.1:9/{number}")) for number in range(9)]
     quick = stored(client, NotifyTarget(command=("true",)))
     send_notices(client, pauses_s=(2.0,))
@@ -324,7 +324,7 @@ def test_servers_that_cannot_be_reached_delay_no_other(client: Client) -> None:
     assert all(sent.sequence < event.sequence for record in dead for event in client.store.events(record.uuid))
 
 
-def test_a_server_gets_one_message_after_the_other(client: Client, receiver: Receiver) -> None:
+def test_server_gets_one_message_at_a_time(client: Client, receiver: Receiver) -> None:
     for _ in range(2):
         stored(client, NotifyTarget(url=receiver.url))
     receiver.answers.put(503)
@@ -354,7 +354,7 @@ def test_apprise_delivers(client: Client, receiver: Receiver, monkeypatch: pytes
     assert outcomes(client, record) == [NotificationSent(on="failed", target="service")]
 
 
-def test_the_profile_has_targets_of_its_own(client: Client, receiver: Receiver) -> None:
+def test_profile_has_its_own_targets(client: Client, receiver: Receiver) -> None:
     set_url(client, "team", receiver.url, key="webhook")
     with pytest.raises(ProblemsFound, match=r"no credential `taem`\n.*did you mean `team`"):
         set_profile_notify(client, ["taem"])

@@ -1,4 +1,4 @@
-"""Directories with results: one workflow each, and nothing is lost."""
+"""Directories with results contain one workflow each, and lose no files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_results_of_earlier_workflows_are_moved(tmp_path: Path) -> None:
     assert claim_directory(here, FIRST) == (True, None)
     assert claim_directory(here, SECOND) == (True, here / "earlier-runs/train-1")
     (here / "b").touch()
-    # A workflow of the same id from another state directory is another one.
+    # A workflow of the same id from another state directory is a different workflow.
     assert claim_directory(here, replace(FIRST, uuid="3" * 32)) == (True, here / "earlier-runs/train-2")
     (here / "c").touch()
     assert claim_directory(here, SECOND) == (True, here / "earlier-runs/train-1.2")
@@ -35,7 +35,7 @@ def test_results_of_earlier_workflows_are_moved(tmp_path: Path) -> None:
     assert results_directories(tmp_path) == ["outputs"]
 
 
-def test_a_directory_with_other_files_stays_as_it_is(tmp_path: Path) -> None:
+def test_directory_with_other_files_is_not_marked(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     assert claim_directory(tmp_path, FIRST) == (False, None)
     assert _files(tmp_path) == {"mine"}
@@ -44,6 +44,6 @@ def test_a_directory_with_other_files_stays_as_it_is(tmp_path: Path) -> None:
         claim_directory(tmp_path / "mine", FIRST)
 
 
-def test_a_marker_from_elsewhere_cannot_name_another_place(tmp_path: Path) -> None:
+def test_invalid_name_in_a_marker_cannot_lead_to_another_path(tmp_path: Path) -> None:
     (tmp_path / RESULTS_MARKER).write_text("../../up x\n")
     assert claim_directory(tmp_path, FIRST) == (True, tmp_path / "earlier-runs/unknown")

@@ -40,7 +40,7 @@ __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
 NO_ACTIONS, RETRY = ExitActions(), Retry()
 
 _MEMORY = Path("/dev/shm")
-"""A file system in memory, where there is one: tests do not wait for a disk."""
+"""A file system in memory, if there is one, so that tests do not wait for a disk."""
 
 
 def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
@@ -49,7 +49,7 @@ def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
 
 
 def pool(*nodes: Node, backend: str = "ssh", **settings: float) -> Pool:
-    """A pool of those nodes."""
+    """A pool of these nodes. Default: two nodes."""
     return replace(Pool(name="lab", backend=backend, nodes=nodes or (node("n1"), node("n2"))), **settings)  # type: ignore[arg-type]
 
 
@@ -75,7 +75,7 @@ def group_plan(
     url_inputs: tuple[DataSpec, ...] = (),
     url_outputs: tuple[DataSpec, ...] = (),
 ) -> GroupPlan:
-    """A group of tasks ``t0``, ``t1``, …; the first leads; ``after`` names the groups that it waits for."""
+    """A group of tasks ``t0``, ``t1``, …, of which ``t0`` is the lead. ``after`` names the groups that it waits for."""
     ranks = [TaskRanks(task=f"t{i}", offset=i * 8, size=8, node_rank=i) for i in range(tasks)]
     rank_world = RankWorld(world_size=8 * tasks, tasks=tuple(ranks), style="ranks", port=port) if world else None
     return GroupPlan(
@@ -123,9 +123,9 @@ def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
 
 
 class Driver:
-    """Steps the real supervisor, with the real store, on simulated nodes and a clock that is turned by hand.
+    """Steps the real supervisor, with the real store, on simulated nodes and a clock that the test sets.
 
-    Everything that a test reads of workflows comes from the store, by a connection of its own.
+    Tests read all workflows from the store, through a separate connection.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Driver:
         self.seen: deque[Observation | TransferMoved | TransferEnded] = deque()
         """Observations on their way to the supervisor."""
         self.count = 0
-        """How many observations the supervisor was given."""
+        """The number of observations that the supervisor got."""
         self.log: list[str] = []
         folder = tempfile.mkdtemp(prefix="distflow-", dir=_MEMORY if _MEMORY.is_dir() else None)
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -153,14 +153,14 @@ class Driver:
         self.reader = Store(self.directory.store)
         weakref.finalize(self, self.reader.close)
         self._pool_document = msgspec.Raw(encode(self.pool))
-        """Encoded once, as it may have thousands of nodes."""
+        """Encoded once, because the pool may have thousands of nodes."""
         self._plans: dict[str, Plan] = {}
         self._workflows: dict[str, Workflow] = {}
         for one in workflows:
             self.add(one)
         self._open()
 
-    # What a subclass can replace.
+    # Parts that a subclass can replace.
 
     supervisor_type = Supervisor
 
@@ -176,7 +176,7 @@ class Driver:
         """Return the fake transfers, which are the same for each supervisor."""
         return self.transfers
 
-    # What a test does.
+    # Actions of a test.
 
     def _open(self) -> None:
         self.store = self.open_store()
@@ -188,7 +188,7 @@ class Driver:
         self.supervisor.observe(0.0)
 
     def restart(self) -> None:
-        """Kill the supervisor; another one opens the store and asks the nodes. What was on its way to the first is lost."""
+        """Kill the supervisor, lose its pending observations, and start another one on the same store and nodes."""
         self._closing()
         self.backend.close()
         self.seen.clear()
@@ -201,13 +201,13 @@ class Driver:
         self._plans[one.record.uuid] = self.reader.plan(one.record.uuid)
 
     def cancel(self, uuid: str = "u1", *, force: bool = False, message: str = "") -> None:
-        """Request the end of a workflow, as the command line does."""
+        """Request the cancellation of a workflow, as the command line does."""
         request = CancelRequest(at=self.clock.now(), by="me", force=force, message=message)
         event = Event(at=self.clock.now(), details=CancelRequested(user="me"), workflow=uuid)
         self.reader.request_cancel(uuid, request, event)
 
     def rewrite(self, record: WorkflowRecord) -> None:
-        """Replace what the store knows of a workflow, and let another supervisor find that."""
+        """Replace the record of a workflow in the store, and restart the supervisor."""
         self.reader.save([record], [])
         self.restart()
 
@@ -221,33 +221,33 @@ class Driver:
         self.mirror.beat(attempt_name(uuid, group, task, 0), self.clock.now() if at is None else at)
 
     def step(self) -> float | None:
-        """Let the supervisor take what was said, decide and act once; return when to look again."""
+        """Let the supervisor apply the pending observations, decide and act. Return when the next decision is due."""
         self._deliver()
         return self.supervisor.step(0.0)
 
     def settle(self, rounds: int = 50) -> float | None:
-        """Step until nothing follows; return when to look again."""
+        """Step until nothing more follows. Return when the next decision is due."""
         for _ in range(rounds):
             wake_at = self.step()
             if not self.seen and self.supervisor._inbox.empty():
                 return wake_at
-        raise AssertionError("the supervisor does not come to rest")
+        raise AssertionError("the supervisor never settles")
 
     def observe(self) -> None:
-        """Let the supervisor take everything that was said, and decide nothing."""
+        """Let the supervisor apply all observations without a decision."""
         self.supervisor.observe(0.0)
         while self.seen:
             self._deliver()
             self.supervisor.observe(0.0)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and what ends in it end."""
+        """Let time pass, and end the commands that end in this time."""
         self.clock.advance(seconds)
         self.backend.tick()
         self.settle()
 
     def run(self, limit: float = 10_000.0) -> None:
-        """Let time pass until everything has ended."""
+        """Let time pass until all workflows have ended."""
         deadline = self.clock.now() + limit
         wake_at = self.settle()
         while not all(one.record.state.is_final for one in self.workflows.values()):
@@ -262,7 +262,7 @@ class Driver:
         while self.seen:
             self.supervisor.report(self.seen.popleft())
 
-    # What a reader of the store sees.
+    # Contents of the store.
 
     @property
     def workflows(self) -> Mapping[str, Workflow]:
@@ -273,7 +273,7 @@ class Driver:
 
     @property
     def events(self) -> list[Event]:
-        """What the supervisor said of all workflows, in order."""
+        """The events of all workflows, in order."""
         said = (event for uuid in self._plans for event in self.reader.events(uuid))
         events = [event for event in said if not isinstance(event.details, CancelRequested)]
         return sorted(events, key=lambda event: event.sequence)

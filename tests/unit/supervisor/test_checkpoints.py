@@ -1,4 +1,4 @@
-"""Checkpoints: when one is due_checkpoints, what an ended group waits for, and what the next attempt is given."""
+"""Checkpoints: when they are due, how long an ended group waits for them, and which ones the next attempt gets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def running(seconds: float = 1000.0, exit_code: int = 0, **more: object) -> Driv
 
 
 def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
-    """Say what the transfers would."""
+    """Report the end of the transfer that writes the checkpoint."""
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=attempt, node="")
     now = driver.clock.now()
     outcome = TransferResult(
@@ -52,7 +52,7 @@ def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
     driver.observe()
 
 
-def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -> None:
+def test_checkpoint_is_due_one_interval_after_the_previous_one_is_written() -> None:
     driver = running()
     driver.advance(59.0)
     assert driver.backend.collected == []
@@ -60,7 +60,7 @@ def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -
     assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
     assert STORE in driver.supervisor.in_flight
     driver.advance(100.0)
-    assert len(driver.backend.collected) == 1  # while the last one is not written yet
+    assert len(driver.backend.collected) == 1  # the previous one is not written yet
     stored(driver)
     driver.advance(59.0)
     assert len(driver.backend.collected) == 1
@@ -69,7 +69,7 @@ def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -
     assert driver.group().message == ""
 
 
-def test_one_whose_transfer_broke_off_is_taken_again_though_nothing_else_happens() -> None:
+def test_checkpoint_is_taken_again_after_its_transfer_broke_off() -> None:
     driver = running()
     driver.backend.holds_outputs = True
     driver.advance(60.5)
@@ -81,7 +81,7 @@ def test_one_whose_transfer_broke_off_is_taken_again_though_nothing_else_happens
     assert STORE in driver.supervisor.in_flight
 
 
-def test_an_ended_group_waits_for_its_last_one() -> None:
+def test_ended_group_waits_for_its_last_checkpoint() -> None:
     driver = running(seconds=5)
     driver.advance(6.0)
     assert driver.group().state is State.RUNNING
@@ -95,7 +95,7 @@ def test_an_ended_group_waits_for_its_last_one() -> None:
     assert (taken.is_last, taken.is_new) == (True, False)
 
 
-def test_one_that_was_under_way_when_the_task_ended_is_not_its_last() -> None:
+def test_checkpoint_that_began_before_the_end_of_the_task_is_not_the_last_one() -> None:
     driver = running(seconds=62)
     driver.advance(1.0)
     driver.backend.holds_outputs = True
@@ -116,7 +116,7 @@ def test_one_that_was_under_way_when_the_task_ended_is_not_its_last() -> None:
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:
+def test_failed_write_of_a_checkpoint_is_only_reported() -> None:
     driver = running(seconds=5)
     driver.advance(6.0)
     stored(driver, error="no such bucket")
@@ -125,7 +125,7 @@ def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:
     assert "t0: its checkpoint was not written: no such bucket" in [event.text for event in driver.events]
 
 
-def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_in_it_has_changed() -> None:
+def test_checkpoint_is_written_again_after_a_failure_even_if_it_is_unchanged() -> None:
     driver = running()
     driver.advance(60.5)
     key = driver.supervisor.in_flight[STORE].key
@@ -141,10 +141,10 @@ def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_i
     stored(driver)
     driver.seen.append(same)
     driver.settle()
-    assert STORE not in driver.supervisor.in_flight  # it is there, and has not changed
+    assert STORE not in driver.supervisor.in_flight  # the checkpoint is at its URL, and has not changed
 
 
-def test_one_that_comes_while_the_one_before_is_written_is_not_taken_for_written() -> None:
+def test_checkpoint_that_arrives_during_a_write_does_not_replace_the_one_being_written() -> None:
     driver = running()
     driver.advance(60.5)
     key = replace(driver.supervisor.in_flight[STORE].key, node="n1")
@@ -158,8 +158,8 @@ def test_one_that_comes_while_the_one_before_is_written_is_not_taken_for_written
     assert (known.digest, known.is_new) == (written.digest, False)
 
 
-def test_one_of_a_node_that_was_given_up_takes_the_place_of_no_later_one() -> None:
-    """Its transfer stood still, and went on when the network was there again."""
+def test_checkpoint_of_a_lost_node_does_not_replace_a_later_one() -> None:
+    """The transfer of the earlier attempt stalled, and continued after the network was repaired."""
     driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
     driver.advance(1.0)
     driver.backend.cut("n1")
@@ -179,7 +179,7 @@ def test_one_of_a_node_that_was_given_up_takes_the_place_of_no_later_one() -> No
 
 
 @pytest.mark.parametrize("state", [State.SCHEDULING, State.INITIALIZING])
-def test_one_of_a_node_that_was_given_up_does_not_take_away_what_the_next_attempt_is_just_given(state: State) -> None:
+def test_checkpoint_of_a_lost_node_does_not_replace_one_that_is_being_sent(state: State) -> None:
     driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
     driver.advance(60.5)
     stored(driver)
@@ -203,7 +203,7 @@ AGAIN: dict[str, Any] = {"exit_actions": ExitActions(reschedule=((75, 75),)), "r
 
 
 def sharing(seconds: float = 100.0, exit_code: int = 75, **more: object) -> Driver:
-    """A gang whose tasks share a directory; the lead ends with an exit code."""
+    """A gang whose tasks share a directory, and whose lead ends with an exit code."""
     made = plan(**more)
     made = replace(made, launches=tuple(replace(one, checkpoints=(SHARED,)) for one in made.launches))
 
@@ -215,7 +215,7 @@ def sharing(seconds: float = 100.0, exit_code: int = 75, **more: object) -> Driv
     return driver
 
 
-def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_the_leads_last() -> None:
+def test_all_tasks_of_the_next_attempt_get_all_shared_files_with_the_leads_on_top() -> None:
     driver = sharing(**AGAIN)
     driver.advance(60.5)
     assert driver.backend.collected == ["u1/train/t0/0/work", "u1/train/t1/0/work"], "while they run"
@@ -242,7 +242,7 @@ def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_th
     assert len(driver.backend.collected) == 4
 
 
-def test_shared_files_are_not_copied_after_a_good_end_nor_after_a_cancel() -> None:
+def test_shared_files_are_not_copied_after_success_or_cancellation() -> None:
     driver = sharing(seconds=5, exit_code=0, **AGAIN)
     driver.advance(6.0)
     assert driver.group().state is State.COMPLETED
@@ -256,7 +256,7 @@ def test_shared_files_are_not_copied_after_a_good_end_nor_after_a_cancel() -> No
     assert canceled.backend.collected == []
 
 
-def test_an_event_says_when_ranks_begin_with_different_files() -> None:
+def test_event_reports_ranks_that_begin_with_different_files() -> None:
     driver = running(seconds=5, exit_code=75, **AGAIN)
     driver.advance(6.0)
     stored(driver)
@@ -267,7 +267,7 @@ def test_an_event_says_when_ranks_begin_with_different_files() -> None:
         "train: the tasks begin with different files in `/tmp/models` (t0: 10 KiB, t1: none). Ranks that load different "
         "checkpoints train wrongly; `shared` gives all tasks of the group the same files"
     )
-    # Two shares of one whole are no reason to warn.
+    # Different parts of a shared directory cause no warning.
     alike = sharing(**AGAIN)
     alike.advance(101.0)
     alike.settle()
@@ -275,7 +275,7 @@ def test_an_event_says_when_ranks_begin_with_different_files() -> None:
     assert not [event for event in alike.events if "different files" in event.text]
 
 
-def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
+def test_lost_node_is_awaited_for_the_time_of_the_pool() -> None:
     driver = running(seconds=5)
     driver.backend.holds_outputs = True
     driver.advance(6.0)
@@ -286,7 +286,7 @@ def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_a_node_that_was_rebooted_gives_the_last_one_when_it_is_back() -> None:
+def test_rebooted_node_sends_the_last_checkpoint_when_it_is_back() -> None:
     driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
     driver.advance(30.0)
     driver.backend.reboot("n1")
@@ -303,7 +303,7 @@ def test_a_node_that_was_rebooted_gives_the_last_one_when_it_is_back() -> None:
     assert (driver.group().attempt, taken.is_last, taken.attempt) == (1, True, 0)
 
 
-def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
+def test_reason_of_a_stopped_group_is_kept_while_the_last_checkpoint_is_saved() -> None:
     driver = running(exec_s=10.0)
     driver.advance(11.0)
     assert STORE in driver.supervisor.in_flight
@@ -313,7 +313,7 @@ def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
     assert (group.status, group.message) == ("FAILED_EXEC_TIMEOUT", "ran longer than 10 s (exec_timeout)")
 
 
-def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
+def test_cancel_waits_a_limited_time_for_the_last_checkpoint() -> None:
     driver = running()
     driver.advance(1.0)
     driver.cancel()
@@ -324,7 +324,7 @@ def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
     assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by me")
 
 
-def test_a_cancel_takes_what_was_saved_in_the_grace_of_the_stop_however_long_that_is() -> None:
+def test_cancel_saves_checkpoints_of_the_whole_grace_period() -> None:
     driver = Driver(workflow(plan()), behavior=lambda _: Behavior(seconds=1000.0, obeys_term=False), on=pool(stop_grace_s=90.0))
     driver.settle()
     driver.cancel()
@@ -338,7 +338,7 @@ def test_a_cancel_takes_what_was_saved_in_the_grace_of_the_stop_however_long_tha
     assert driver.group().state is State.CANCELED
 
 
-def test_the_next_attempt_is_given_the_last_one() -> None:
+def test_next_attempt_gets_the_last_checkpoint() -> None:
     driver = running(seconds=5, exit_code=3, exit_actions=ExitActions(reschedule=((3, 3),)), retry=Retry(backoff_s=1))
     driver.advance(6.0)
     assert driver.group().attempt == 0
@@ -356,7 +356,7 @@ def test_the_next_attempt_is_given_the_last_one() -> None:
     assert (file.path, file.blob, file.is_tar) == ("files/tmp", taken.digest, True)
 
 
-def test_it_is_written_where_the_spec_says() -> None:
+def test_checkpoint_is_written_to_the_url_of_the_spec() -> None:
     driver = running()
     driver.advance(60.5)
     one = driver.workflows["u1"]

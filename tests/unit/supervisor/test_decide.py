@@ -1,4 +1,4 @@
-"""The policy of gangs, by example: what follows from what."""
+"""The policy of gangs, by example."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_nothing_starts_before_everything_is_prepared() -> None:
 
 
 @pytest.mark.parametrize("culprit", ["t0", "t1"])
-def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
+def test_one_failure_stops_the_world_and_is_the_cause(culprit: str) -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=2, exit_code=3) if key.task == culprit else HANG
 
@@ -52,8 +52,8 @@ def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
     assert driver.backend.alive == []
 
 
-def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others() -> None:
-    """Its end bears a later time than that of the task which failed after it, and so it would look innocent."""
+def test_first_failure_is_the_cause_although_the_clock_of_its_node_is_fast() -> None:
+    """By the clocks of their nodes, the task that failed first would seem to have failed last."""
 
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=2, exit_code=3) if key.task == "t1" else Behavior(seconds=2.5, exit_code=4)
@@ -62,7 +62,7 @@ def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others(
     driver = Driver(workflow(), behavior=behave, clocks=clocks)
     driver.settle()
     began = driver.clock.now()
-    # Both have failed before the supervisor hears of either.
+    # Both tasks have failed before the supervisor observes one of the ends.
     driver.backend.cut("n1")
     driver.backend.cut("n2")
     driver.advance(3.0)
@@ -73,7 +73,7 @@ def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others(
     assert [task.started_at for task in driver.group().tasks] == [began, began]
 
 
-def test_a_task_that_ignores_term_is_waited_for() -> None:
+def test_task_that_ignores_term_gets_its_grace_period() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=1, exit_code=1) if key.task == "t0" else Behavior(seconds=float("inf"), obeys_term=False)
 
@@ -87,7 +87,7 @@ def test_a_task_that_ignores_term_is_waited_for() -> None:
     assert driver.group().state is State.FAILED
 
 
-def test_a_failed_helper_is_ignored_where_the_spec_says_so() -> None:
+def test_failed_helper_is_ignored_if_the_spec_says_so() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=1, exit_code=1) if key.task == "t1" else Behavior(seconds=5)
 
@@ -121,7 +121,7 @@ def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
     assert driver.cause().task == "t1"
 
 
-def test_a_gang_that_was_refused_has_failed_though_its_node_knows_nothing_of_it_when_it_is_stopped() -> None:
+def test_refused_gang_fails_although_its_node_has_no_attempt_to_stop() -> None:
     def behave(key: AttemptKey) -> Behavior:
         driver.backend.forget(key.node)
         return Behavior(refuses="no space left on device")
@@ -133,7 +133,7 @@ def test_a_gang_that_was_refused_has_failed_though_its_node_knows_nothing_of_it_
     assert driver.group().task("t0").node == "n1"
 
 
-def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
+def test_lead_that_completes_ends_helpers() -> None:
     driver = Driver(workflow(group_plan(world=False)), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.run()
     assert driver.group().state is State.COMPLETED
@@ -143,7 +143,7 @@ def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
     assert driver.backend.alive == []
 
 
-def test_a_lead_that_others_serve_ends_them_when_it_completes_and_their_failure_counts() -> None:
+def test_completed_lead_ends_its_servers_whose_failures_count() -> None:
     plan = replace(group_plan(), ends_with_lead=True)
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.run()
@@ -165,7 +165,7 @@ def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
     assert driver.group().state is State.COMPLETED
 
 
-def test_cancel_stops_everything_and_is_no_failure() -> None:
+def test_cancel_stops_all_tasks_and_is_not_a_failure() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     driver.cancel(message="wrong data")
@@ -208,11 +208,11 @@ def test_a_gang_that_its_pool_can_never_hold_fails_at_once() -> None:
     driver.settle()
     assert driver.record().status == "FAILED_START_ERROR"
     assert "cannot run it, even when idle: no room for t2" in driver.group().message
-    # Nobody stands behind it any more.
+    # No other gang waits behind the failed one.
     assert driver.group("u2").state is not State.SCHEDULING
 
 
-def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
+def test_gangs_start_in_order_and_smaller_ones_do_not_overtake() -> None:
     small = group_plan("small", 1, gpus=1)
     driver = Driver(
         workflow(group_plan("first", 1)), workflow(uuid="u2", at=1.0), workflow(small, uuid="u3", at=2.0),
@@ -273,7 +273,7 @@ def test_the_start_barrier_waits_while_files_move() -> None:
     assert driver.group().stop_reason is Reason.START_TIMEOUT
 
 
-def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
+def test_unreachable_node_is_lost_only_after_the_time_of_the_pool() -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
@@ -285,13 +285,13 @@ def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
     assert driver.cause().task == "t1"
 
 
-def test_a_node_is_not_given_up_while_its_engine_cannot_be_asked_either() -> None:
+def test_node_is_not_given_up_while_its_engine_does_not_answer() -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2", is_engine_away=True)
     driver.advance(3600)
     assert driver.group().state is State.RUNNING
-    driver.backend.cut("n2")  # now the engine answers, and says that the node is still allocated
+    driver.backend.cut("n2")  # now the engine answers that the node is still allocated
     driver.advance(119)
     assert driver.group().state is State.RUNNING
     driver.advance(2)
@@ -299,7 +299,7 @@ def test_a_node_is_not_given_up_while_its_engine_cannot_be_asked_either() -> Non
     assert driver.group().task("t1").reason is Reason.NODE_LOST
 
 
-def test_a_canceled_workflow_ends_although_its_engine_cannot_be_asked() -> None:
+def test_canceled_workflow_ends_although_its_engine_does_not_answer() -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2", is_engine_away=True)
@@ -311,7 +311,7 @@ def test_a_canceled_workflow_ends_although_its_engine_cannot_be_asked() -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> None:
+def test_orphan_attempt_is_stopped_when_its_node_is_back(killed: bool) -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
@@ -331,7 +331,7 @@ def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> Non
     assert any("the abandoned attempt on n2 has ended" in event.text for event in driver.events)
 
 
-def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
+def test_node_that_never_returns_is_given_up_after_the_retention() -> None:
     driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
@@ -341,12 +341,12 @@ def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
     assert driver.group().task("t1").orphan is None
 
 
-def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None:
+def test_group_waits_a_limited_time_for_output_on_a_lost_node() -> None:
     driver = Driver(workflow(), on=pool(retention_s=86400.0), behavior=lambda _: Behavior(seconds=5.0))
     driver.settle()
     driver.clock.advance(5.0)
     driver.backend.tick()
-    # It says how its task ended, and is gone before it has sent the last of its output.
+    # The node reports the end of its task, and is lost before it has sent the rest of the output.
     told = [seen for seen in driver.seen if not (isinstance(seen, LogComplete) and seen.key.node == "n2")]
     driver.seen.clear()
     driver.seen.extend(told)
@@ -354,13 +354,13 @@ def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None
     driver.settle()
     driver.advance(86000.0)
     assert driver.record().state is WorkflowState.COMPLETED
-    assert not driver.group().task("t1").log_complete  # it may still be back
+    assert not driver.group().task("t1").log_complete  # the node may still return
     driver.advance(400.0)
     assert driver.group().task("t1").log_complete
     assert driver.events[-1].text == "t1: the abandoned attempt on n2 was not stopped: the node stayed unreachable"
 
 
-def test_a_blink_of_the_network_changes_nothing() -> None:
+def test_short_network_failure_changes_nothing() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=100))
     driver.settle()
     driver.backend.cut("n2")
@@ -371,7 +371,7 @@ def test_a_blink_of_the_network_changes_nothing() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_what_ended_while_nobody_watched_is_read_from_the_node() -> None:
+def test_end_without_a_running_supervisor_is_read_from_the_node() -> None:
     driver = Driver(workflow(), behavior=lambda key: Behavior(seconds=5, exit_code=0 if key.task == "t0" else 7))
     driver.settle()
     driver.clock.advance(60)
@@ -381,7 +381,7 @@ def test_what_ended_while_nobody_watched_is_read_from_the_node() -> None:
     assert driver.cause().exit_code == 7
 
 
-def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
+def test_lease_that_expired_before_the_start_is_requested_again() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     originals = driver.backend.prepare
     lost: list[AttemptKey] = []
@@ -400,7 +400,7 @@ def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_the_time_for_which_a_gang_had_its_nodes_is_no_waiting_for_nodes() -> None:
+def test_time_with_nodes_does_not_count_as_waiting_for_nodes() -> None:
     cuts = ["n2"]
 
     def cut_once(key: AttemptKey) -> Behavior:
@@ -421,7 +421,7 @@ def test_the_time_for_which_a_gang_had_its_nodes_is_no_waiting_for_nodes() -> No
     assert driver.group().state is State.RUNNING
 
 
-def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again() -> None:
+def test_rest_of_a_lost_lease_is_released_before_the_next_request() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     original = driver.backend.prepare
     lost: list[str] = []
@@ -443,7 +443,7 @@ def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again
     assert len(driver.backend.starts) == 2
 
 
-def test_force_skips_the_grace() -> None:
+def test_force_skips_the_grace_period() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False))
     driver.settle()
     driver.cancel(force=True)
@@ -452,7 +452,7 @@ def test_force_skips_the_grace() -> None:
     assert driver.record().state is WorkflowState.CANCELED
 
 
-def test_force_takes_the_grace_from_what_is_being_stopped_already() -> None:
+def test_force_ends_a_grace_period_that_has_begun() -> None:
     driver = Driver(
         workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
     )
@@ -466,7 +466,7 @@ def test_force_takes_the_grace_from_what_is_being_stopped_already() -> None:
     assert driver.record().state is WorkflowState.CANCELED
 
 
-def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
+def test_cpus_are_counted_although_nodes_do_not_lock_them() -> None:
     plans = [group_plan(tasks=1, gpus=0, cpus=5, world=False) for _ in range(2)]
     driver = Driver(
         workflow(plans[0]), workflow(plans[1], uuid="u2", at=1.0), on=pool(node("n1", cpus=8)),
@@ -479,7 +479,7 @@ def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
     assert len(driver.backend.starts) == 2
 
 
-def test_a_command_under_way_is_not_given_again() -> None:
+def test_command_in_flight_is_not_repeated() -> None:
     driver = Driver(workflow())
     driver.observe()
     first = driver.supervisor.decide()
@@ -501,7 +501,7 @@ def _prepared_without_n1(driver: Driver) -> None:
     assert all(task.prepared for task in driver.group().tasks)
 
 
-def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -> None:
+def test_node_that_is_lost_before_the_start_prevents_the_start_of_the_others() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     _prepared_without_n1(driver)
     assert driver.backend.starts == []
@@ -511,22 +511,22 @@ def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -
     assert len(driver.backend.starts) == 2
 
 
-def test_the_start_barrier_names_what_is_out_of_reach() -> None:
+def test_start_barrier_names_unreachable_nodes() -> None:
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behavior=lambda _: HANG)
     _prepared_without_n1(driver)
     driver.advance(21)
     assert driver.group().message == "not ready within 20 s: t0 on n1, which is unreachable"
 
 
-def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
-    # Whoever gives up first decides; that must not be the nodes.
+def test_nodes_hold_a_lease_longer_than_the_start_barrier() -> None:
+    # The supervisor must give up before the nodes, because it decides about a late gang.
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0))
     driver.observe()
     command = next(one for one in driver.supervisor.decide().commands if isinstance(one, Lease))
     assert command.request.start_timeout_s >= 30.0
 
 
-def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
+def test_silent_gang_is_reported_and_continues() -> None:
     driver = Driver(workflow(group_plan(hang_s=30)), behavior=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 30
@@ -548,13 +548,13 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert driver.group().message == ""
     assert driver.events[-1].text == "train: makes progress again"
     assert [event.code for event in driver.events if "hang" in (event.code or "")] == ["hang", "hang_over"]
-    # A node that is unreachable cannot be heard, which says nothing of the gang.
+    # An unreachable node sends no output, so its silence shows nothing about the gang.
     driver.backend.cut("n1")
     driver.advance(40.0)
     assert driver.group().message == ""
 
 
-def test_only_what_changed_is_looked_at_again() -> None:
+def test_only_changed_workflows_are_decided_again() -> None:
     gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
     driver = Driver(*gangs, behavior=lambda _: HANG)
     driver.settle()
@@ -563,13 +563,13 @@ def test_only_what_changed_is_looked_at_again() -> None:
     driver.settle()
     after = driver.supervisor.snapshot().last_decision.views
     assert [after[uuid] is before[uuid] for uuid in ("u0", "u1", "u2")] == [True, False, True]
-    # A node that goes or comes may mean something to any of them.
+    # A node that becomes unreachable or reachable may concern all workflows.
     driver.backend.cut("n1")
     driver.settle()
     assert not any(driver.supervisor.snapshot().last_decision.views[uuid] is after[uuid] for uuid in ("u0", "u2"))
 
 
-def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
+def test_clock_that_is_set_back_makes_all_workflows_be_decided_again() -> None:
     driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     before = driver.supervisor.snapshot().last_decision.views["u1"]
@@ -579,7 +579,7 @@ def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
 
 
 def _held_by_others(driver: Driver, *nodes: str) -> None:
-    """Let somebody have nodes of whom this supervisor knows nothing."""
+    """Let users of another supervisor hold these nodes."""
     driver.observe()
     for name in nodes:
         driver.backend.lease(
@@ -591,7 +591,7 @@ def _held_by_others(driver: Driver, *nodes: str) -> None:
     driver.seen.clear()
 
 
-def test_a_node_that_refuses_is_passed_by_for_another() -> None:
+def test_another_node_replaces_a_node_that_refuses() -> None:
     driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
     _held_by_others(driver, "n1")
     driver.settle()
@@ -599,14 +599,14 @@ def test_a_node_that_refuses_is_passed_by_for_another() -> None:
     assert driver.group().refusals == ()
 
 
-def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_is_taken() -> None:
+def test_refusing_nodes_are_retried_after_a_while_and_the_first_free_one_is_used() -> None:
     driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
     _held_by_others(driver, "n1", "n2")
     wake_at = driver.settle()
     assert wake_at == driver.clock.now() + 1.0
     assert driver.group().message == "Waiting for nodes: n1: busy; n2: busy"
     driver.advance(1.0)
-    # The second time they are left alone for longer, and nobody is told what is known.
+    # After the second refusal, the nodes are asked again later, and the known message is not repeated.
     assert [one.until - driver.clock.now() for one in driver.group().refusals] == [2.0, 2.0]
     assert len([event for event in driver.events if "n1: busy" in event.text]) == 2
     driver.backend.release(AttemptKey(workflow="theirs", group="n2", task="t", attempt=0, node="n2"))
@@ -615,17 +615,17 @@ def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_
     assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
 
 
-def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other() -> None:
+def test_gang_that_needs_a_refusing_node_waits_without_holding_others() -> None:
     driver = Driver(workflow(group_plan(tasks=2)), workflow(group_plan(tasks=1), uuid="u2"), behavior=lambda _: HANG)
     _held_by_others(driver, "n2")
     driver.settle()
     assert driver.group().state is State.SCHEDULING
     assert driver.backend.alive == ["theirs/n2/t/0"]
-    # Nor is it overtaken.
+    # Later gangs do not overtake it.
     assert driver.group("u2").message == "Waiting for nodes: behind w-1"
 
 
-def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped() -> None:
+def test_node_gets_no_new_task_before_its_orphan_attempt_is_stopped() -> None:
     plan = group_plan(tasks=1, gpus=0, world=False, exit_actions=ExitActions(reschedule=((3001, 3001),)))
     driver = Driver(workflow(plan), on=pool(node("n1"), node_lost_after_s=30.0), behavior=lambda _: HANG)
     driver.settle()

@@ -29,14 +29,14 @@ def _three() -> tuple[str, ...]:
     return ("t0", "t1", "t2")
 
 
-def test_with_room_for_all_it_begins_at_once_with_all() -> None:
+def test_gang_starts_at_once_at_full_size_if_there_is_room() -> None:
     driver = Driver(_elastic(3, 1), on=pool(*(node(f"n{i}") for i in range(3))), behavior=lambda _: HANG)
     driver.settle()
     assert tuple(task.name for task in driver.group().tasks) == _three()
     assert (driver.group().state, driver.group().left_out) == (State.RUNNING, ())
 
 
-def test_without_it_waits_its_time_and_then_runs_with_as_many_as_there_is_room_for() -> None:
+def test_gang_waits_and_then_runs_at_the_size_that_fits() -> None:
     driver = Driver(_elastic(4, 1), on=pool(node("n0"), node("n1"), node("n2")), behavior=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 60.0
@@ -51,14 +51,14 @@ def test_without_it_waits_its_time_and_then_runs_with_as_many_as_there_is_room_f
     assert driver.backend.starts == ["u1/train/t0/0", "u1/train/t1/0", "u1/train/t2/0"]
 
 
-def test_a_pool_with_fewer_nodes_than_the_least_can_never_run_it() -> None:
+def test_pool_with_fewer_nodes_than_the_minimum_size_can_never_run_it() -> None:
     driver = Driver(_elastic(4, 3), on=pool(node("n0"), node("n1")), behavior=lambda _: HANG)
     driver.settle()
     assert driver.group().state is State.FAILED
     assert "no room for t2" in driver.group().message
 
 
-def test_after_a_lost_node_the_next_attempt_is_smaller_and_the_one_after_that_whole_again() -> None:
+def test_attempt_after_a_lost_node_is_smaller_and_the_one_after_it_has_full_size() -> None:
     nodes = pool(*(node(f"n{i}") for i in range(3)), node_lost_after_s=30.0)
     driver = Driver(_elastic(3, 2, wait_s=10.0), on=nodes, behavior=lambda _: HANG)
     driver.settle()
@@ -70,7 +70,7 @@ def test_after_a_lost_node_the_next_attempt_is_smaller_and_the_one_after_that_wh
     driver.advance(10.0)
     group = driver.group()
     assert (group.state, group.left_out, [task.node for task in group.tasks]) == (State.RUNNING, ("t2",), ["n0", "n1"])
-    # Nothing grows while it runs; the next attempt is as large as there is room for.
+    # A running gang does not grow. The next attempt is as large as the room allows.
     driver.backend.heal("n2")
     driver.settle()
     assert driver.group().left_out == ("t2",)
@@ -84,7 +84,7 @@ def test_after_a_lost_node_the_next_attempt_is_smaller_and_the_one_after_that_wh
     ]  # fmt: skip
 
 
-def test_a_lease_that_is_lost_before_the_start_is_asked_for_again_as_if_for_all() -> None:
+def test_lease_that_is_lost_before_the_start_is_requested_again_at_full_size() -> None:
     cuts = ["n1"]
 
     def cut_once(key: AttemptKey) -> Behavior:
@@ -105,7 +105,7 @@ def test_a_lease_that_is_lost_before_the_start_is_asked_for_again_as_if_for_all(
     assert (driver.group().state, driver.group().left_out) == (State.RUNNING, ("t2",))
 
 
-def test_nodes_that_were_failed_on_too_often_are_left_out_though_the_gang_is_smaller_without_them() -> None:
+def test_nodes_with_too_many_failures_are_avoided_even_if_the_gang_becomes_smaller() -> None:
     one = _elastic(2, 1, wait_s=5.0)
     again = ExitActions(reschedule=((3003, 3003),))
     plan = one.plan.groups[0].with_launches(lambda launch: replace(launch, exit_actions=again))

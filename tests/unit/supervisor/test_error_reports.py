@@ -1,4 +1,4 @@
-"""What tasks say of their failures: error files and reports of torch 2.13, as it wrote them."""
+"""Reports of failures by tasks: error files and reports in the output of torch 2.6 and 2.13."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def _end(**error: object) -> End:
     return End(ended_at=1.0, exit_code=1, error=error or None)
 
 
-def test_an_error_file_tells_the_message_and_the_traceback() -> None:
+def test_error_file_has_the_message_and_the_traceback() -> None:
     assert failure_report(_end(**RAISED), ()) == FailureReport(detail="ValueError: bad label", traceback=STACK.rstrip())
 
 
-def test_rank_and_process_are_the_error_files_where_it_says_them() -> None:
+def test_rank_and_pid_of_the_error_file_take_precedence() -> None:
     told = failure_report(_end(**RAISED, rank=12, pid=77), _report(1))
     assert (told.rank, told.pid) == ("12", 77)
 
 
-def test_torchruns_report_tells_rank_and_process_of_an_error_file_that_does_not() -> None:
+def test_torchruns_report_completes_an_error_file_without_rank_and_pid() -> None:
     told = failure_report(_end(**RAISED), _report(1))
     assert (told.detail, told.rank, told.pid, told.traceback) == ("ValueError: bad label", "9", 11472, STACK.rstrip())
 
 
 @pytest.mark.parametrize(("code", "detail"), [(-9, "rank 9 was killed by SIGKILL"), (3, "rank 9 exited with code 3")])
-def test_torchruns_report_is_enough(code: int, detail: str) -> None:
+def test_torchruns_report_is_sufficient(code: int, detail: str) -> None:
     told = failure_report(_end(), _report(code))
     assert (told.detail, told.rank, told.pid, told.is_symptom) == (detail, "9", 11472, False)
 
@@ -82,16 +82,16 @@ def test_torchruns_report_is_enough(code: int, detail: str) -> None:
     ("code", "before", "is_symptom"),
     [
         (1, "[rank9]: RuntimeError: Connection closed by peer [10.0.0.1]:4\n", True),
-        # It is the other rank that lost its peer.
+        # The other rank lost its peer.
         (1, "[rank8]: RuntimeError: Connection closed by peer\n[rank9]: ValueError: bad label\n", False),
         (-9, "[rank9]: RuntimeError: Connection closed by peer\n", False),
     ],
 )
-def test_under_torchrun_the_first_ranks_words_count(code: int, before: str, is_symptom: bool) -> None:
+def test_under_torchrun_the_output_of_the_first_failed_rank_counts(code: int, before: str, is_symptom: bool) -> None:
     assert failure_report(_end(), _report(code, before)).is_symptom is is_symptom
 
 
-def test_only_the_end_of_an_output_tells_why_it_ended() -> None:
+def test_only_the_last_lines_of_an_output_explain_its_end() -> None:
     assert failure_report(_end(), ["Connection refused", *["step"] * 7]).is_symptom
     assert not failure_report(_end(), ["Connection refused", *["step"] * 8]).is_symptom
 
@@ -99,13 +99,13 @@ def test_only_the_end_of_an_output_tells_why_it_ended() -> None:
 @pytest.mark.parametrize(
     "error", [{"message": 3}, {"message": {"message": None}}, {"message": {"extraInfo": 4}}, {"rank": "x"}, {}]
 )
-def test_a_file_of_another_kind_does_no_harm(error: dict[str, object]) -> None:
+def test_error_file_of_another_format_is_ignored(error: dict[str, object]) -> None:
     told = failure_report(End(ended_at=1.0, error=error), ())
     assert (told.rank, told.pid, told.traceback) == ("", None, "")
 
 
-def test_what_is_no_number_is_no_process_whatever_python_counts_as_one() -> None:
-    """A cause with such a process could be written down, and never read again."""
+def test_pid_that_is_not_an_integer_is_ignored() -> None:
+    """The store could write a cause with such a pid, but could not read it."""
     told = failure_report(_end(**RAISED, rank=True, pid=False), ())
     assert (told.rank, told.pid) == ("", None)
 
@@ -148,14 +148,14 @@ def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: s
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_exception_that_led_to_another_stands_in_its_traceback(version: str) -> None:
+def test_chained_exceptions_are_in_the_traceback(version: str) -> None:
     told = failure_report(FAILED, output(version, "chained.bare"))
     assert "ValueError: invalid literal for int() with base 10: 'cat'" in told.traceback
     assert told.traceback.count(BEGIN) == 2
 
 
 UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         ^", "SyntaxError: '(' was never closed"]
-"""What Python prints for a script that it cannot compile: no head, and no function."""
+"""Python's output for a script that it cannot compile: without a ``Traceback`` line and a function."""
 
 
 @pytest.mark.parametrize("error", ["SyntaxError: '(' was never closed", "IndentationError: unexpected indent", "TabError: x"])
@@ -182,12 +182,12 @@ def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_ra
         UNCOMPILED[:3],
     ],
 )
-def test_other_lines_that_name_a_file_are_not_taken_for_a_script_that_cannot_be_compiled(lines: list[str]) -> None:
+def test_other_lines_that_name_a_file_are_not_a_compile_error(lines: list[str]) -> None:
     assert printed_exceptions(lines) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> None:
+def test_ranks_that_lost_a_peer_are_recognized_by_their_exception(version: str) -> None:
     told = failure_report(FAILED, output(version, "two_nodes.0"))
     assert (told.rank, told.is_symptom) == ("0", True)
     assert "Connection closed by peer" in told.detail
@@ -197,7 +197,7 @@ def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> No
 @pytest.mark.parametrize(
     ("name", "detail"), [("exits.bare", "rank 1 exited with code 3"), ("killed.bare", "rank 1 was killed by SIGKILL")]
 )
-def test_a_rank_that_raised_nothing_is_reported_by_its_exit(version: str, name: str, detail: str) -> None:
+def test_rank_without_an_exception_is_reported_with_its_exit_code(version: str, name: str, detail: str) -> None:
     told = failure_report(FAILED, output(version, name))
     assert (told.rank, told.detail, told.traceback) == ("1", detail, "")
 
@@ -218,8 +218,8 @@ def test_the_launchers_own_lines_are_left_out(version: str, name: str, last: str
     assert not any("torch/distributed/run.py" in line or "FAILED" in line for line in own)
 
 
-def test_of_ranks_that_fail_together_the_one_that_only_lost_a_peer_is_not_the_first() -> None:
-    """torchrun names the lower number when it finds both dead at once."""
+def test_rank_that_only_lost_a_peer_is_not_the_first_of_ranks_that_fail_together() -> None:
+    """torchrun names the lower rank if it finds both dead at once."""
     lines = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output("2.13", "gang.tee")]
     report = "\n".join(lines).replace("(local_rank: 1)", "(local_rank: x)").replace("(local_rank: 0)", "(local_rank: 1)")
     swapped = report.replace("(local_rank: x)", "(local_rank: 0)").replace("rank      : 0", "rank      : x")
@@ -229,7 +229,7 @@ def test_of_ranks_that_fail_together_the_one_that_only_lost_a_peer_is_not_the_fi
     assert (told.rank, told.detail, told.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
 
 
-def test_a_script_without_a_launcher_is_understood_too() -> None:
+def test_exception_of_a_script_without_a_launcher_is_found() -> None:
     lines = ["step 1", BEGIN, '  File "train.py", line 3, in <module>', "    main()", "KeyError: 'label'", "wandb: bye"]
     told = failure_report(FAILED, lines)
     assert (told.detail, told.rank, told.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
@@ -246,18 +246,18 @@ def test_a_script_without_a_launcher_is_understood_too() -> None:
         End(ended_at=1.0, reason=EndReason.START_ERROR, exit_code=127),
     ],
 )
-def test_an_exception_that_did_not_end_the_command_is_not_named(end: End | None) -> None:
+def test_exception_that_did_not_end_the_command_is_not_reported(end: End | None) -> None:
     assert failure_report(end, [BEGIN, '  File "a.py", line 3', "KeyError: 'label'"]).traceback == ""
 
 
-def test_an_exception_that_was_overcome_is_not_named() -> None:
+def test_handled_exception_is_not_reported() -> None:
     lines = [BEGIN, '  File "a.py", line 3', "KeyError: 'label'", *[f"step {number}" for number in range(30)]]
     assert failure_report(FAILED, lines).detail == ""
     ignored = ["Exception ignored in: <function Pool.__del__ at 0x7>", BEGIN, '  File "a.py", line 3', "OSError: closed"]
     assert failure_report(FAILED, ignored).detail == ""
 
 
-def test_processes_and_workers_of_a_rank_show_the_exception_itself() -> None:
+def test_original_exception_of_child_processes_and_workers_is_reported() -> None:
     spawned = [
         BEGIN, '  File "main.py", line 9', "torch.multiprocessing.spawn.ProcessRaisedException: ", "",
         "-- Process 1 terminated with the following error:", BEGIN, '  File "main.py", line 4', "ValueError: bad label",
@@ -288,15 +288,15 @@ def test_a_long_traceback_is_shortened_in_its_middle() -> None:
 @pytest.mark.parametrize(
     "line", ["[" + "a" * 200_000, "[a" + "1" * 200_000, " " * 200_000, "E1122 " + "1" * 200_000, f"{'=' * 9}\n", "x." * 100_000]
 )
-def test_no_line_is_too_much(line: str) -> None:
+def test_long_lines_are_parsed_quickly(line: str) -> None:
     lines = [BEGIN, line, line, "Root Cause (first observed failure):", line, " " * 100_000 + "rank  : 1"]
     assert failure_report(FAILED, lines).rank == ""
     assert without_launcher(lines)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version: str) -> None:
-    """Two ranks raise at the same moment: each line is known to be its rank's, in whatever order they came."""
+def test_ranks_with_separate_output_need_no_labels(version: str) -> None:
+    """Two ranks raise at the same moment. The rank of each line is known, so their order does not matter."""
     one = [RankText.of(line, 1) for line in (BEGIN, '  File "a.py", line 3', "ConnectionError: Connection closed by peer")]
     two = [RankText.of(line, 0) for line in (BEGIN, '  File "a.py", line 7', "KeyError: 'label'")]
     mixed = [line for pair in zip(one, two, strict=True) for line in pair]
@@ -312,7 +312,7 @@ def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version:
     assert failure_report(FAILED, mixed).rank == "0"
 
 
-def test_colors_and_control_characters_do_no_harm() -> None:
+def test_colors_and_control_characters_are_ignored() -> None:
     colored = [
         BEGIN, '  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m',
         "\x1b[1;35mKeyError\x1b[0m: \x1b[35m'la\x07bel'\x1b[0m",
@@ -333,6 +333,6 @@ def test_colors_and_control_characters_do_no_harm() -> None:
         ("\u202eValueError: bad label\t\u2066", "ValueError: bad label"),
     ],
 )
-def test_a_failure_cannot_disturb_the_terminal_that_shows_it(message: str, detail: str) -> None:
+def test_control_characters_are_removed_from_the_detail(message: str, detail: str) -> None:
     report = failure_report(_end(message={"message": message, "extraInfo": EXTRA}), ())
     assert report.detail == detail == plain(message).strip()

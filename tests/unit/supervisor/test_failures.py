@@ -1,4 +1,4 @@
-"""How ends are read, and who is to blame."""
+"""The final states of tasks, and the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _stopping(reason: Reason | None) -> GroupRecord:
         (RUNNING, End(ended_at=1, exit_code=3), (State.FAILED, Reason.EXIT_CODE)),
         (RUNNING, End(ended_at=1, signal=9), (State.FAILED, Reason.SIGNAL)),
         (RUNNING, End(ended_at=1, signal=9, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
-        # torchrun ends well in its way when the kernel killed one of its ranks.
+        # torchrun exits normally, with an error code, if the kernel killed one of its ranks.
         (RUNNING, End(ended_at=1, exit_code=1, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
         (RUNNING, End(ended_at=1, reason=EndReason.KEEPER_DIED, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
         (RUNNING, End(ended_at=1, exit_code=0, oom_pid=7), (State.COMPLETED, None)),
@@ -53,11 +53,11 @@ def _stopping(reason: Reason | None) -> GroupRecord:
             (State.FAILED, Reason.EXEC_TIMEOUT),
         ),
         (_stopping(None), End(ended_at=1, reason=STOPPED, signal=15), (State.COMPLETED, None)),
-        # It failed by itself just before the stop reached it.
+        # The task failed by itself just before it was stopped.
         (_stopping(Reason.PEER_FAILED), End(ended_at=1, exit_code=1), (State.FAILED, Reason.EXIT_CODE)),
     ],
 )
-def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[State, Reason | None]) -> None:
+def test_end_determines_state_and_reason(group: GroupRecord, end: End, expected: tuple[State, Reason | None]) -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), group, end)
     assert (task.state, task.reason) == expected
 
@@ -68,7 +68,7 @@ def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[St
     [
         ({"message": "ValueError: bad label", "raised_at": 69.9}, Reason.EXIT_CODE),
         ({"message": {"message": "ValueError: bad label", "extraInfo": {"timestamp": "69"}}}, Reason.EXIT_CODE),
-        # It may be a consequence of the signal, or of the loss of a peer.
+        # The exception may be a consequence of the signal, or of the loss of a peer.
         ({"message": "ValueError: bad label", "raised_at": 70.1}, Reason.PEER_FAILED),
         ({"message": {"message": "ValueError: bad label", "extraInfo": {"timestamp": "70"}}}, Reason.PEER_FAILED),
         ({"message": "ValueError: bad label", "raised_at": True}, Reason.PEER_FAILED),
@@ -85,12 +85,12 @@ def test_a_task_that_was_already_failing_when_it_was_stopped_failed_by_itself(
     assert task.reason is reason
 
 
-def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
+def test_death_of_both_guards_is_explained_by_the_usual_cause() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason=EndReason.BOTH_DIED))
     assert "KillUserProcesses=no" in task.message
 
 
-def test_lost_output_is_said() -> None:
+def test_lost_output_is_in_the_message() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, exit_code=0, lost_output_bytes=12))
     assert "12 B of output lost" in task.message
 
@@ -105,7 +105,7 @@ KERNEL = (
 )
 
 
-def test_what_the_kernel_said_is_in_the_verdict() -> None:
+def test_kernel_messages_are_in_the_verdict() -> None:
     end = end_from({"ended_at": 1.0, "signal": 9, "kernel": {"oom_pid": 17412, "lines": list(KERNEL)}}, 1.0)
     task = conclude(TaskRecord(name="t", state=State.RUNNING, pid=5), RUNNING, end)
     assert task.message == "out of memory: the kernel killed process 17412 (python3), which held 59 MiB"
@@ -114,7 +114,7 @@ def test_what_the_kernel_said_is_in_the_verdict() -> None:
     assert (cause.reason, cause.pid, cause.kernel) == (Reason.OOM_KILLED, 17412, KERNEL)
 
 
-def test_errors_of_gpus_are_hints() -> None:
+def test_gpu_errors_of_the_kernel_do_not_change_the_reason() -> None:
     xid = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
     end = end_from({"ended_at": 1.0, "exit_code": 1, "kernel": {"oom_pid": None, "lines": [xid]}}, 1.0)
     cause = first_cause([conclude(TaskRecord(name="t", state=State.RUNNING, pid=5), RUNNING, end)], {})
@@ -125,13 +125,13 @@ def test_errors_of_gpus_are_hints() -> None:
 BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.01)
 
 
-def test_times_of_a_node_are_read_by_our_clock() -> None:
+def test_times_of_a_node_are_converted_to_the_supervisors_clock() -> None:
     end = end_from({"started_at": 60.0, "stopped_at": 69.0, "ended_at": 70.0}, 101.0, BEHIND)
     assert (end.started_at, end.stopped_at, end.ended_at, end.clock) == (90.0, 99.0, 100.0, BEHIND)
 
 
 @pytest.mark.parametrize("clock", [None, BEHIND])
-def test_whatever_clocks_say_an_end_was_before_it_was_seen(clock: Clock | None) -> None:
+def test_end_is_never_later_than_its_observation(clock: Clock | None) -> None:
     assert end_from({"ended_at": 5000.0}, 101.0, clock).ended_at == 101.0
 
 
@@ -174,21 +174,21 @@ def _at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> Ta
 @pytest.mark.parametrize(
     ("tasks", "cause", "rivals"),
     [
-        # Far enough apart for what is known of both clocks.
+        # The difference is larger than the uncertainty of both clocks.
         ([_at("a", 2.0, 0.4), _at("b", 1.0, 0.4)], "b", ()),
-        # Not far enough: the spec's order.
+        # The difference is smaller, so the spec's order decides.
         ([_at("a", 2.0, 0.6), _at("b", 1.0, 0.6)], "a", ("b",)),
         ([_at("a", 1.0, 0.6), _at("b", 2.0, 0.6)], "a", ("b",)),
-        # Three of them, of which only one is out of the question.
+        # Of three tasks, only one certainly failed later.
         ([_at("a", 9.0, 0.1), _at("b", 1.1, 0.1), _at("c", 1.0, 0.1)], "b", ("c",)),
-        # One node has one clock, however badly it is known.
+        # Tasks on one node have the same clock, so its uncertainty does not matter.
         ([_at("a", 1.1, 9.0, "n"), _at("b", 1.0, 9.0, "n")], "b", ()),
-        # Nothing is known of the clocks (a record of an older distflow): their times are what there is.
+        # In a record of an older distflow, the clocks are unknown, so only the times count.
         ([_at("a", 1.1, None), _at("b", 1.0, None)], "b", ()),
         ([_at("a", 1.0, None), _at("b", 1.0, None)], "a", ("b",)),
     ],
 )
-def test_what_clocks_do_not_tell_apart_is_not_decided_by_them(
+def test_order_of_the_spec_decides_within_the_uncertainty_of_clocks(
     tasks: list[TaskRecord], cause: str, rivals: tuple[str, ...]
 ) -> None:
     found = first_cause(tasks, {})
@@ -196,13 +196,13 @@ def test_what_clocks_do_not_tell_apart_is_not_decided_by_them(
     assert (found.task, found.rivals) == (cause, rivals)
 
 
-def test_a_bystander_is_no_rival_however_close() -> None:
+def test_task_that_lost_its_peer_is_not_a_rival() -> None:
     found = first_cause([_at("a", 1.0, 0.5), _at("b", 1.1, 0.5)], {"a": ("Broken pipe",)})
     assert found is not None
     assert (found.task, found.rivals) == ("b", ())
 
 
-def test_a_loser_of_its_peer_is_not_blamed_though_it_fell_first() -> None:
+def test_task_that_lost_its_peer_is_not_the_cause_even_if_it_ended_first() -> None:
     bystander = _failed("a", 1.0, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:4242")
     culprit = _failed("b", 1.2, "ValueError: bad label", rank=9)
     cause = first_cause([bystander, culprit], {})
@@ -211,18 +211,18 @@ def test_a_loser_of_its_peer_is_not_blamed_though_it_fell_first() -> None:
     assert "bad label" in cause.message
 
 
-def test_the_printed_lines_tell_a_bystander_too() -> None:
+def test_output_also_shows_that_a_task_lost_its_peer() -> None:
     lines = {"a": ("Traceback …", "RuntimeError: Connection reset by peer")}
     cause = first_cause([_failed("a", 1.0), _failed("b", 2.0)], lines)
     assert cause is not None
     assert cause.task == "b"
 
 
-def test_what_was_stopped_is_never_the_cause() -> None:
+def test_stopped_task_is_never_the_cause() -> None:
     assert first_cause([_failed("a", 1.0, reason=Reason.PEER_FAILED)], {}) is None
 
 
-def test_a_lost_node_is_blamed_last() -> None:
+def test_lost_node_is_the_last_suspect() -> None:
     cause = first_cause([_failed("a", 1.0, reason=Reason.NODE_LOST), _failed("b", 9.0)], {})
     assert cause is not None
     assert cause.task == "b"
@@ -235,7 +235,7 @@ SAID = "t1 ended with exit code 0 although its ranks failed (ValueError: no addr
 
 
 def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) -> Driver:
-    """A gang whose second task has ended with code 0, and whose first goes on."""
+    """A gang whose second task has ended with code 0, and whose first task continues."""
     driver = Driver(
         workflow(group_plan(**plan)),  # type: ignore[arg-type]
         behavior=lambda key: Behavior(seconds=after_s if key.task == "t1" else float("inf")),
@@ -247,7 +247,7 @@ def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) 
     return driver
 
 
-def test_it_is_said_at_once_and_the_group_is_stopped_when_the_others_stay_silent() -> None:
+def test_hidden_failure_is_reported_at_once_and_the_group_stopped_if_others_stay_silent() -> None:
     driver = gang()
     assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
     driver.advance(MISSING_RANKS_S - 0.5)
@@ -282,10 +282,10 @@ def test_tasks_that_make_progress_are_not_stopped() -> None:
     assert driver.group().state is not State.RUNNING
 
 
-def test_signs_of_life_count_also_where_the_end_is_seen_late() -> None:
+def test_heartbeats_count_even_if_the_end_is_observed_late() -> None:
     driver = gang(())
     task = driver.group().task("t1")
-    # As a supervisor that comes later finds it.
+    # The next supervisor has the same records.
     driver.advance(300)
     driver.output("t1", STACK)
     driver.beat("t0", driver.clock.now() - 1)
@@ -297,7 +297,7 @@ def test_signs_of_life_count_also_where_the_end_is_seen_late() -> None:
 
 
 @pytest.mark.parametrize(("lines", "after_s"), [(LABELED, 5.0), (STACK, 600.0)])
-def test_ranks_that_may_have_met_are_only_spoken_of(lines: tuple[str, ...], after_s: float) -> None:
+def test_hidden_failure_of_ranks_that_may_have_met_is_only_reported(lines: tuple[str, ...], after_s: float) -> None:
     driver = gang(lines, after_s=after_s)
     assert driver.group().message == SAID
     driver.advance(3600)
@@ -311,7 +311,7 @@ def test_ranks_that_fail_while_they_join_have_not_met_however_late() -> None:
     assert driver.group().state is not State.RUNNING
 
 
-def test_the_spec_decides() -> None:
+def test_stop_on_missing_ranks_of_the_spec_decides() -> None:
     driver = gang(stop_on_missing_ranks=False)
     driver.advance(3600)
     assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
@@ -321,26 +321,26 @@ def test_the_spec_decides() -> None:
 
 
 @pytest.mark.parametrize("lines", [(), ("done",), (*STACK, *["step"] * 30)])
-def test_a_task_that_did_its_work_is_no_reason_to_stop(lines: tuple[str, ...]) -> None:
+def test_task_without_a_failure_in_its_output_does_not_stop_the_group(lines: tuple[str, ...]) -> None:
     driver = gang(lines)
     driver.advance(3600)
     assert (driver.group().state, driver.group().message) == (State.RUNNING, "")
 
 
-def test_tasks_whose_failures_do_not_count_and_groups_without_a_world_are_left_alone() -> None:
+def test_tasks_that_do_not_count_and_groups_without_a_world_are_not_checked() -> None:
     for driver in (gang(ignore=True), gang(world=False, ignore=False)):
         driver.advance(3600)
         assert (driver.group().state, driver.group().message) == (State.RUNNING, "")
 
 
-def test_a_group_that_completes_all_the_same_has_completed() -> None:
+def test_group_that_completes_despite_a_hidden_failure_is_completed() -> None:
     driver = Driver(workflow(group_plan()), behavior=lambda key: Behavior(seconds=5 if key.task == "t1" else 20))
     driver.output("t1", STACK)
     driver.run()
     assert (driver.group().state, driver.group().cause, driver.group().message) == (State.COMPLETED, None, "")
 
 
-def test_it_is_the_cause_also_when_the_others_give_up_first() -> None:
+def test_hidden_failure_is_the_cause_even_if_the_others_end_first() -> None:
     driver = Driver(
         workflow(group_plan()),
         behavior=lambda key: Behavior(seconds=5) if key.task == "t1" else Behavior(seconds=20, exit_code=1),

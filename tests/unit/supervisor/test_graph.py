@@ -1,4 +1,4 @@
-"""Groups that wait for others: the order, what a failure does to what waits, cancels, and supervisors that were killed."""
+"""Groups that wait for others: order, failures of upstream groups, cancellations, and killed supervisors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def failing(name: str) -> object:
     return behave
 
 
-def test_a_group_starts_when_all_that_it_waits_for_have_completed() -> None:
+def test_group_starts_when_all_upstream_groups_have_completed() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=9 if key.group == "right" else 1)
 
@@ -63,7 +63,7 @@ def test_a_group_starts_when_all_that_it_waits_for_have_completed() -> None:
     assert driver.backend.starts[-1] == "u1/bottom/t0/0"
 
 
-def test_what_a_group_waits_for_is_said_once_and_as_it_changes() -> None:
+def test_awaited_groups_are_reported_once_per_change() -> None:
     driver = Driver(diamond(), behavior=lambda key: Behavior(seconds=9 if key.group == "right" else 1))
     driver.settle()
     assert group(driver, "bottom").message == "waits for left and right"
@@ -76,7 +76,7 @@ def test_what_a_group_waits_for_is_said_once_and_as_it_changes() -> None:
     assert told[:3] == ["bottom: waits for left and right", "bottom: waits for right", "bottom: SCHEDULING"]
 
 
-def test_a_failure_ends_what_waits_for_it_through_the_graph_while_siblings_go_on() -> None:
+def test_failure_ends_all_downstream_groups_while_siblings_continue() -> None:
     graph = workflow(small("top"), small("middle", "top"), small("bottom", "middle"), small("aside"))
     driver = Driver(graph, behavior=failing("top"))  # type: ignore[arg-type]
     driver.settle()
@@ -94,7 +94,7 @@ def test_a_failure_ends_what_waits_for_it_through_the_graph_while_siblings_go_on
     assert driver.backend.starts == ["u1/top/t0/0", "u1/aside/t0/0"]
 
 
-def test_a_workflow_has_begun_when_a_group_of_it_runs_though_another_could_not_be_started_before() -> None:
+def test_workflow_begins_with_its_first_running_group_after_another_could_not_start() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(refuses="no such image") if key.group == "one" else Behavior(seconds=60)
 
@@ -104,7 +104,7 @@ def test_a_workflow_has_begun_when_a_group_of_it_runs_though_another_could_not_b
     assert driver.record().started_at == group(driver, "other").running_at
 
 
-def test_a_timeout_of_the_first_shows_as_the_workflows_reason() -> None:
+def test_timeout_of_the_first_group_is_the_reason_of_the_workflow() -> None:
     driver = Driver(workflow(small("top", exec_s=3.0), small("bottom", "top")), behavior=lambda _: HANG)
     driver.run()
     assert group(driver, "bottom").reason is Reason.UPSTREAM
@@ -125,7 +125,7 @@ def test_a_cancel_ends_groups_that_run_and_groups_that_wait(at: float) -> None:
     assert driver.backend.alive == []
 
 
-def test_the_queue_timeout_of_a_group_begins_when_it_no_longer_waits() -> None:
+def test_queue_timeout_begins_when_the_upstream_groups_have_completed() -> None:
     driver = Driver(workflow(small("top"), small("bottom", "top", queue_s=5.0)), behavior=lambda _: Behavior(seconds=60))
     begun = driver.clock.now()
     driver.run()
@@ -133,7 +133,7 @@ def test_the_queue_timeout_of_a_group_begins_when_it_no_longer_waits() -> None:
     assert group(driver, "bottom").scheduling_at == pytest.approx(begun + 60.0, abs=0.1)
 
 
-def test_a_group_that_no_longer_waits_does_not_lose_its_place_to_later_workflows() -> None:
+def test_downstream_group_keeps_its_place_before_later_workflows() -> None:
     one_node = pool(node("n1"))
     first = workflow(group_plan("top", 1), group_plan("bottom", 1, after=("top",)))
     driver = Driver(first, workflow(group_plan("other", 1), uuid="u2", at=1.0), on=one_node)
@@ -142,7 +142,7 @@ def test_a_group_that_no_longer_waits_does_not_lose_its_place_to_later_workflows
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 2.0, 3.0])
-def test_a_killed_supervisor_takes_the_graph_up_where_it_was(after_s: float) -> None:
+def test_next_supervisor_continues_the_graph(after_s: float) -> None:
     driver = Driver(diamond())
     driver.settle()
     driver.clock.advance(after_s)
@@ -153,15 +153,15 @@ def test_a_killed_supervisor_takes_the_graph_up_where_it_was(after_s: float) -> 
     assert sorted(driver.backend.starts) == sorted(f"u1/{name}/t0/0" for name in ("top", "left", "right", "bottom"))
 
 
-# What groups hand on.
+# Outputs for other groups.
 
 
 def handing(*, spoils: str = "", **seconds: float) -> Driver:
-    """``top`` hands on to ``bottom``, and ``aside`` to nobody; each runs one second unless said otherwise."""
+    """``top`` passes its output to ``bottom``. ``aside`` has no dependent group. By default, each group runs one second."""
     bottom = group_plan(
         "bottom", 1, world=False, gpus=0, after=("top",), inputs=(InputSpec(position=1, task="t0", regex="a.*"),)
     )
-    # Names of tasks are of the whole workflow.
+    # Names of tasks are unique in the workflow.
     bottom = replace(bottom, launches=tuple(replace(launch, task="b") for launch in bottom.launches))
     top = group_plan("top", 2, world=False, gpus=0)
 
@@ -171,7 +171,7 @@ def handing(*, spoils: str = "", **seconds: float) -> Driver:
     return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behavior=behave)
 
 
-def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it() -> None:
+def test_group_completes_when_its_outputs_for_others_have_arrived_and_they_get_them() -> None:
     driver = handing()
     driver.settle()
     driver.backend.holds_outputs = True
@@ -180,12 +180,12 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     assert (top.state, [task.state for task in top.tasks]) == (State.RUNNING, [COMPLETED, COMPLETED])
     assert top.message == "all tasks have ended; copying the output of t0 to this machine for waiting groups"
     assert states(driver)["bottom"] is WAITING
-    # A supervisor that was killed meanwhile asks again.
+    # The next supervisor requests the output again.
     driver.backend.holds_outputs = False
     driver.restart()
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    # Of what nobody takes nothing is fetched.
+    # The output of a task without a dependent group is not fetched.
     assert driver.backend.collected == ["u1/top/t0/0"]
     saved = group(driver, "top").task("t0").saved
     assert saved is not None
@@ -194,14 +194,14 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     assert any(event.text == "t0: its output was copied to this machine: 10 KiB" for event in driver.events)
 
 
-def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node_stayed_in_reach() -> None:
+def test_output_is_requested_again_if_only_its_own_connection_broke() -> None:
     driver = handing()
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
     (command,) = driver.supervisor.in_flight.values()
     driver.backend.holds_outputs = False
-    # Nothing else happens: no node goes or comes, and no record changes.
+    # Nothing else happens: no node becomes unreachable or reachable, and no record changes.
     driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key))
     driver.settle()
     assert driver.backend.collected == ["u1/top/t0/0"]
@@ -209,7 +209,7 @@ def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
+def test_output_on_a_shared_file_system_is_not_copied() -> None:
     driver = handing()
     driver.backend.shares_files = True
     driver.run()
@@ -220,7 +220,7 @@ def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
     assert any(event.text == "t0: its output is available on every node: 10 KiB" for event in driver.events)
 
 
-def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -> None:
+def test_failed_fetch_of_an_output_fails_its_group_with_the_name_of_the_task() -> None:
     driver = handing(spoils="no space left on device")
     driver.run()
     top = group(driver, "top")
@@ -232,7 +232,7 @@ def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -
     assert driver.record().reason is Reason.DATA
 
 
-def test_a_node_that_holds_an_output_is_waited_for_and_not_for_ever() -> None:
+def test_group_waits_a_limited_time_for_a_node_with_its_output() -> None:
     driver = handing()
     driver.settle()
     where = group(driver, "top").task("t0").node
@@ -275,7 +275,7 @@ def test_a_cancel_does_not_wait_for_an_output() -> None:
     assert set(states(driver).values()) == {State.CANCELED}
 
 
-def test_a_failed_group_hands_nothing_on() -> None:
+def test_failed_group_passes_on_no_output() -> None:
     def behave(key: AttemptKey) -> Behavior:
         return Behavior(seconds=1, exit_code=int(key.group == "top" and key.task == "t0"))
 
@@ -286,7 +286,7 @@ def test_a_failed_group_hands_nothing_on() -> None:
     assert driver.backend.collected == []
 
 
-def test_a_cancel_after_the_lead_completed_does_not_wait_either() -> None:
+def test_cancel_after_the_lead_completed_does_not_wait_for_an_output() -> None:
     driver = handing()
     driver.backend._behavior = lambda key: Behavior(seconds=1) if key.task == "t0" else HANG
     driver.settle()
@@ -300,7 +300,7 @@ def test_a_cancel_after_the_lead_completed_does_not_wait_either() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_progress_of_an_output_is_kept_while_it_lasts(is_good: bool) -> None:
+def test_progress_of_an_output_is_kept_during_its_transfer(is_good: bool) -> None:
     driver = handing()
     driver.settle()
     driver.backend.holds_outputs = True
@@ -314,7 +314,7 @@ def test_progress_of_an_output_is_kept_while_it_lasts(is_good: bool) -> None:
     moving = top.moving(top.task("t0"))
     assert moving is not None
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
-    # It is no answer: the command is still under way.
+    # Progress is not an answer: the command is still in flight.
     assert CommandId(CollectOutput, "u1", "top", "t0", 0) in driver.supervisor.in_flight
     driver.seen.append(
         Collected(at=2.0, key=key, digest="d", size=1) if is_good else CollectFailed(at=2.0, key=key, message="gone")

@@ -1,4 +1,4 @@
-"""The loop, on a store and a clock that is turned by hand: what is kept of archives, and for how long."""
+"""The loop, on a store and a clock that the test sets: how long archives are kept, and how lost wake-ups are handled."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def driver() -> Driver:
 
 
 def end_at_once(driver: Driver) -> None:
-    """End ``u1`` by force."""
+    """Cancel ``u1`` with force."""
     driver.cancel(force=True)
     driver.settle()
     assert driver.record().state.is_final
 
 
-def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(driver: Driver) -> None:
+def test_archive_of_a_canceled_workflow_is_removed(driver: Driver) -> None:
     driver.add(workflow(plan(tasks=1)))
     driver.add(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
     driver.settle()
@@ -56,8 +56,8 @@ def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(driver: 
     assert list(driver.directory.blobs.iterdir()) == []
 
 
-def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(driver: Driver) -> None:
-    """Its transfer had just ended when the cancel came."""
+def test_input_of_a_canceled_workflow_is_removed(driver: Driver) -> None:
+    """The transfer had just ended when the workflow was canceled."""
     driver.add(workflow(group_plan(tasks=1)))
     driver.add(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
     driver.settle()
@@ -74,7 +74,7 @@ def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(driver: Dr
     assert list(driver.directory.blobs.iterdir()) == []
 
 
-def test_an_archive_that_comes_too_late_is_removed(driver: Driver) -> None:
+def test_archive_that_arrives_too_late_is_removed(driver: Driver) -> None:
     driver.add(workflow(plan(tasks=1)))
     driver.settle()
     driver.backend.holds_outputs = True
@@ -91,7 +91,7 @@ def test_an_archive_that_comes_too_late_is_removed(driver: Driver) -> None:
     assert list(driver.directory.blobs.iterdir()) == [driver.directory.blobs / DIGEST]
 
 
-def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_is_looked_for(driver: Driver) -> None:
+def test_archive_of_a_restart_is_kept_while_orphans_of_the_ended_workflow_remain(driver: Driver) -> None:
     top = group_plan("top", 1, world=False)
     bottom = group_plan("bottom", 1, world=False, after=("top",), inputs=(InputSpec(position=0, task="t0"),))
     bottom = replace(bottom, launches=tuple(replace(launch, task="b") for launch in bottom.launches))
@@ -103,19 +103,19 @@ def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_
     record = driver.record("u1")
     (digest,) = archives(record)
     assert (record.reason, record.group("bottom").task("b").orphan) == (Reason.NODE_LOST, OrphanState.UNREACHABLE)
-    # `restart` fetches what was kept, and stores the new workflow a moment later.
+    # `restart` fetches the outputs of kept groups, and stores the new workflow a moment later.
     (driver.directory.blobs / digest).touch()
     driver.settle()
     assert (driver.directory.blobs / digest).exists()
 
 
-def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_supervisor(driver: Driver) -> None:
+def test_unreadable_credentials_end_only_the_gang_that_needs_them(driver: Driver) -> None:
     inputs = (DataSpec(position=0, url="s3://b/in"),)
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0, url_inputs=inputs)))
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2"))
     driver.transfers.identity = unreadable  # type: ignore[method-assign]
     driver.settle()
-    # They could be read when the input was looked up.
+    # The credentials could be read when the input was looked up.
     key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), driver.clock.now()
     found = TransferResult(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
     driver.seen.append(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
@@ -126,7 +126,7 @@ def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_sup
     assert driver.record("u2").groups[0].state is State.RUNNING
 
 
-def test_what_is_written_by_one_who_could_not_wake_the_supervisor_is_found_all_the_same(driver: Driver) -> None:
+def test_new_work_is_found_although_the_wake_up_was_lost(driver: Driver) -> None:
     driver.add(workflow(group_plan(tasks=1, world=False, gpus=0)))
     driver.settle()
     unheard = workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2")
@@ -138,7 +138,7 @@ def test_what_is_written_by_one_who_could_not_wake_the_supervisor_is_found_all_t
 
 
 @pytest.mark.parametrize("table", ["groups", "documents"])
-def test_a_workflow_that_another_distflow_wrote_is_left_alone_and_the_others_go_on(driver: Driver, table: str) -> None:
+def test_workflow_of_another_version_is_not_changed_and_others_continue(driver: Driver, table: str) -> None:
     for uuid in ("u1", "u2"):
         driver.add(workflow(group_plan(tasks=1, world=False, gpus=0), uuid=uuid))
     column = {"groups": "record", "documents": "plan"}[table]
@@ -154,7 +154,7 @@ def test_a_workflow_that_another_distflow_wrote_is_left_alone_and_the_others_go_
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_was_set_while_no_supervisor_ran_makes_no_wait_longer(driver: Driver, jump_s: float) -> None:
+def test_clock_that_was_set_while_no_supervisor_ran_does_not_lengthen_waits(driver: Driver, jump_s: float) -> None:
     one = workflow(group_plan(tasks=1, world=False, gpus=0, retry=Retry(limit=3, backoff_s=8.0)))
     at = driver.clock.now()
     resting = replace(
@@ -169,7 +169,7 @@ def test_a_clock_that_was_set_while_no_supervisor_ran_makes_no_wait_longer(drive
     assert driver.record("u1").groups[0].state is State.RUNNING
 
 
-def test_a_request_to_cancel_by_a_clock_that_was_set_forward_makes_no_wait_longer(driver: Driver) -> None:
+def test_cancel_request_from_a_fast_clock_does_not_lengthen_waits(driver: Driver) -> None:
     driver.add(workflow(plan(tasks=1)))
     driver.settle()
     driver.backend.holds_outputs = True

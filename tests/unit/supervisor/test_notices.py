@@ -1,4 +1,4 @@
-"""Which notifications become due, and that each is stored once, whatever happens to the supervisor."""
+"""Notifications become due, and each is stored once, even if the supervisor is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def due(driver: Driver, uuid: str = "u1") -> list[tuple[int, str, str]]:
     return [(one.target, one.on.value, one.subject) for one in driver.reader.notices() if one.workflow == uuid]
 
 
-def test_start_and_end_are_due_for_the_entries_that_ask_for_them(driver: Driver) -> None:
+def test_start_and_end_are_due_for_the_entries_that_request_them(driver: Driver) -> None:
     driver.add(notified(workflow(group_plan(tasks=1)), EVERYTHING, ENDS))
     driver.settle()
     assert due(driver) == [(0, "started", "")]

@@ -1,4 +1,4 @@
-"""Observations that come late, twice or out of order change nothing that is over."""
+"""Observations that come late, twice or out of order do not change ended attempts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_end_is_final() -> None:
     assert events == []
 
 
-def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
+def test_progress_of_files_is_kept_until_they_have_arrived() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf")))
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
@@ -47,13 +47,13 @@ def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
     assert apply_observation(record, PLAN, told) == (record, [])
 
 
-def test_what_is_said_of_another_attempt_or_node_is_not_taken() -> None:
+def test_observations_of_other_attempts_or_nodes_are_ignored() -> None:
     record = _running().record()
     for key in (_key(attempt=1), _key(node="n2")):
         assert apply_observation(record, PLAN, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
 
 
-def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
+def test_second_lease_does_not_restart_a_gang() -> None:
     driver = _running()
     binding = driver.group().binding
     assert binding is not None
@@ -61,13 +61,13 @@ def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
     assert apply_observation(driver.record(), PLAN, late) == (driver.record(), [])
 
 
-def test_what_runs_is_not_prepared_or_started_again() -> None:
+def test_running_task_is_not_prepared_or_started_again() -> None:
     record = _running().record()
     assert apply_observation(record, PLAN, Prepared(at=9.0, key=_key())) == (record, [])
     assert apply_observation(record, PLAN, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
 
 
-def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> None:
+def test_lost_node_is_stored_with_its_unfinished_tasks_and_reported_once() -> None:
     record = _running().record()
     pool = record.pool_key
     lost, events = apply_node_observation(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
@@ -77,7 +77,7 @@ def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> 
     assert (away.since, away.error) == (7.0, "no route")
     assert lost.groups[0].task("t1").outage is None
     assert apply_node_observation(lost, NodeDown(at=8.0, pool=pool, node="n1", error="no route")) == (lost, [])
-    # The reason may change; since when does not.
+    # The error may change, but the beginning of the outage does not.
     other, events = apply_node_observation(lost, NodeDown(at=9.0, pool=pool, node="n1", error="refused"))
     away = other.groups[0].task("t0").outage
     assert away is not None
@@ -88,7 +88,7 @@ def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> 
     assert apply_node_observation(found, NodeUp(at=11.0, pool=pool, node="n1")) == (found, [])
 
 
-def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
+def test_node_is_unreachable_since_its_last_message() -> None:
     driver = _running()
     record = driver.record()
     down = NodeDown(at=20.0, pool=record.pool_key, node="n1", error="silent", since=5.0)
@@ -97,12 +97,12 @@ def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
     assert away.since == 5.0
     view = update_node_view(replace(driver.supervisor.snapshot().nodes["lab", "n1"], up=True, since=1.0), down)
     assert (view.up, view.since) == (False, 5.0)
-    # Only the first word counts: a try to connect that fails later was not heard either.
+    # Only the first report counts: a failed try to connect is not a message of the node either.
     assert update_node_view(view, replace(down, at=30.0, since=None)).since == 5.0
     assert update_node_view(view, NodeUp(at=31.0, pool=record.pool_key, node="n1")).since == 31.0
 
 
-def test_a_lost_node_is_no_news_for_others() -> None:
+def test_lost_node_does_not_change_workflows_on_other_nodes() -> None:
     record = _running().record()
     assert apply_node_observation(record, NodeDown(at=7.0, pool=record.pool_key, node="n9", error="x")) == (record, [])
     assert apply_node_observation(record, NodeDown(at=7.0, pool="another", node="n1", error="x")) == (record, [])

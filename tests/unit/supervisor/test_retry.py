@@ -1,4 +1,4 @@
-"""Groups that are tried again: when, how often, how soon, and what of the earlier attempts stays."""
+"""Retries of groups: their conditions, their number, the backoff, and the records of earlier attempts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_3 = ExitActions(reschedule=((3, 3),))
 
 
 def failing(attempts: int, exit_code: int = 3, culprit: str = "t1") -> Driver:
-    """A gang of two of which one fails in its first attempts, and runs through in the next."""
+    """A gang of two tasks, of which one fails in its first attempts and succeeds in the next."""
 
     def behave(key: AttemptKey) -> Behavior:
         if key.attempt >= attempts or key.workflow != "u1":
@@ -32,7 +32,7 @@ def failing(attempts: int, exit_code: int = 3, culprit: str = "t1") -> Driver:
     )
 
 
-def test_the_whole_gang_is_tried_again_after_its_rest() -> None:
+def test_whole_gang_is_retried_after_the_backoff() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)
@@ -50,12 +50,12 @@ def test_the_whole_gang_is_tried_again_after_its_rest() -> None:
     assert len(driver.backend.starts) == 4
 
 
-def test_a_node_that_failed_is_taken_last() -> None:
+def test_node_with_a_failure_is_chosen_last() -> None:
     plan = group_plan(exit_actions=ON_3, retry=Retry(limit=3, backoff_s=1, max_backoff_s=1))
     nodes = [node(name) for name in ("n1", "n2", "n3")]
 
     def placed(failures: int, *on: Node) -> dict[str, str | None]:
-        """Where the attempt after these runs, of which each failed where its first task was."""
+        """Return the nodes of the next attempt after failures of the first task on these nodes."""
 
         def behave(key: AttemptKey) -> Behavior:
             return Behavior(seconds=1, exit_code=3) if key.attempt < failures and key.task == "t0" else HANG
@@ -74,7 +74,7 @@ def test_a_node_that_failed_is_taken_last() -> None:
     assert placed(1, *nodes[:2]) == {"t0": "n2", "t1": "n1"}
 
 
-def test_a_node_that_failed_too_often_is_waited_around_while_others_could_do() -> None:
+def test_gang_waits_for_other_nodes_instead_of_one_with_too_many_failures() -> None:
     def attempt_3(avoid_after: int, *names: str) -> Driver:
         """Two attempts of u1 have failed on n1, while u2 has n2 for 20 s."""
 
@@ -100,12 +100,12 @@ def test_a_node_that_failed_too_often_is_waited_around_while_others_could_do() -
     )
     waits.advance(20.0)
     assert [task.node for task in waits.group().tasks] == ["n2"]
-    # Where nothing else could hold it, or never.
+    # If no other node can hold the gang, or if nodes are never avoided.
     for again in (attempt_3(2, "n1"), attempt_3(0, "n2", "n1")):
         assert [task.node for task in again.group().tasks] == ["n1"]
 
 
-def test_what_became_of_earlier_attempts_is_kept() -> None:
+def test_ends_of_earlier_attempts_are_kept() -> None:
     driver = failing(1)
     driver.run()
     group = driver.group()
@@ -122,7 +122,7 @@ def test_what_became_of_earlier_attempts_is_kept() -> None:
     ]
 
 
-def test_after_the_last_attempt_it_has_failed() -> None:
+def test_group_fails_after_the_last_attempt() -> None:
     driver = failing(99)
     driver.run()
     group = driver.group()
@@ -133,19 +133,19 @@ def test_after_the_last_attempt_it_has_failed() -> None:
 
 
 @pytest.mark.parametrize(("exit_code", "attempts"), [(4, 0), (3, 1)])
-def test_only_the_codes_that_are_named_are_tried_again(exit_code: int, attempts: int) -> None:
+def test_only_exit_codes_of_the_spec_are_retried(exit_code: int, attempts: int) -> None:
     driver = failing(1, exit_code)
     driver.run()
     assert driver.group().attempt == attempts
 
 
-def test_rests_double_up_to_the_longest() -> None:
+def test_backoff_doubles_up_to_the_maximum() -> None:
     retry = Retry(backoff_s=5, max_backoff_s=60)
     assert [retry.wait_s(attempt) for attempt in range(1, 7)] == [5, 10, 20, 40, 60, 60]
     assert retry.wait_s(100_000) == 60
 
 
-def test_a_gang_that_rests_does_not_hold_up_the_queue() -> None:
+def test_gang_in_backoff_does_not_block_the_queue() -> None:
     driver = failing(1)
     driver.add(workflow(group_plan(), uuid="u2", at=1.0))
     driver.settle()
@@ -157,7 +157,7 @@ def test_a_gang_that_rests_does_not_hold_up_the_queue() -> None:
     assert driver.record().state is driver.record("u2").state is WorkflowState.COMPLETED
 
 
-def test_its_rest_is_no_waiting_for_nodes() -> None:
+def test_backoff_does_not_count_as_waiting_for_nodes() -> None:
     plan = group_plan(exit_actions=ON_3, retry=Retry(backoff_s=100), queue_s=20.0)
 
     def behave(key: AttemptKey) -> Behavior:
@@ -168,7 +168,7 @@ def test_its_rest_is_no_waiting_for_nodes() -> None:
     assert driver.record().state is WorkflowState.COMPLETED
 
 
-def test_a_group_that_rests_can_be_canceled() -> None:
+def test_group_in_backoff_can_be_canceled() -> None:
     driver = failing(99)
     driver.settle()
     driver.advance(2.0)
@@ -180,7 +180,7 @@ def test_a_group_that_rests_can_be_canceled() -> None:
     assert {task.status for task in group.earlier} == {"RESCHEDULED"}
 
 
-def test_a_killed_supervisor_goes_on_with_the_attempt_that_stands() -> None:
+def test_next_supervisor_continues_with_the_current_attempt() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)
@@ -193,7 +193,7 @@ def test_a_killed_supervisor_goes_on_with_the_attempt_that_stands() -> None:
     assert driver.backend.starts.count("u1/train/t0/1") == 1
 
 
-def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
+def test_lost_node_is_code_3001_and_the_next_attempt_runs_on_another_node() -> None:
     nodes = pool(node("n1"), node("n2"), node("n3"), node_lost_after_s=30.0)
     driver = Driver(
         workflow(group_plan(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1))),
@@ -212,7 +212,7 @@ def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
     assert (lost.status, lost.exit_code, lost.orphan) == ("RESCHEDULED", 3001, OrphanState.UNREACHABLE)
     driver.backend.heal("n2")
     driver.advance(1.0)
-    assert driver.backend.alive == ["u1/train/t0/1", "u1/train/t1/1"]  # what was left on the lost node is stopped
+    assert driver.backend.alive == ["u1/train/t0/1", "u1/train/t1/1"]  # the orphan attempt on the lost node is stopped
     driver.run()
     lost = driver.group().find("t1", 0)
     assert lost is not None
@@ -254,7 +254,7 @@ def test_a_success_that_counts_as_failure() -> None:
     assert driver.cause().message == "exit code 0: counts as failure (exitActions)"
 
 
-def test_a_task_that_was_stopped_for_the_lead_is_no_success_of_its_own() -> None:
+def test_exit_actions_do_not_apply_to_a_task_that_was_stopped_for_the_lead() -> None:
     plan = group_plan(world=False, exit_actions=ExitActions(fail=((0, 0),)))
     actions = (replace(plan.launches[0], exit_actions=ExitActions()), plan.launches[1])
 
@@ -266,7 +266,7 @@ def test_a_task_that_was_stopped_for_the_lead_is_no_success_of_its_own() -> None
     assert driver.group().task("t1").state is State.COMPLETED
 
 
-def test_a_decision_is_the_same_however_often_it_is_made() -> None:
+def test_decisions_are_deterministic() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)

@@ -1,4 +1,4 @@
-"""What a waiting gang is told of its pool."""
+"""The leases of waiting gangs, and the messages about why they wait."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
 
 
 def _reported(number: int, *, configured: int | None, gpus: int, machine: str = "") -> NodeView:
-    """A node as it is after its first answer."""
+    """The view of a node after its first report."""
     one = replace(node(f"n{number}"), gpus=configured)
     return update_node_view(
         NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, machine=machine)
     )
 
 
-def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
+def test_no_message_while_the_first_connections_are_made() -> None:
     leases = _asked(64, [_view(number, up=number < 60) for number in range(64)])
     assert (leases.commands, leases.messages) == ([], {})
 
 
-def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected() -> None:
+def test_unreachable_node_is_named_while_others_are_being_connected() -> None:
     views = [_view(0, up=True), _view(1), _view(2, error="refused the key")]
     assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; unreachable: n2: refused the key"}
 
@@ -59,7 +59,7 @@ def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected
         ),
     ],
 )
-def test_the_nodes_that_a_gang_cannot_start_without_are_named(others: list[NodeView], missing: UnreachableNodes | None) -> None:
+def test_unreachable_nodes_that_a_gang_needs_are_named(others: list[NodeView], missing: UnreachableNodes | None) -> None:
     views = [_view(0, up=True), *others, replace(_view(2, error="refused the key"), needs_action=True)]
     assert _asked(2, views).unreachable.get(("u1", "train")) == missing
 
@@ -82,10 +82,10 @@ def test_a_gang_that_the_pool_can_never_hold_fails_with_both_numbers(configured:
     (words,) = leases.failures.values()
     assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 0 of 0 GPUs free, 8 requested")
     assert ("(the configuration says 8 GPUs, the node reports 0)" in words) is (configured == 8)
-    # A node that nobody has reached yet may have them.
+    # A node that has not been reached yet may have the GPUs.
     leases = _asked(1, [views[0], _view(1, error="no route")])
     assert (leases.commands, leases.failures) == ([], {})
-    # Accelerators that distflow cannot count are believed.
+    # With `check_capacity: false`, the configured number counts, because distflow cannot count some accelerators.
     trusted = [replace(view.node, gpus=8, check_capacity=False) for view in views]
     seen = NodeUp(at=0.0, pool="lab", node="n", gpus=0)
     leases = _asked(2, [update_node_view(NodeView(node=one, gpus=8), seen) for one in trusted])
@@ -111,7 +111,7 @@ TOO_LITTLE = "(the configuration says 200 GiB of memory, the node reports 62 GiB
         ),
         ({"cpus": 4}, {"cpus": 8}, ""),
         ({"cpus": 5}, {"cpus": 8, "check_capacity": False}, ""),
-        ({"memory": 64 * GIB}, {"memory": 64 * GIB}, ""),  # the kernel keeps some of what is installed
+        ({"memory": 64 * GIB}, {"memory": 64 * GIB}, ""),  # the kernel reserves some of the installed memory
     ],
 )
 def test_cpus_and_memory_that_a_node_does_not_have_are_not_leased(
@@ -143,7 +143,7 @@ def test_entries_that_are_one_machine_count_once() -> None:
     views = [_reported(number, configured=8, gpus=8, machine="one") for number in range(2)]
     (words,) = _asked(2, views).failures.values()
     assert "n1: 0 of 0 GPUs free, 8 requested (the same machine as n0, or it shares its lease_dir)" in words
-    # While a gang holds its GPUs, the next one waits, instead of asking for them under the other name.
+    # While a gang holds the GPUs, the next gang waits, and does not request them under the other name.
     (command,) = _asked(1, views).commands
     assert command.request is not None
     assert command.request.nodes == {"t0": "n0"}
@@ -151,13 +151,13 @@ def test_entries_that_are_one_machine_count_once() -> None:
     held = PoolUsage(workflow=workflow(group_plan(tasks=1)), waiting=(), holds=(HeldResources(node="n1", gpus=8, port=29500),))
     assert [one.gpus for one in free(views, [held], None)] == [0, 0]
     assert [one.closed for one in free(views, [held], 29500)] == ["port 29500 is taken"] * 2
-    # What asks for nothing that is counted may stand on both.
+    # Tasks without counted resources may run on both entries.
     (command,) = _asked(2, views, gpus=0).commands
     assert command.request is not None
     assert sorted(command.request.nodes.values()) == ["n0", "n1"]
 
 
-def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
+def test_event_of_a_waiting_gang_is_not_repeated() -> None:
     group = replace(workflow(group_plan(tasks=1)).record.groups[0], state=State.SCHEDULING, scheduling_at=1.0)
     events = []
     for number in range(20):
@@ -172,12 +172,12 @@ def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
     assert text
 
 
-def test_enough_nodes_are_enough_although_others_are_not_there_yet() -> None:
+def test_gang_starts_on_enough_nodes_although_others_are_being_connected() -> None:
     leases = _asked(2, [_view(0, up=True), _view(1), _view(2, up=True)])
     assert [sorted(command.request.nodes.values()) for command in leases.commands] == [["n0", "n2"]]
 
 
-def test_priorities_come_before_the_order_of_submission_and_that_within_one() -> None:
+def test_gangs_are_ordered_by_priority_and_then_by_submission() -> None:
     order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.NORMAL, Priority.HIGH]
     gangs = [workflow(group_plan(tasks=1), uuid=f"u{number}", at=number) for number in range(len(order))]
     left = {
@@ -201,7 +201,7 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
         (command,) = leases.commands
         served.append(command.key.workflow)
         words = {uuid: message for (uuid, _), message in leases.messages.items()}
-        # Each is told of the one before it, and hears nothing new when others go.
+        # Each gang names the one before it, and its message does not change when others leave the queue.
         assert all(told.get(uuid, message) == message for uuid, message in words.items())
         told |= words
         assert list(words) == [uuid for uuid in ("u4", "u1", "u3", "u0") if uuid in words]
@@ -210,7 +210,7 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
     assert told == {"u4": "behind u2", "u1": "behind u4", "u3": "behind u1", "u0": "behind u3"}
 
 
-def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
+def test_gang_with_nodes_keeps_them_despite_higher_priorities() -> None:
     low, high = (workflow(group_plan(tasks=1), uuid=uuid) for uuid in ("low", "high"))
     (group,) = low.record.groups
     binding = Binding(tasks={"t0": TaskBinding(node="n0", address="10.0.0.1", gpu_ids=tuple(range(8)))}, port=29500)

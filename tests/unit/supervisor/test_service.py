@@ -1,4 +1,4 @@
-"""The background process: when it is at work, and when it ends."""
+"""The background process: its lock, its wake-up, and its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distflow.supervisor.service import _serve, _Starter
 from unit.state.stored import running_group, submit, workflow
 
 
-def test_it_ends_when_only_workflows_are_left_that_it_cannot_read(tmp_path: Path) -> None:
+def test_supervisor_ends_when_only_unreadable_workflows_remain(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path / "state").ensure()
     with Store(directory.store) as store:
         submit(store, workflow([running_group()]))
@@ -35,7 +35,7 @@ def test_it_ends_when_only_workflows_are_left_that_it_cannot_read(tmp_path: Path
     os.close(told)
 
 
-def test_it_ends_although_notifications_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = StateDirectory(tmp_path).ensure()
     answers = [False]
 
@@ -69,7 +69,7 @@ def test_a_lock_holds_although_its_file_was_removed(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_supervisor_of_an_earlier_version_holds_the_file_alone(tmp_path: Path) -> None:
+def test_lock_of_an_earlier_version_on_the_file_alone_is_respected(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     with directory.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -145,23 +145,25 @@ def test_a_store_that_a_newer_version_has_upgraded_ends_the_supervisor(tmp_path:
             store.has_news()
 
 
-def test_another_users_directory_keeps_nobody_from_being_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_directory_of_another_user_does_not_prevent_a_wake_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trap = tmp_path / f"distflow-{os.getuid()}"
     trap.mkdir()
     trap.chmod(0o777)
-    # Longer than the address of a socket may be.
+    # The path is longer than the address of a socket may be.
     directory = StateDirectory(tmp_path / ("x" * 200)).ensure()
-    knock = open_wake_socket(directory)
-    assert knock is not None
-    knock.settimeout(20)
+    wake_socket = open_wake_socket(directory)
+    assert wake_socket is not None
+    wake_socket.settimeout(20)
     wake(directory)
-    assert knock.recv(16) == b"wake"
-    knock.close()
+    assert wake_socket.recv(16) == b"wake"
+    wake_socket.close()
 
 
-def test_a_state_directory_without_sockets_is_no_obstacle(tmp_path: Path) -> None:
+def test_state_directory_without_sockets_works(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path).ensure()
     directory.socket.mkdir()
     assert open_wake_socket(directory) is None

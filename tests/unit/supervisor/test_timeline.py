@@ -1,4 +1,4 @@
-"""What followed from what, by example; ``tests/goldens/cli/why_failed.txt`` shows a whole timeline."""
+"""The timeline of a failure. ``tests/goldens/cli/why_failed.txt`` shows a whole one."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
         (_task("b", None, state=State.COMPLETED, exit_code=0), (), "completed"),
     ],
 )
-def test_an_end_followed_from_something(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
+def test_end_has_its_reason(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
     assert _last(task, *lines).because == because
 
 
 @pytest.mark.parametrize("reason", Reason)
 @pytest.mark.parametrize("cause", [None, CAUSE])
-def test_every_reason_can_be_told(reason: Reason, cause: Cause | None) -> None:
+def test_every_reason_has_a_text(reason: Reason, cause: Cause | None) -> None:
     assert _last(_task("b", reason), cause=cause).because
 
 
-def test_ends_are_shown_as_people_call_them() -> None:
+def test_ends_are_shown_by_their_usual_names() -> None:
     assert show_end(End(ended_at=1.0, signal=9)) == "SIGKILL"
     assert show_end(End(ended_at=1.0, exit_code=3)) == "exit code 3"
     assert show_end(End(ended_at=1.0, reason=EndReason.BOTH_DIED)) == "both died"
 
 
-def test_one_attempt_is_told_without_the_others() -> None:
+def test_timeline_contains_only_one_attempt() -> None:
     now = replace(_task("a", None, state=State.COMPLETED, exit_code=0), attempt=1)
     group = GroupRecord(
         name="g", tasks=(now,), attempt=1, earlier=(_task("a", Reason.EXIT_CODE),), earlier_causes=(CAUSE,), stopping_at=50.0
@@ -63,7 +63,7 @@ def test_one_attempt_is_told_without_the_others() -> None:
     assert [moment.because for moment in moments(group, 0, (), {})] == ["the first cause"]
 
 
-def test_only_what_happened_to_its_nodes_in_its_time_is_told() -> None:
+def test_timeline_contains_only_events_of_its_nodes_and_time() -> None:
     task = replace(_task("a", Reason.EXIT_CODE), started_at=1.0)
     told = [
         Event(at=5.0, details=NodeUnreachable(node="n-a", error="no route\nremedy"), workflow="u"),

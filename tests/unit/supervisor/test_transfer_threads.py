@@ -1,4 +1,4 @@
-"""Carrying data in threads: what is repeated does the same again, what fails is told of, what is called off is not."""
+"""Data transfers in threads: repetitions have the same result, failures are reported, and canceled transfers are not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ KEY = AttemptKey(workflow="u1", group="g", task="t", attempt=0, node="")
 COMMAND = TransferData("lab", KEY, DataRef(DataKind.WRITE, 0))
 
 
-class Place:
-    """A transfers with folders and a sink of its own."""
+class TransferSetup:
+    """``ThreadedTransfers`` with its own directories and sink."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Place:
         self.transfers = ThreadedTransfers(self.blobs, folder / "transfers", FakeClock().now, self.seen.put)
 
     def blob(self, **files: bytes) -> str:
-        """Make an archive as a node's output is one."""
+        """Create an archive like that of a node's output, and return its digest."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
             for name, content in files.items():
@@ -45,8 +45,8 @@ class Place:
         (self.blobs / digest).write_bytes(buffer.getvalue())
         return digest
 
-    def carry(self, transfer: Transfer, command: TransferData = COMMAND) -> TransferEnded:
-        """Do it, and return how it ended."""
+    def run(self, transfer: Transfer, command: TransferData = COMMAND) -> TransferEnded:
+        """Run a transfer, and return its end."""
         self.transfers.begin(command, transfer)
         while True:
             seen = self.seen.get(timeout=60)
@@ -54,21 +54,21 @@ class Place:
                 return seen
 
 
-def test_what_is_written_twice_is_one_version(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+def test_repeated_write_creates_one_version(tmp_path: Path) -> None:
+    setup = TransferSetup(tmp_path)
     transfer = Transfer(
-        data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/sets", regex="", digest=place.blob(x=b"1"), dataset="m"
+        data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/sets", regex="", digest=setup.blob(x=b"1"), dataset="m"
     )
-    outcomes = [Place(tmp_path).carry(transfer).outcome for _ in range(2)]
+    outcomes = [TransferSetup(tmp_path).run(transfer).outcome for _ in range(2)]
     assert [(one.url, one.files, one.error) for one in outcomes] == [("dataset m:1", 1, "")] * 2
     assert not (tmp_path / "transfers" / "u1" / "g" / "t" / "write-0").exists()
 
 
-def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
+def test_repeated_fetch_creates_one_blob(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").write_bytes(b"1")
     fetched = [
-        Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url=f"file://{tmp_path}/data", regex="")).outcome
+        TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url=f"file://{tmp_path}/data", regex="")).outcome
         for _ in range(2)
     ]
     (digest,) = {one.digest for one in fetched}
@@ -77,7 +77,9 @@ def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
 
 
 def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> None:
-    outcome = Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
+    outcome = (
+        TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
+    )
     assert (outcome.error, outcome.files) == ("", 0)
     with tarfile.open(tmp_path / "blobs" / outcome.digest) as tar:
         assert tar.getnames() == []
@@ -89,45 +91,47 @@ def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> No
         ("sftp://-oProxyCommand=x/y", "has no valid host and port"),
     ],
 )
-def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:
-    seen = Place(tmp_path).carry(Transfer(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
+def test_failure_is_reported(url: str, words: str, tmp_path: Path) -> None:
+    seen = TransferSetup(tmp_path).run(Transfer(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
     assert words in seen.outcome.error
     assert "\n" not in seen.outcome.error
 
 
-def test_a_blob_that_is_gone_is_told_of(tmp_path: Path) -> None:
-    seen = Place(tmp_path).carry(
+def test_missing_blob_is_reported(tmp_path: Path) -> None:
+    seen = TransferSetup(tmp_path).run(
         Transfer(data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/out", regex="", digest="0" * 64)
     )
     assert "No such file" in seen.outcome.error
 
 
-def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    # Nobody listens on the port of discarded data: it is tried again and again.
-    place.transfers.begin(COMMAND, Transfer(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
-    place.transfers.cancel(COMMAND)
+def test_canceled_transfer_ends_without_a_report(tmp_path: Path) -> None:
+    setup = TransferSetup(tmp_path)
+    # No server listens on this port, so the transfer is retried.
+    setup.transfers.begin(COMMAND, Transfer(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
+    setup.transfers.cancel(COMMAND)
     wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
-    assert place.seen.empty()
+    assert setup.seen.empty()
 
 
-def test_one_that_ends_while_all_are_let_go_of_keeps_none_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the disk is full: the supervisor cannot write, and neither can a transfer."""
-    place = Place(tmp_path)
+def test_transfer_that_ends_during_close_does_not_prevent_the_end_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This happens if the disk is full: neither the supervisor nor a transfer can write."""
+    setup = TransferSetup(tmp_path)
     commands = [replace(COMMAND, data=DataRef(DataKind.WRITE, number)) for number in range(3)]
     for one in commands:
-        place.transfers.begin(one, Transfer(data=one.data, url="http://127.0.0.1:9/x", regex=""))
-    halts = dict(place.transfers._halts)
+        setup.transfers.begin(one, Transfer(data=one.data, url="http://127.0.0.1:9/x", regex=""))
+    halts = dict(setup.transfers._halts)
     first, ending, last = (halts[one.identity] for one in commands)
-    let_go = first.set
+    halt_first = first.set
 
-    def and_another_one_ends() -> None:
-        let_go()
-        place.transfers._halts.pop(commands[1].identity)
+    def halt_while_another_ends() -> None:
+        halt_first()
+        setup.transfers._halts.pop(commands[1].identity)
 
-    monkeypatch.setattr(first, "set", and_another_one_ends)
+    monkeypatch.setattr(first, "set", halt_while_another_ends)
     try:
-        place.transfers.close()
+        setup.transfers.close()
         assert last.is_set()
     finally:
         for halt in (first, ending, last):

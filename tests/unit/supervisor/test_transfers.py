@@ -1,4 +1,4 @@
-"""Data at URLs: fetched before a group is queued, written before it is COMPLETED; failures, cancels and killed supervisors."""
+"""Data at URLs: fetched before a group is queued, and written before it is COMPLETED. Failures, cancels, killed supervisors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def driver_of(tasks: int = 1, behavior: Behavior | None = None, **settings: obje
     return driver
 
 
-def say(driver: Driver, command: TransferData, *, is_relayed: bool = False, **outcome: object) -> None:
-    """Let a transfer end."""
+def end_transfer(driver: Driver, command: TransferData, *, is_relayed: bool = False, **outcome: object) -> None:
+    """Report the end of a transfer to the supervisor."""
     one = driver.workflows[command.key.workflow]
     transfer = transfer_of(one.plan, one.record, command)
     done = TransferResult(
@@ -44,7 +44,7 @@ def say(driver: Driver, command: TransferData, *, is_relayed: bool = False, **ou
 
 
 def source_of(driver: Driver) -> AttemptKey | None:
-    """Whose node writes what was asked for last."""
+    """Return the attempt whose node executes the last transfer."""
     one = driver.workflows["u1"]
     return transfer_of(one.plan, one.record, driver.transfers.begun[-1]).source
 
@@ -57,13 +57,13 @@ def transfers(driver: Driver) -> list[tuple[str, str, str, str, str]]:
 
 def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> None:
     driver = driver_of(2, url_inputs=IN)
-    # What two tasks want is fetched once.
+    # An input of two tasks is fetched once.
     assert transfers(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-1", "a", "")]
     assert driver.group().state is State.WAITING
     assert driver.group().message == "checking inputs: s3://b/in, s3://b/w-1"
-    say(driver, driver.transfers.begun[1], digest="d1", size=10, files=1, content=5)
+    end_transfer(driver, driver.transfers.begun[1], digest="d1", size=10, files=1, content=5)
     assert driver.group().state is State.WAITING
-    say(driver, driver.transfers.begun[0], digest="d0", size=20, files=2, content=3000)
+    end_transfer(driver, driver.transfers.begun[0], digest="d0", size=20, files=2, content=3000)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
     assert len(driver.transfers.begun) == 2
@@ -79,21 +79,21 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
     assert "t0: its input was fetched: s3://b/in: 2 files, 2.9 KiB" in told
 
 
-def test_datasets_are_told_apart_though_they_lie_at_one_url() -> None:
+def test_datasets_at_one_url_are_separate_inputs() -> None:
     sets = tuple(DataSpec(position=number, url="s3://b/sets", dataset=name) for number, name in enumerate(("a", "b:2", "a")))
     driver = driver_of(url_inputs=sets)
     assert driver.group().message == "checking inputs: dataset a, dataset b:2"
     for command, digest in zip(list(driver.transfers.begun), ("d0", "d1"), strict=True):
-        say(driver, command, digest=digest)
+        end_transfer(driver, command, digest=digest)
     driver.run()
     assert [one.blob for one in driver.backend.launches["u1/train/t0/0"].files] == ["d0", "d1", "d0"]
 
 
-def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
+def test_input_that_nodes_can_fetch_is_looked_up_once_and_fetched_by_each() -> None:
     sets = (DataSpec(position=0, url="s3://b/{{workflow_id}}", regex="a"), DataSpec(position=1, url="s3://b/sets", dataset="m"))
     driver = driver_of(2, url_inputs=sets)
-    say(driver, driver.transfers.begun[0], is_direct=True, files=2, content=3000)
-    say(driver, driver.transfers.begun[1], is_direct=True, dataset="m:7", files=1)
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=2, content=3000)
+    end_transfer(driver, driver.transfers.begun[1], is_direct=True, dataset="m:7", files=1)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
     assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/1"]
@@ -108,25 +108,25 @@ def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
     assert "t0: its input is fetched by its node: s3://b/w-1: 2 files, 2.9 KiB" in told
 
 
-def may_stay(driver: Driver) -> list[bool]:
-    """Of what was asked for, in its order: whether nodes may fetch it."""
+def nodes_can_fetch(driver: Driver) -> list[bool]:
+    """Return for each transfer, in order, whether nodes can fetch the input."""
     one = driver.workflows["u1"]
     return [transfer_of(one.plan, one.record, command).nodes_can_fetch for command in driver.transfers.begun]
 
 
-def test_what_one_node_cannot_fetch_comes_through_here() -> None:
+def test_input_that_a_node_cannot_fetch_is_relayed() -> None:
     driver = driver_of(2, HANG, url_inputs=IN[:1])
     driver.backend.bare_nodes = {"n1", "n2"}
-    assert may_stay(driver) == [True]
-    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
-    # Its lease is kept meanwhile, however long it takes, and nothing is prepared before it is here.
+    assert nodes_can_fetch(driver) == [True]
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    # The group keeps its lease during the relay, and no task is prepared before the input is on this machine.
     assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/0"]
-    assert may_stay(driver)[-1] is False
+    assert nodes_can_fetch(driver)[-1] is False
     assert driver.group().state is State.INITIALIZING
     driver.restart()
     driver.settle()
-    assert may_stay(driver)[-1] is False
-    say(driver, driver.transfers.begun[-1], digest="d0", size=20, files=1)
+    assert nodes_can_fetch(driver)[-1] is False
+    end_transfer(driver, driver.transfers.begun[-1], digest="d0", size=20, files=1)
     assert driver.group().state is State.RUNNING
     assert [one.blob for one in driver.backend.launches["u1/train/t1/0"].files] == ["d0"]
     told = [event.text for event in driver.events]
@@ -135,11 +135,11 @@ def test_what_one_node_cannot_fetch_comes_through_here() -> None:
     )
 
 
-def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None:
+def test_relay_extends_the_start_barrier_and_the_next_attempt_reuses_the_archive() -> None:
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(1, Behavior(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
     assert driver.group().state is State.INITIALIZING
     for done in range(9):
         driver.clock.advance(driver.pool.start_barrier_s / 3)
@@ -149,13 +149,13 @@ def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None
         )
         driver.settle()
         assert driver.group().state is State.INITIALIZING
-    say(driver, driver.transfers.begun[1], digest="d0", size=20, files=1)
+    end_transfer(driver, driver.transfers.begun[1], digest="d0", size=20, files=1)
     driver.run()
     assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/0"]
     assert [one.blob for one in driver.backend.launches["u1/train/t0/1"].files] == ["d0"]
 
 
-def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_is_left_out() -> None:
+def test_input_of_a_smaller_world_is_fetched_although_its_first_task_is_left_out() -> None:
     whole = group_plan("train", 2, url_inputs=IN[:1])
     # The spec names the worker before the master.
     plan = replace(
@@ -164,24 +164,24 @@ def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_i
     driver = Driver(workflow(plan), on=pool(node("n1")), behavior=lambda _: Behavior(seconds=1))
     driver.settle()
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.transfers.begun[0], is_direct=True)
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().left_out) == (State.INITIALIZING, ("t1",))
     assert [(str(command.data), command.key.task) for command in driver.transfers.begun] == [
         ("fetch/0", "t1"),
         ("fetch/0", "t0"),
     ]
-    say(driver, driver.transfers.begun[1], digest="d0", files=1)
+    end_transfer(driver, driver.transfers.begun[1], digest="d0", files=1)
     driver.run()
     assert driver.group().state is State.COMPLETED
     assert driver.backend.launches["u1/train/t0/0"].files[0].blob == "d0"
 
 
-def test_what_cannot_be_relayed_either_fails_the_group() -> None:
+def test_failed_relay_fails_the_group() -> None:
     driver = driver_of(2, HANG, url_inputs=IN[:1])
     driver.backend.bare_nodes = {"n2"}
-    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
-    say(driver, driver.transfers.begun[1], error="s3://b/in: refused")
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    end_transfer(driver, driver.transfers.begun[1], error="s3://b/in: refused")
     driver.run()
     group = driver.group()
     assert (group.state, group.reason) == (State.FAILED, Reason.DATA)
@@ -190,12 +190,12 @@ def test_what_cannot_be_relayed_either_fails_the_group() -> None:
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(2010, 2), (2012, 1)])
-def test_data_that_could_not_be_brought_to_a_node_is_tried_again_by_the_code_that_is_shown(code: int, attempts: int) -> None:
+def test_failed_input_is_retried_by_the_shown_exit_code(code: int, attempts: int) -> None:
     actions = ExitActions(reschedule=((code, code),))
     driver = driver_of(url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
-    say(driver, driver.transfers.begun[0], is_direct=True, files=1)
-    say(driver, driver.transfers.begun[1], error="s3://b/in: refused")
+    end_transfer(driver, driver.transfers.begun[0], is_direct=True, files=1)
+    end_transfer(driver, driver.transfers.begun[1], error="s3://b/in: refused")
     assert driver.group().attempts[-1].exit_code == 2010
     assert driver.group().attempt + 1 == attempts
 
@@ -212,15 +212,15 @@ def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
 
 def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
     driver = driver_of(url_inputs=IN)
-    say(driver, driver.transfers.begun[0], error="s3://b/in/x: refused")
+    end_transfer(driver, driver.transfers.begun[0], error="s3://b/in/x: refused")
     group = driver.group()
     assert (group.state, group.reason, group.status) == (State.FAILED, Reason.DATA, "FAILED")
     assert group.message == "t0: an input cannot be fetched: s3://b/in/x: refused"
     assert driver.record().reason is Reason.DATA
     assert driver.backend.starts == []
-    # The other one is let go of, and what it says is not heard.
+    # The other transfer is abandoned, and its outcome is ignored.
     assert not is_needed(driver.record(), driver.transfers.begun[1])
-    say(driver, driver.transfers.begun[1], digest="d1")
+    end_transfer(driver, driver.transfers.begun[1], digest="d1")
     assert len(driver.group().transfer_results) == 1
 
 
@@ -233,44 +233,44 @@ def test_a_group_completes_when_its_output_is_written() -> None:
     assert driver.group().state is State.RUNNING
     assert driver.group().message == "all tasks have ended; writing outputs: s3://b/out/w-1"
     driver.clock.advance(7.0)
-    say(driver, driver.transfers.begun[0], files=2, content=100)
+    end_transfer(driver, driver.transfers.begun[0], files=2, content=100)
     group = driver.group()
     assert (group.state, group.ended_at) == (State.COMPLETED, driver.clock.now())
     assert driver.events[-2].text.startswith("train: COMPLETED") or driver.events[-1].text.endswith("COMPLETED")
     assert any(event.text == "t0: its output is at s3://b/out/w-1: 2 files, 100 B" for event in driver.events)
 
 
-def test_what_its_node_cannot_write_is_written_from_here() -> None:
+def test_output_that_its_node_cannot_write_is_relayed() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.transfers.begun[0], is_relayed=True, error="n1: it has no s3fs")
+    end_transfer(driver, driver.transfers.begun[0], is_relayed=True, error="n1: it has no s3fs")
     assert driver.backend.collected == ["u1/train/t0/0"]
     saved = driver.group().tasks[0].saved
     assert saved is not None
     assert transfers(driver)[-1] == ("write/0", "t0", "s3://b/out/w-1", "", saved.digest)
     assert source_of(driver) is None
-    # Whoever comes later knows it, and says it no second time.
+    # The next supervisor has this information in the record, and does not report it again.
     driver.restart()
     driver.settle()
     assert transfers(driver)[-1][-1] == saved.digest
-    say(driver, driver.transfers.begun[-1], files=1)
+    end_transfer(driver, driver.transfers.begun[-1], files=1)
     assert driver.group().state is State.COMPLETED
     told = [event.text for event in driver.events]
     assert told.count("t0: its output goes to s3://b/out/w-1 through this machine: n1: it has no s3fs") == 1
 
 
 @pytest.mark.parametrize("url", ["file:///out", "/out", "sftp://host/out"])
-def test_what_means_something_else_on_a_node_is_written_from_here(url: str) -> None:
+def test_output_url_that_depends_on_the_machine_is_written_by_this_machine(url: str) -> None:
     driver = driver_of(url_outputs=(DataSpec(position=0, url=url),))
     driver.advance(1.0)
     assert driver.backend.collected == ["u1/train/t0/0"]
     assert [str(command.data) for command in driver.transfers.begun] == ["write/0"]
     assert source_of(driver) is None
-    say(driver, driver.transfers.begun[0], files=1)
+    end_transfer(driver, driver.transfers.begun[0], files=1)
     assert not any("through this machine" in event.text for event in driver.events)
 
 
-def test_only_what_is_relayed_is_collected() -> None:
+def test_only_relayed_outputs_are_collected() -> None:
     plan = group_plan("train", 2, world=False, gpus=0, url_outputs=(*OUT, DataSpec(position=1, url="/out")))
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1, exit_code=0))
     driver.settle()
@@ -279,13 +279,13 @@ def test_only_what_is_relayed_is_collected() -> None:
     assert sorted(str(command.data) for command in driver.transfers.begun) == ["write/0", "write/0", "write/1", "write/1"]
 
 
-def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> None:
+def test_unreachable_node_is_named_and_fails_the_group_after_a_while() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
     driver.backend.cut("n1")
     driver.settle()
     assert driver.group().message == "all tasks have ended; writing outputs: s3://b/out/w-1; n1 is unreachable: cut"
-    # Whoever waits for the node is not asked a second time.
+    # The transfer continues to wait for the node, and is not started again.
     driver.backend.heal("n1")
     driver.settle()
     assert len(driver.transfers.begun) == 1
@@ -296,10 +296,10 @@ def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> Non
     assert not is_needed(driver.record(), driver.transfers.begun[0])
 
 
-def test_an_output_that_cannot_be_written_fails_the_group_and_names_it() -> None:
+def test_failed_write_of_an_output_fails_the_group_with_the_reason() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.transfers.begun[0], error="s3://b/out/w-1/x: refused")
+    end_transfer(driver, driver.transfers.begun[0], error="s3://b/out/w-1/x: refused")
     assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.DATA)
     assert driver.cause().message == "its output cannot be written: s3://b/out/w-1/x: refused"
     assert driver.group().tasks[0].state is State.COMPLETED
@@ -321,31 +321,31 @@ def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
         assert driver.group().state is State.FAILED
 
 
-def test_a_killed_supervisor_repeats_what_was_not_done() -> None:
+def test_next_supervisor_repeats_unfinished_transfers() -> None:
     driver = driver_of(url_inputs=IN, url_outputs=OUT)
-    say(driver, driver.transfers.begun[0], digest="d0", files=1)
+    end_transfer(driver, driver.transfers.begun[0], digest="d0", files=1)
     driver.restart()
     driver.settle()
     assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0", "fetch/1", "fetch/1"]
-    say(driver, driver.transfers.begun[-1], digest="d1", files=1)
+    end_transfer(driver, driver.transfers.begun[-1], digest="d1", files=1)
     driver.advance(1.0)
     assert str(driver.transfers.begun[-1].data) == "write/0"
     driver.restart()
     driver.settle()
     assert [str(command.data) for command in driver.transfers.begun[3:]] == ["write/0", "write/0"]
-    say(driver, driver.transfers.begun[-1], files=1)
+    end_transfer(driver, driver.transfers.begun[-1], files=1)
     assert driver.group().state is State.COMPLETED
-    # What the first one did all the same is heard of no more.
+    # A late outcome of the first transfer is ignored.
     before = driver.record()
-    say(driver, driver.transfers.begun[3], error="late")
+    end_transfer(driver, driver.transfers.begun[3], error="late")
     assert driver.record() == before
 
 
 @pytest.mark.parametrize("while_it", ["fetches", "writes"])
-def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
+def test_cancel_ends_the_group_and_its_transfers(while_it: str) -> None:
     driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
     if while_it == "writes":
-        say(driver, driver.transfers.begun[0], digest="d0")
+        end_transfer(driver, driver.transfers.begun[0], digest="d0")
         driver.advance(1.0)
     command = driver.transfers.begun[-1]
     assert is_needed(driver.record(), command)
@@ -355,7 +355,7 @@ def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
     assert not is_needed(driver.record(), command)
 
 
-def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group() -> None:
+def test_cancel_abandons_the_write_even_if_the_lead_ended_its_group() -> None:
     plan = group_plan("train", 2, world=False, gpus=0, url_outputs=OUT)
     driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.settle()
@@ -368,7 +368,7 @@ def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group(
     assert not is_needed(driver.record(), command)
 
 
-def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> None:
+def test_next_attempt_reuses_fetched_inputs() -> None:
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(
         behavior=Behavior(seconds=1, exit_code=3),
@@ -377,14 +377,14 @@ def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> Non
         exit_actions=actions,
         retry=Retry(limit=1),
     )
-    say(driver, driver.transfers.begun[0], digest="d0", files=1)
+    end_transfer(driver, driver.transfers.begun[0], digest="d0", files=1)
     driver.run()
     assert [str(command.data) for command in driver.transfers.begun] == ["fetch/0"]
     assert driver.backend.launches["u1/train/t0/1"].files[0].blob == "d0"
     assert driver.group().state is State.FAILED
 
 
-def test_how_far_it_is_stands_beside_the_task() -> None:
+def test_progress_of_a_transfer_is_in_the_task() -> None:
     driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
     for url in ("s3://b/in", "s3://b/out/w-1"):
         command = driver.transfers.begun[-1]
@@ -395,7 +395,7 @@ def test_how_far_it_is_stands_beside_the_task() -> None:
         moving = group.moving(group.tasks[0])
         assert moving is not None
         assert (moving.sent, moving.total, moving.url) == (5, 9, url)
-        say(driver, command, digest="d0")
+        end_transfer(driver, command, digest="d0")
         assert driver.group().tasks[0].transfer is None
         driver.advance(1.0)
 
@@ -409,10 +409,10 @@ def test_how_far_it_is_stands_beside_the_task() -> None:
         ("write/0", "x", "nothing is written to s3://b/in: `x` matches nothing"),
     ],
 )
-def test_nothing_is_said_to_be_nothing(op: str, regex: str, words: str) -> None:
+def test_transfer_without_files_is_reported(op: str, regex: str, words: str) -> None:
     where = DataSpec(position=0, url="s3://b/in", regex=regex)
     is_input = op.startswith("fetch")
     driver = driver_of(url_inputs=(where,) if is_input else (), url_outputs=() if is_input else (where,))
     driver.advance(1.0)
-    say(driver, driver.transfers.begun[0], digest="d")
+    end_transfer(driver, driver.transfers.begun[0], digest="d")
     assert any(event.text == f"t0: {words}" for event in driver.events)

@@ -1,4 +1,4 @@
-"""Records that nodes keep: signed by their submitter, and believed only as far as that goes."""
+"""Copies of workflow records on nodes: their signatures, and the checks of unsigned ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DIGEST = "ab" * 32
 
 
 def record_and_plan() -> tuple[WorkflowRecord, Plan]:
-    """A workflow that uses everything whose name may become a path here."""
+    """A workflow with all kinds of names that become paths on this machine."""
     group = running_group()
     group = replace(
         group,
@@ -72,7 +72,7 @@ def with_writes(url: str, checkpoint: str = "") -> WorkflowCopy:
     return WorkflowCopy(record=record, plan=replace(plan, groups=groups), template="", spec="", host="")
 
 
-def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None:
+def test_signature_detects_every_change_of_a_record(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir()
     other.mkdir()
@@ -84,14 +84,14 @@ def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None
         text = encode_copy(told, command, store, "laptop", mine)
     copy, is_own = read_copy(text, mine)
     assert (copy.record, copy.host, is_own) == (record, "laptop", True)
-    # A version without signatures reads it as well, and what that wrote is read here.
+    # A version without signatures can read the copy, and this version can read copies without a signature.
     assert json.loads(text)["host"] == "laptop"
     unsigned = re.sub(r',"mac":"[0-9a-f]+"', "", text)
     for changed in (unsigned, text.replace('"laptop"', '"l4ptop"'), text.replace('"mac":"', '"mac":"0')[:-3] + '"}'):
         assert read_copy(changed, mine)[1] is False
     assert read_copy(text, other)[1] is False
     assert not list(other.iterdir()), "reading makes no key"
-    # The token of a gang, which its nodes know, signs nothing.
+    # The token of a gang, which its nodes have, is not a valid signing key.
     assert read_copy(text[:-66] + DIGEST + '"}', mine)[1] is False
 
 
@@ -118,7 +118,7 @@ def at(where: str, value: object) -> Callable[[Any], None]:
         at("plan.groups", []), at("record.submitted_at", float("inf")), at("host", {"a": []}),
     ],
 )  # fmt: skip
-def test_names_that_lead_elsewhere_are_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
+def test_names_that_lead_to_other_paths_are_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
     document = json.loads(body())
     change(document)
     with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
@@ -126,7 +126,7 @@ def test_names_that_lead_elsewhere_are_refused(change: Callable[[Any], None], tm
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
-def test_what_is_not_a_record_at_all_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_record_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
         read_copy(text, tmp_path)
 
@@ -139,7 +139,7 @@ def test_what_is_not_a_record_at_all_is_refused(text: str, tmp_path: Path) -> No
         ("s3://bucket/../x", "", True),
     ],
 )  # fmt: skip
-def test_what_is_written_with_the_rights_of_this_user_is_found(url: str, checkpoint: str, here: bool) -> None:
+def test_urls_that_this_machine_writes_are_found(url: str, checkpoint: str, here: bool) -> None:
     found, stores = writes_here(with_writes(url, checkpoint))
     assert bool(found) is here
     assert stores == (["s3://bucket/x"] if url == "s3://bucket/x" else [])
@@ -184,7 +184,7 @@ def test_a_changed_record_is_refused_or_harmless(
     assert all(one.retry.limit == 0 for group in rebuilt.plan.groups for one in group.sizes)
 
 
-def test_a_task_whose_node_was_out_of_reach_when_it_was_adopted_has_started_when_that_says_so() -> None:
+def test_adopted_task_gets_its_start_time_when_its_unreachable_node_returns() -> None:
     noted: list[WorkflowRecord] = []
 
     def behave(_: AttemptKey) -> Behavior:

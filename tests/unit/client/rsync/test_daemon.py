@@ -1,4 +1,4 @@
-"""Which of a task's attempts get the files that are copied in the background."""
+"""Background copies: the attempts that get them, and the times at which they are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unit.state.stored import completed_group, running_group, submit, task, work
 
 
 @pytest.mark.parametrize("is_smaller", [False, True], ids=["whole", "smaller"])
-def test_a_task_that_has_ended_before_its_gang_is_followed_to_its_next_attempt(
+def test_task_that_ended_before_its_gang_is_copied_to_in_its_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_smaller: bool
 ) -> None:
     directory = StateDirectory(tmp_path).ensure()
@@ -39,13 +39,13 @@ def test_a_task_that_has_ended_before_its_gang_is_followed_to_its_next_attempt(
         record = submit(store, workflow([running], state=WorkflowState.RUNNING))
 
     @contextmanager
-    def and_it_goes_on(*given: Any, **named: Any) -> Iterator[Store]:
+    def store_with_next_state(*given: Any, **named: Any) -> Iterator[Store]:
         with Store(*given, **named) as store:
             store.save([replace(record, groups=(story.pop(0),))], [])
             yield store
 
     copied: list[int] = []
-    monkeypatch.setattr(daemon, "Store", and_it_goes_on)
+    monkeypatch.setattr(daemon, "Store", store_with_next_state)
     monkeypatch.setattr(Daemon, "_copy", lambda _: copied.append(len(story)))
     syncs = Syncs(directory.syncs)
     syncs.ensure()
@@ -57,7 +57,7 @@ def test_a_task_that_has_ended_before_its_gang_is_followed_to_its_next_attempt(
     assert copied == [1]
 
 
-def test_every_kind_of_change_is_seen(tmp_path: Path) -> None:
+def test_every_kind_of_change_is_detected(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "one").write_text("1")
     (tmp_path / "link").symlink_to(tmp_path)
@@ -78,19 +78,19 @@ def test_every_kind_of_change_is_seen(tmp_path: Path) -> None:
     assert take_snapshot(str(tmp_path / "none")) == {}
 
 
-def test_it_is_copied_at_first_after_a_rest_and_now_and_then() -> None:
+def test_copies_begin_at_first_after_changes_settle_and_at_intervals() -> None:
     schedule = CopySchedule(debounce_s=3, reconcile_s=100)
     schedule.add_snapshot({"file": (0, 0, 0)}, 0)
     assert schedule.is_due(0)
     schedule.record_copy(0)
     due = []
     for now in range(1, 220):
-        # It changes at 10 and 11, and then with every look from 150 on.
+        # The file changes at 10 and 11, and at every scan from 150 on.
         schedule.add_snapshot({"file": (0, 0 if now < 10 else 1 if now < 11 else 2 if now < 150 else now, 0)}, now)
         if schedule.is_due(now):
             due.append(now)
             schedule.record_copy(now)
-    # A rest of 3 after the change at 11; 100 after that; then the changes never rest, and 100 after that.
+    # 3 s after the change at 11, 100 s after that, and another 100 s later, because the changes never settle.
     assert due == [14, 114, 214]
     schedule.forget_copies()
     assert schedule.is_due(214)
