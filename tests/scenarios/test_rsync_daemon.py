@@ -107,7 +107,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     log = Path(status(place)[1]["log_file"])
     said = log.with_suffix(".log.1").read_text() + log.read_text() if log.with_suffix(".log.1").exists() else log.read_text()
     assert "train.py" in said
-    assert said.endswith("ends: main has ended: COMPLETED\n")
+    assert said.endswith("exiting: main has ended: COMPLETED\n")
     done = place.run("workflow", "rsync", "status")
     assert done.out.splitlines()[0].split("  ")[0] == "Workflow ID"
     assert done.out.count("STOPPED") == 2

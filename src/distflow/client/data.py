@@ -222,7 +222,7 @@ def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
         numbers: dict[str, list[int]] = {}
         for one in datasets.versions():
             numbers.setdefault(one.name, []).append(one.number)
-        return [(datasets.manifest(name, max(some)), some) for name, some in numbers.items()]
+        return [(datasets.manifest(name, max(versions)), versions) for name, versions in numbers.items()]
 
 
 def read_versions(client: Client, name: str) -> list[Manifest]:

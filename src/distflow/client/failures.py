@@ -155,7 +155,7 @@ def diagnose_groups(
         with_findings: Whether to also examine the use of resources, including that of groups without a failure.
 
     Returns:
-        One entry for each group that failed, may hang, waits for such ranks, or has findings.
+        One entry for each diagnosed group, and for each group with findings.
 
     Raises:
         StateError: if the store cannot be read.

@@ -80,7 +80,7 @@ class GroupStep:
 
     def run(self) -> GroupRecord:
         """Take all steps that are due, and return the group."""
-        self._orphans()
+        self._stop_orphans()
         if self.record.cancel is not None:
             self._cancel(self.record.cancel)
         if self.group.state is State.WAITING:
@@ -88,13 +88,13 @@ class GroupStep:
         if self.group.state is State.SCHEDULING:
             self._scheduling()
         if self.group.state is State.INITIALIZING:
-            self._lost_nodes()
+            self._end_lost_tasks()
             self._initializing()
         if self.group.state is State.RUNNING:
-            self._lost_nodes()
+            self._end_lost_tasks()
             self._running()
         if self.group.state is State.STOPPING:
-            self._lost_nodes()
+            self._end_lost_tasks()
             self._stopping()
         return self.group
 
@@ -261,8 +261,8 @@ class GroupStep:
             self._stop(None, "the lead completed")
             return
         self._save_checkpoints()
-        self._hangs()
-        if self._missing_ranks():
+        self._report_hangs()
+        if self._check_missing_ranks():
             return
         limit = plan.timeouts.exec_s
         if limit is not None and group.running_at is not None:
@@ -271,7 +271,7 @@ class GroupStep:
             else:
                 self.decision.wake(group.running_at + limit)
 
-    def _missing_ranks(self) -> bool:
+    def _check_missing_ranks(self) -> bool:
         """Report ranks that failed unnoticed and that others wait for. Stop the group if they can no longer join.
 
         Return whether the group was stopped.
@@ -294,7 +294,7 @@ class GroupStep:
         self._stop(Reason.PEER_FAILED, found.message)
         return True
 
-    def _hangs(self) -> None:
+    def _report_hangs(self) -> None:
         """Report a gang that has printed nothing for a long time, and report it again when it continues. Stop nothing."""
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
@@ -341,7 +341,7 @@ class GroupStep:
     def _stop_reason(self) -> str:
         return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
 
-    def _lost_nodes(self) -> None:
+    def _end_lost_tasks(self) -> None:
         """End tasks with NODE_LOST if their node was unreachable for longer than the pool allows while its engine answered."""
         if self.pool is None:
             return
@@ -364,7 +364,7 @@ class GroupStep:
             self.group = self.group.with_task(lost)
             self._add_event(TaskStatus(status=lost.status, message=lost.message), task)
 
-    def _orphans(self) -> None:
+    def _stop_orphans(self) -> None:
         """Stop orphan attempts as soon as their node is back: they may hold GPUs, and the other ranks of their world are gone.
 
         The group waits for orphans, and for output on lost nodes, only as long as nodes keep the files of attempts.

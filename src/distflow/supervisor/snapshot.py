@@ -123,7 +123,7 @@ class WorkflowView:
 
     usage: PoolUsage
     wake_at: float
-    """The next step without an observation is due at this time. Minus infinity: changes are in progress, so check again."""
+    """When the next step is due without an observation. Minus infinity: commands are in flight, so check at every decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

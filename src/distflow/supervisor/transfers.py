@@ -159,7 +159,7 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
     for one in plan.launch(launch.task).url_inputs:
         found, path = done[refs[_input_key(one)]], input_place(one.position)
         if found.is_direct:
-            url = _filled(one, record)
+            url = _filled_url(one, record)
             brings.append(Bring(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
         else:
             shown = f"the data at {found.url}"
@@ -271,7 +271,7 @@ def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workflo
 def _transfer(data: DataRef, one: DataSpec, record: WorkflowRecord) -> Transfer:
     paths = one.paths or ((one.path,) if one.path else ())
     return Transfer(
-        data=data, url=_filled(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
+        data=data, url=_filled_url(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
     )
 
 
@@ -281,7 +281,7 @@ def _fetch(data: DataRef, one: DataSpec, record: WorkflowRecord, group: GroupRec
     return replace(transfer, nodes_can_fetch=_nodes_can_transfer(transfer.url) and data not in relayed)
 
 
-def _filled(one: DataSpec, record: WorkflowRecord) -> str:
+def _filled_url(one: DataSpec, record: WorkflowRecord) -> str:
     return one.url.replace("{{workflow_id}}", record.id)
 
 

@@ -169,7 +169,7 @@ class Daemon:
 
     def end(self, why: str) -> None:
         """Record the end and its reason."""
-        self._log(f"ended: {why}")
+        self._log(f"exiting: {why}")
         self._sync = replace(self._sync, ended_at=now())
         self._syncs.write(self._sync)
 

@@ -149,7 +149,9 @@ def _read_options(script: _Script) -> dict[str, str]:
     components: list[dict[str, str]] = [{}]
     for number, name, value in _directives(script):
         if name == _HETJOB:
-            note = "the nodes differ, and here all get the largest request: write a task for each kind of node into the spec"
+            note = (
+                "its nodes differ, but the spec requests the largest size for all: write a task for each kind of node into it"
+            )
             script.notes += [f"line {number}: `#SBATCH hetjob`: {note}"] if len(components) == 1 else []
             components.append({})
             continue
