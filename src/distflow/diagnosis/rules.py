@@ -1,7 +1,7 @@
 """The table of causes: the symptom in the output of ranks, the cause in plain words, and the remedy.
 
-The patterns are for messages of real processes with torch 2.13 and gloo (``tests/train/faults.py``), of ``distflow.train``, and
-in the sources of CUDA and NCCL. The most specific rules come first.
+The patterns match messages that processes with torch 2.13 and gloo printed (``tests/train/faults.py``), messages of
+``distflow.train``, and messages from the sources of CUDA and NCCL. The most specific rules come first.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Transfer:
     digest: str = ""
     """The digest of the archive to write. If it is empty and ``source`` is ``None``, the transfer fetches an archive."""
     source: AttemptKey | None = None
-    """The attempt whose output its node writes."""
+    """The attempt whose node writes the output itself."""
     dataset: str = ""
     """The dataset below the URL, with or without a version; empty if the URL itself is meant."""
     paths: tuple[str, ...] = ()

@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """Send the due notifications of a state directory, unless another process is sending them."""
     directory = StateDirectory(Path(argv[0]))
     try:
-        # While this process has the lock, a notification that another process stores starts no sender. So check for new ones
-        # after each release.
+        # While this process has the lock, other processes store notifications without starting a sender. So check for new
+        # notifications after each release.
         while _is_any_due(directory):
             handle = os.open(directory.notify_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
