@@ -1,1 +1,1 @@
-"""Rank layouts: the ranks that a spec claims, whether they add up, and the nodes that take the tasks. Pure."""
+"""Rank layouts: read the ranks that a spec claims, check that they add up, and place tasks on nodes. Nothing here does I/O."""

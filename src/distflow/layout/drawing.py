@@ -64,7 +64,7 @@ def draw_world(world: World) -> str:
 
 
 def draw(bars: Sequence[Bar], world_size: int | None = None) -> str:
-    """Return the picture of all claims; ``world_size`` is the one that all tasks state, or ``None``."""
+    """Return the picture of all claims; ``world_size`` is ``None`` if the tasks do not state the same one."""
     span = max([bar.end for bar in bars] + [world_size or 1, 1])
     scale = _Scale(span)
     counts = _segments(bars, span)
@@ -120,7 +120,7 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 
 
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
-    """Return the lines to draw: all, or the first, the last and those of interest. ``None`` stands for omitted lines."""
+    """Return the lines to draw. Of many, these are the first, the last and those around mistakes; ``None`` marks a gap."""
     if len(bars) <= _MANY:
         return list(bars)
     wanted = {0, 1, len(bars) - 1}
@@ -144,7 +144,7 @@ class _Scale:
 
     @property
     def per_mark(self) -> int:
-        """Ranks for each column, a power of two."""
+        """The number of ranks for each mark, a power of two."""
         step = 1
         while self.span > step * _WIDTH:
             step *= 2
@@ -152,7 +152,7 @@ class _Scale:
 
     @property
     def columns(self) -> int:
-        """Columns for each rank in small worlds."""
+        """The number of columns for each mark: more than one in small worlds."""
         return 4 if self.span <= 8 else 2 if self.span <= 16 else 1
 
     def column(self, rank: int) -> int:
@@ -160,7 +160,7 @@ class _Scale:
         return rank // self.per_mark * self.columns
 
     def cells(self, marks: Iterable[tuple[str, Sequence[tuple[int, int]]]], below: str = "") -> str:
-        """Return a line with each mark at its parts; later marks overwrite earlier ones."""
+        """Return the line ``below`` with each mark drawn over its intervals of ranks; later marks overwrite earlier ones."""
         line = list(below.ljust(self.column(self.span - 1) + self.columns))
         for mark, parts in marks:
             for start, stop in parts:
@@ -169,7 +169,7 @@ class _Scale:
         return "".join(line)
 
     def ruler(self, ticks: Iterable[int]) -> str:
-        """Return the numbers of the ranks at which something begins, as far as they fit."""
+        """Return a line with the ranks ``ticks`` at their columns, without those that would overlap."""
         line = ""
         for tick in ticks:
             column = self.column(tick) if tick < self.span else self.column(self.span - 1) + self.columns

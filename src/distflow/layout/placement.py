@@ -1,8 +1,8 @@
-"""Place tasks on nodes. Pure: equal questions have equal answers.
+"""Place tasks on nodes. The result depends only on the arguments.
 
-A submission uses this module to propose a placement, and the queue to decide. Each task, in the order of node ranks, goes to
-the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need
-different nodes. Other gangs are searched within limits, so the order of the nodes does not prevent a placement.
+At submission, this module proposes a placement. Later the queue uses it to decide. Each task, in the order of node ranks, goes
+to the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need
+different nodes. For other gangs, a backtracking search with a limit tries other nodes.
 
 ``place_near`` also satisfies OSMO's ``topology``: tasks of one gang with the same ``key`` and ``group`` go to nodes with the
 same value of the label ``key``, for example to one rack. If no placement satisfies all requests, the preferred ones are dropped
@@ -48,7 +48,7 @@ class Demand:
     near: tuple[TopologyRequest, ...] = ()
     """The topology requests of the task. ``place_near`` satisfies them, and ``place`` ignores them."""
     spread: str | None = None
-    """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any other."""
+    """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Unplaced:
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Return a node for every task, or if one finds none, the reasons for each task without a node.
+    """Return a node for every task. If that is impossible, return the tasks without a node and the reasons.
 
     ``shared`` lets tasks of one world share a node (pool ``local``, which has only this machine).
     """
@@ -115,8 +115,8 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     for task, at in chosen.items():
         placed.setdefault(at, []).append(task)
     unplaced = [task for task in range(len(demands)) if task not in chosen]
-    one_of_each = {asks[task]: demands[task] for task in unplaced}
-    reasons = {ask: _reasons(demand, demands, nodes, placed) for ask, demand in one_of_each.items()}
+    examples = {asks[task]: demands[task] for task in unplaced}
+    reasons = {ask: _reasons(demand, demands, nodes, placed) for ask, demand in examples.items()}
     return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
 
 
@@ -134,7 +134,7 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence
         for at in range(start, len(state)):
             if (at, demand.spread) not in held and not _lacks(demand, state[at]):
                 chosen[task] = start = at
-                state[at] = _less(state[at], demand)
+                state[at] = _remaining(state[at], demand)
                 if demand.spread is not None:
                     held.add((at, demand.spread))
                 break
@@ -193,7 +193,7 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
         for at in tries[-1]:
             if (at, demand.spread) not in held and not _lacks(demand, state[at]):
                 path.append((task, at, state[at]))
-                state[at] = _less(state[at], demand)
+                state[at] = _remaining(state[at], demand)
                 if demand.spread is not None:
                     held.add((at, demand.spread))
                 break
@@ -217,7 +217,7 @@ def _request_of(demand: Demand) -> _Request:
     return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)
 
 
-def _less(node: Free, demand: Demand) -> Free:
+def _remaining(node: Free, demand: Demand) -> Free:
     return replace(
         node,
         gpus=None if node.gpus is None else node.gpus - demand.gpus,
@@ -271,14 +271,14 @@ def _reasons(
         others = placed.get(at, ())
         left = node
         for other in others:
-            left = _less(left, demands[other])
+            left = _remaining(left, demands[other])
         lacks = _lacks(demand, node)
         world = [demands[other].task for other in others if demand.spread and demands[other].spread == demand.spread]
         if not lacks and world:
             lacks = f"used by {world[0]} of the same world"
-        elif not lacks and (less := _lacks(demand, left)):
+        elif not lacks and (lacks_then := _lacks(demand, left)):
             names = ", ".join(demands[other].task for other in others)
-            lacks = f"{less}, together with {names}"
+            lacks = f"{lacks_then}, after placing {names}"
         reasons.append(f"{node.node}: {lacks or 'has room for this task, but not for the rest of its gang'}")
     return tuple(reasons) or ("the pool has no nodes",)
 
@@ -286,17 +286,14 @@ def _reasons(
 # -- topology ---------------------------------------------------------------------------------------------------------
 
 _TRIES = 2_000
-"""Choices of units that are tried before a gang is refused."""
+"""Combinations of label values that are tried before a gang is refused."""
 
 _Wish = tuple[str, str]
-"""Key and group."""
+"""The key and the group of a topology request."""
 
 
 def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Place tasks like ``place``, and satisfy their topology requests.
-
-    A pool of one node is one unit, regardless of its labels.
-    """
+    """Place tasks like ``place``, and satisfy their topology requests. A pool of one node satisfies all of them."""
     wishes = _wishes(demands)
     if not wishes or len(nodes) == 1:
         return place(demands, nodes, shared=shared)
@@ -339,7 +336,7 @@ def _place_in_units(
 
 
 def _choices(nodes: Sequence[Free], wishes: Sequence[_Wish]) -> Iterator[Mapping[_Wish, str]]:
-    """Yield every assignment of a unit to each request."""
+    """Yield every combination of label values for the requests."""
     values = [list(dict.fromkeys(node.labels[key] for node in nodes if key in node.labels)) for key, _ in wishes]
     for chosen in product(*values):
         yield dict(zip(wishes, chosen, strict=True))

@@ -21,7 +21,7 @@ class TaskRanks(Struct, frozen=True, kw_only=True):
     size: int
     """The number of ranks; each is one process."""
     node_rank: int
-    """Position of the task among those of its world, ordered by offset."""
+    """The task's position in its world, ordered by offset."""
 
     @property
     def ranks(self) -> range:
@@ -35,7 +35,7 @@ class TaskRanks(Struct, frozen=True, kw_only=True):
 
 
 def rank_words(text: str) -> str:
-    """Return ``rank 3`` or ``ranks 0-7`` for a text of ranks, and ``""`` for an empty one."""
+    """Return ``rank 3`` for ``3``, ``ranks 0-7`` for ``0-7``, and ``""`` for ``""``."""
     return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 
 
@@ -46,7 +46,7 @@ class World(Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskRanks, ...]
     """In the order of their ranks."""
     style: str
-    """The kind of claim that it came from: ``ranks``, ``flags`` or ``torchrun``."""
+    """The kind of claim that defined it: ``ranks``, ``flags`` or ``torchrun``."""
     port: int | None = None
     """The rendezvous port in the spec; ``None`` if distflow chooses a free one."""
     smaller: tuple[World, ...] = ()

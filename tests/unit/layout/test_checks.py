@@ -152,7 +152,7 @@ def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None
     options = "--nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR"
     for script in (f"torchrun {options} train.py", f'OPTIONS="{options}"; torchrun $OPTIONS train.py'):
         (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
-        assert "b: --node_rank=0 is also that of a" in found.message
+        assert "b: --node_rank=0 is also used by a" in found.message
 
 
 @pytest.mark.parametrize(

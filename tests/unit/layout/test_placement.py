@@ -35,7 +35,7 @@ def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
     assert place(demands, nodes, shared=True) == Placement(nodes={"a": "local", "b": "local"})
     assert reasons(place(demands, nodes, shared=False)) == {"b": ("local: used by a of the same world",)}
     third = [*demands, demand("c", 1)]
-    assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 requested, together with a, b",)}
+    assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 requested, after placing a, b",)}
 
 
 def test_what_is_not_known_is_not_counted() -> None:

@@ -1,1 +1,1 @@
-"""The rules of rank layouts: whether the claims of a group's tasks add up."""
+"""Check that the ranks that a group's tasks claim form one world."""

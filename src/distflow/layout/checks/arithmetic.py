@@ -1,7 +1,7 @@
-"""Intervals of ranks: check that they cover 0 … world_size-1 once, or find the single change that achieves it. Integers only.
+"""Check that intervals of ranks cover 0 … world_size-1 exactly once, or find the one number whose change achieves that.
 
-One wrong number has many consequences, such as a gap, an overlap and a wrong sum. The number to report is the one whose change
-alone makes everything right.
+One wrong number can cause a gap, an overlap and a wrong sum. The number to report is the one whose change alone corrects all
+of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Row:
     size: int
     world_size: int | None
     """``None`` if the task does not state it."""
-    most: int | None = None
+    max_size: int | None = None
     """The largest size that its GPUs allow; ``None`` for any size."""
     editable: frozenset[str] = frozenset({"offset", "size", "world_size"})
-    """The numbers that a person wrote and can change."""
+    """The fields whose numbers are in the spec, where the user can change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of ``key`` in the row with this index to ``value``."""
+    """A change of the field ``key`` of the row at ``index`` to ``value``."""
 
     index: int
     key: str
@@ -70,13 +70,13 @@ def tiles(rows: Sequence[Row]) -> bool:
 
 
 def fits(rows: Sequence[Row]) -> bool:
-    """Return whether the rows tile and every stated world size is their sum."""
+    """Return whether the rows tile, and every stated world size is the sum of their sizes."""
     total = sum(row.size for row in rows)
     return all(row.world_size in (None, total) for row in rows) and tiles(rows)
 
 
 def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment]:
-    """Return the ranks from the lowest claimed to the highest (or ``world_size``), divided into parts with the same holders."""
+    """Divide the ranks up to the highest claimed one, or ``world_size``, into segments that the same rows claim."""
     intervals = filled(rows)
     edges = sorted({0, world_size or 0, *(edge for interval in intervals for edge in interval)})
     opening: dict[int, list[int]] = {}
@@ -108,7 +108,10 @@ def overlaps_of(parts: Sequence[Segment]) -> list[Segment]:
 
 
 def single_edits(rows: Sequence[Row]) -> list[Edit]:
-    """Return each change of one number that makes the rows fit: world sizes, offsets, then sizes; later rows first."""
+    """Return each change of one number that makes the rows fit.
+
+    Changes of world sizes come first, then offsets, then sizes. Within each kind, later rows come first.
+    """
     order = sorted(_suspects(rows), reverse=True)
     edits: list[Edit] = []
     for key, values in (("world_size", _world_sizes), ("offset", _offsets), ("size", _sizes)):
@@ -123,10 +126,10 @@ def single_edits(rows: Sequence[Row]) -> list[Edit]:
 
 
 def _suspects(rows: Sequence[Row]) -> set[int]:
-    """Return the rows that may contain the wrong number. A row without any problem around it is right.
+    """Return the indexes of the rows that may contain the wrong number, such as those next to a gap.
 
-    This keeps the search fast in worlds of thousands of tasks. With computed offsets every row is a suspect, because it moves
-    the others.
+    Skipping the other rows keeps the search fast in worlds of thousands of tasks. With computed offsets every row is a suspect,
+    because its size moves the rows after it.
     """
     if any(row.offset is None for row in rows):
         return set(range(len(rows)))
@@ -160,11 +163,11 @@ def _allowed(row: Row, key: str, value: int) -> bool:
     old = {"offset": row.offset, "size": row.size, "world_size": row.world_size}[key]
     if value == old:
         return False
-    return key != "size" or (value >= 1 and (row.most is None or value <= row.most))
+    return key != "size" or (value >= 1 and (row.max_size is None or value <= row.max_size))
 
 
 def _others_agree(rows: Sequence[Row], index: int, key: str) -> bool:
-    """Return whether the world sizes that this edit does not change are one number; otherwise the edit cannot suffice."""
+    """Return whether all world sizes that this edit does not change are equal. If not, the edit cannot make the rows fit."""
     stated = {row.world_size for at, row in enumerate(rows) if not (key == "world_size" and at == index)}
     return len(stated - {None}) <= 1
 
@@ -175,7 +178,7 @@ def _world_sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the possible offsets of a row of this size: the start of each gap between the others, and the end of all."""
+    """Yield the possible offsets of a row: the start of each gap between the other rows, and the end of the last one."""
     if rows[index].offset is None:
         return
     cursor = 0
@@ -187,7 +190,7 @@ def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the sizes that reach the next row, or that the world size leaves for this row."""
+    """Yield the size at which this row ends where the next one begins, and the size that the other rows leave for it."""
     intervals = filled(rows)
     begin = intervals[index][0]
     yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])

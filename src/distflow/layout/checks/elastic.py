@@ -1,7 +1,8 @@
-"""The worlds that an elastic group may run as: its first 2, 3, … tasks. Each must satisfy the rules of every world. Pure.
+"""Check the smaller worlds that an elastic group may run as. Each must satisfy the rules of every world.
 
-A smaller world consists of the first tasks of the whole one: tasks keep their offsets and sizes, and rank 0 stays in place.
-Where a spec refers to the other tasks, or to their number, it must therefore use a token or let distflow compute the value.
+A smaller world consists of the first tasks of the whole world. They keep their offsets and sizes, so rank 0 stays in its task.
+The spec must not refer to a task that may be left out. It must write numbers that depend on the number of tasks as tokens, or
+omit them.
 
 Modeled on torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elastic/run.html), with sizes known in advance.
 """
@@ -20,7 +21,7 @@ from distflow.structs import replace
 __all__ = ["remaining_tasks", "smaller_worlds"]
 
 _MOST_SIZES = 32
-"""The maximum number of smaller sizes, because each size is a plan of its own."""
+"""The maximum number of smaller worlds of a group: each one needs a separate plan."""
 
 Check = Callable[[GroupSpec], tuple[World | None, list[Problem]]]
 
@@ -47,7 +48,7 @@ def smaller_worlds(
         if errors_of(wrong):
             first = errors_of(wrong)[0]
             message = (
-                f"the ranks of {group.name} are wrong with {size} of its {len(world.tasks)} tasks, which `elastic` allows: "
+                f"`elastic` allows {group.name} to run with {size} of its {len(world.tasks)} tasks, but their ranks are wrong: "
             )
             hint = "replace values that depend on the number of tasks by tokens such as {{world_size}}, or remove them"
             problems.append(Problem(where=first.where, message=message + first.message, hint=hint))
@@ -58,19 +59,20 @@ def smaller_worlds(
 
 
 def remaining_tasks(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group that runs with ``size`` tasks of its world: those, and all helpers, which hold no ranks."""
+    """Return the first ``size`` tasks of a group's world, and all helpers, which hold no ranks."""
     left_out = {item.task for item in world.tasks[size:]}
     return tuple(task for task in group.tasks if task.name not in left_out)
 
 
 def _limit_problems(elastic: Elastic, world: World | None) -> list[Problem]:
     if world is None:
-        message, hint = "`elastic` needs ranks, and no task of the group has any", "add `ranks: {size: N}` to its tasks"
+        message, hint = "`elastic` needs ranks, but no task of this group has ranks", "add `ranks: {size: N}` to its tasks"
     elif not 1 <= elastic.least < len(world.tasks):
-        message = f"`elastic.min` is {elastic.least}, but the world has {len(world.tasks)} task" + "s" * (len(world.tasks) > 1)
+        message = f"`elastic.min` is {elastic.least}, but it must be less than the number of tasks with ranks"
+        message += f", which is {len(world.tasks)}"
         hint = f"write a number from 1 to {len(world.tasks) - 1}" if len(world.tasks) > 1 else "remove `elastic`"
     elif len(world.tasks) - elastic.least > _MOST_SIZES:
-        message = f"`elastic` allows {len(world.tasks) - elastic.least} smaller sizes, and the maximum is {_MOST_SIZES}"
+        message = f"`elastic` allows {len(world.tasks) - elastic.least} smaller worlds, but the maximum is {_MOST_SIZES}"
         hint = f"write `min: {len(world.tasks) - _MOST_SIZES}` or more"
     else:
         return []

@@ -1,12 +1,15 @@
-"""The rank layout of every group of a spec: one ``World`` for each group that shares one, or the problems that forbid it.
+"""Check the ranks of every group of a spec, and return a ``World`` for each group with ranks, or its problems.
 
-One mistake causes one problem, at the line to change; its consequences are not reported. The checks therefore go from causes to
-consequences: the values of each task, the tasks that take part, their ranks, then the lead, the address and the port.
+One mistake causes one problem, at the line to change. To leave out its consequences, the checks run from causes to
+consequences: the values of each task, the tasks with ranks, their ranks, then the lead, the address and the port.
 
-Rules, with OSMO's tutorial and torch's launcher as sources: every rank of 0 … world_size-1 is claimed once. All tasks state the
-same world_size, the master's address and one port. A task with GPUs has no more ranks than GPUs. The lead holds rank 0.
-torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that get their rank and the world size. A task without
-claims is a helper: it starts and stops with the group, but has no ranks; the lead cannot be one.
+These rules follow OSMO's tutorial and torch's launcher:
+
+* Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that
+  get their rank and the world size.
+* All tasks state the same world_size, the master's address and one port.
+* A task with GPUs has no more ranks than GPUs.
+* The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ _ABSENT_MODULES = MappingProxyType(
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
-    """Return the world of each group that shares one, by the group's name, and all findings about ranks.
+    """Return the world of each group, by the group's name, and all problems with ranks.
 
-    A group without claims has no world, and neither has one with errors. A group may have both a world and warnings.
+    A group without ranks or with errors has no world. A group with only warnings has one.
     """
     worlds: dict[str, World] = {}
     problems: list[Problem] = []
@@ -63,7 +66,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
             found += wrong
         if alone and any(problem.hint == alone for problem in found):
             if scattered:
-                continue  # one mistake: the first problem names the tasks of the other groups
+                continue  # it is the same mistake: the first problem names the tasks of all groups
             scattered = True
         problems += found
         if world is not None and not errors_of(found):
@@ -115,19 +118,19 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
 
 
 def _members(claims: Sequence[TaskClaims]) -> list[Member]:
-    """Return the tasks that share the world: those with claims, and those that run the same program without them."""
+    """Return the tasks that share the world: those with claims, and those that run the same program without claims."""
     alone = len(claims) == 1
     counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
     numbered = [item for item in claims if item.numbered is not None]
     if len(numbered) > 1 or any(item.field is not None for item in numbered):
         counted |= {item.name: item.numbered for item in numbered}
     programs = {command.program for command in counted.values() if command and command.launcher == "flags"}
-    half = Counter(
+    incomplete = Counter(
         program
         for item in claims
         for program in {other.program for other in item.others if {"offset", "size"} <= other.claims.keys()}
     )
-    programs |= {program for program, times in half.items() if times > 1}
+    programs |= {program for program, times in incomplete.items() if times > 1}
     members = []
     for item in claims:
         command = counted[item.name] or next((other for other in item.others if other.program in programs), None)
@@ -137,12 +140,15 @@ def _members(claims: Sequence[TaskClaims]) -> list[Member]:
 
 
 def _commands(item: TaskClaims, *, alone: bool = False) -> list[Invocation]:
-    """Return the commands that take part. A torchrun with a world of its own takes part only if there are no other tasks."""
+    """Return the commands that start ranks of the group's world.
+
+    ``torchrun --standalone`` starts a separate world, so it counts only if the task is ``alone`` in its group.
+    """
     return [command for command in item.invocations if alone or not command.standalone]
 
 
 def _inside_one_task(item: TaskClaims) -> list[Problem]:
-    """Return a problem if two commands of one task, or two settings, contradict each other."""
+    """Return the problems of one task: modules that do not exist, and commands or settings that contradict each other."""
     problems = [
         Problem(where=item.modules[module], message=f"{item.name}: JAX has no module `{module}`", hint=hint)
         for module, hint in _ABSENT_MODULES.items()
@@ -156,7 +162,7 @@ def _inside_one_task(item: TaskClaims) -> list[Problem]:
             problems.append(
                 Problem(
                     where=after.where,
-                    message=f"{item.name}: two commands have different ranks: {before.text} at {place(before.where)}, "
+                    message=f"{item.name}: two commands have different ranks: {before.text} at {place(before.where)}, but "
                     f"{after.text} at {place(after.where)}",
                     hint="write the same ranks in both, or write two tasks: a task keeps its ranks until it ends",
                 )
@@ -167,7 +173,7 @@ def _inside_one_task(item: TaskClaims) -> list[Problem]:
         differing = [claim for claim in settings if claim.value != settings[0].value]
         if differing:
             before, after = settings[0], differing[0]
-            message = f"{item.name}: {name} is set twice: {before.text} at {place(before.where)}, "
+            message = f"{item.name}: {name} is set twice: {before.text} at {place(before.where)}, but "
             message += f"{after.text} at {place(after.where)}"
             problems.append(Problem(where=after.where, message=message, hint="keep one of the two lines"))
     return problems
@@ -182,7 +188,7 @@ def _difference(first: Invocation, other: Invocation) -> tuple[Claim, Claim] | N
 
 
 def _mixed(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem if some tasks start their ranks by flags and others by torchrun."""
+    """Return a problem if the tasks start their ranks in different ways, such as flags and torchrun."""
     launchers: dict[str, Member] = {}
     places: dict[str, Invocation] = {}
     for member in members:
@@ -196,11 +202,11 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     words = {
         "flags": "has --offset, --size and --world_size",
         "torchrun": "runs torchrun",
-        "rank": "has a rank and a world size",
+        "rank": "sets a rank and a world size",
     }
     both = [f"{launchers[one].name} {words[one]} at {place(places[one].where)}" for one in (first, second)]
     later = max(places[first], places[second], key=lambda command: command.where)
-    message = f"the tasks start their ranks in different ways: {both[0]}, {both[1]}"
+    message = f"the tasks start their ranks in different ways: {both[0]}, but {both[1]}"
     return [Problem(where=later.where, message=message, hint="start the ranks of all tasks of a group in the same way")]
 
 
@@ -213,14 +219,14 @@ def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
         Problem(
             where=members[0].where,
             severity=Severity.WARNING,
-            message=f"{and_list(member.name for member in members)} each run torchrun for a separate world",
+            message=f"{and_list(member.name for member in members)} start separate worlds: no torchrun flag connects them",
             hint=f"for one world, add {ranks_field(size)} to each task; otherwise add --standalone",
         )
     ]
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for a group whose only task claims a part of a world: the other tasks are in other groups."""
+    """Return the hint for a group whose only task claims a part of a world; empty if no other group has the other part."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
@@ -231,7 +237,7 @@ def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
 
 
 def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each resource whose tasks have more ranks than GPUs, unless their size is reported already."""
+    """Return a problem for each resource whose tasks have more ranks than GPUs, unless ``before`` reports their size."""
     over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
     for member in members:
         claim = member.literal("size") or member.literal("nproc_per_node")
@@ -248,7 +254,7 @@ def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Proble
         lines = list(dict.fromkeys(place(other.where) for _, other in found))
         in_lines = f" in {and_list(lines, 8)}" if len(lines) > 1 else ""
         each = " each" if len(found) > 1 else ""
-        message = f"{and_list(member.name for member, _ in found)}: {claim.text}: {size} ranks{each}, but the resource "
+        message = f"{and_list(member.name for member, _ in found)}: {claim.text} starts {size} ranks{each}, but the resource "
         message += f"`{name}` requests {gpus} GPU{'s' if gpus > 1 else ''}, and every rank needs one"
         hint = f"write gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}, and correct the offsets and world sizes"
         problems.append(Problem(where=claim.where, message=message, hint=hint))
@@ -261,17 +267,17 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
         return []
     master = next(member for member in members if member.name == world.master)
     claim = master.literal("offset") or master.literal("node_rank")
-    holder = f"{world.master} holds rank 0, but {lead} is the lead"
+    message = f"{world.master} holds rank 0, but the lead must hold it, and the lead is {lead}"
     hint = f"move `lead: true` to {world.master}"
     if any(item.task == lead for item in world.tasks):
         hint += f", or give {lead} rank 0 and {world.master} the ranks {world.of(lead).text}"
     else:
-        holder += " and holds no ranks"
-    return [Problem(where=claim.where if claim else master.where, message=holder, hint=hint)]
+        message += ", which holds no ranks"
+    return [Problem(where=claim.where if claim else master.where, message=message, hint=hint)]
 
 
 def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
-    """Return a problem for each task that uses a token of the layout without having a value for it."""
+    """Return a problem for each task that uses a token of the layout which has no value for this task."""
     problems = []
     inside = {item.task for item in world.tasks} if world is not None else set()
     own = {"rank_offset", "rank_size", "node_rank"}
@@ -290,7 +296,7 @@ def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
     return problems
 
 
-# -- where the processes meet: the master's address and one port ------------------------------------------------------
+# -- rendezvous: the master's address and port ------------------------------------------------------------------------
 
 _HOST = re.compile(r"\{\{\s*host:\s*([^}\s]+)\s*\}\}")
 _LOCAL = re.compile(r"localhost(\.localdomain)?|127(\.\d+){0,3}|0\.0\.0\.0|\[?::1?\]?|\$?\(?hostname.*", re.IGNORECASE)
@@ -298,7 +304,7 @@ _PORTS = range(1, 65536)
 
 
 def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
-    """Return a problem for each task that uses another address for the master than that of the task ``master``."""
+    """Return a problem for each task whose address of the master is not the address of the task ``master``."""
     names = {member.name for member in members}
     problems: list[Problem] = []
     for member in members:
@@ -328,7 +334,7 @@ def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
 
 
 def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
-    """Return the port that all tasks name (``None`` if they name none), and a problem for each invalid or different one."""
+    """Return the port of the world (``None`` if no task states a port), and a problem for each invalid or different port."""
     problems: list[Problem] = []
     valid: list[tuple[Member, Claim, int]] = []
     for member in members:
@@ -362,12 +368,12 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
 
 
 def _addresses(member: Member) -> Iterator[Claim]:
-    """Yield the effective address: that of the command's flags, else those of its environment or scripts."""
+    """Yield the claims of the master's address that apply: the command's flag, else the settings in environment or scripts."""
     flags = [member.flags[key] for key in ("rdzv_endpoint", "master_addr") if key in member.flags]
     if flags:
         yield flags[0]
     elif member.invocation is None or member.invocation.launcher != "torchrun":
-        yield from _last(member, "master_addr")
+        yield from _settings_of(member, "master_addr")
 
 
 def _port_claims(member: Member) -> Iterator[Claim]:
@@ -377,10 +383,10 @@ def _port_claims(member: Member) -> Iterator[Claim]:
     elif "master_port" in member.flags:
         yield member.flags["master_port"]
     elif member.invocation is None or member.invocation.launcher != "torchrun":
-        yield from _last(member, "master_port")
+        yield from _settings_of(member, "master_port")
 
 
-def _last(member: Member, key: str) -> Iterator[Claim]:
+def _settings_of(member: Member, key: str) -> Iterator[Claim]:
     yield from (claim for claim in member.claims.settings if claim.key == key)
 
 

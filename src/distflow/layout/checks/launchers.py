@@ -17,17 +17,17 @@ __all__ = ["PythonCommand", "launcher_problems", "python_command", "restart_prob
 
 
 _NEEDS_PYTHON = ("deepspeed", "accelerate")
-"""Frameworks whose own launcher starts a Python script. For pytorch, ``launcher`` starts it."""
+"""Frameworks whose own launcher starts a Python script. For pytorch, the field ``launcher`` of the spec does that."""
 
-_EVEN = ("accelerate",)
+_NEEDS_EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
 _WITHOUT_EFFECT = ("-u", "-s")
-"""Options that change nothing for a rank: its output is never buffered."""
+"""Options of the interpreter that are dropped. Ranks do not need ``-u``, because their output is never buffered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonCommand:
-    """``python3 -m package.module --lr 0.1`` in its parts."""
+    """The parts of a command such as ``python3 -m package.module --lr 0.1``."""
 
     interpreter: str = "python3"
     target: str
@@ -49,7 +49,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
     if not rest:
         return "the command has no script"
     if rest[0] == "-c":
-        return "ranks need a file instead of `-c`"
+        return "`-c` runs code that is not in a file"
     if rest[0] == "-m" and len(rest) > 1:
         return PythonCommand(interpreter=program, target=rest[1], is_module=True, arguments=tuple(rest[2:]))
     if rest[0].startswith("-"):
@@ -69,9 +69,9 @@ def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Pr
 
 def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
     """Return a problem if a framework that divides the ranks evenly gets tasks of different sizes."""
-    if group.framework is None or group.framework.value not in _EVEN or len({item.size for item in world.tasks}) == 1:
+    if group.framework is None or group.framework.value not in _NEEDS_EVEN or len({item.size for item in world.tasks}) == 1:
         return []
-    sizes = ", ".join(f"{item.task} has {item.size}" for item in world.tasks)
+    sizes = and_list(f"{item.task} has {item.size}" for item in world.tasks)
     message = f"`framework: {group.framework.value}` needs the same number of ranks in all tasks, but {sizes}"
     return [
         Problem(where=group.framework.mark, message=message, hint="give all tasks the same size, or use `launcher: torchrun`")
@@ -120,7 +120,7 @@ def _no_python(task: TaskSpec, starter: str) -> list[Problem]:
 
 
 def _restarts(group: GroupSpec) -> list[Problem]:
-    """Return the findings about a launcher that restarts the ranks of a gang of several tasks."""
+    """Return a problem if a launcher restarts the ranks of a group of several tasks."""
     for task in group.tasks if len(group.tasks) > 1 else ():
         if task.launcher.kind == "spawn" and task.launcher.max_restarts:
             message = "`max_restarts` of `launcher: spawn` needs a group of one task, and this group has several"
@@ -137,7 +137,7 @@ def _restarts(group: GroupSpec) -> list[Problem]:
 
 
 def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
-    """Return warnings about a ``shared`` directory without effect, and about checkpoints of only some tasks of a world."""
+    """Return warnings about a ``shared`` directory without effect, and checkpoints that only some tasks of a world have."""
     can_restart = group.retry.limit > 0 and any(task.exit_actions.reschedule for task in group.tasks)
     declared = {normpath(one.path.value): one for task in group.tasks for one in task.checkpoints}
     shared = next((one for one in declared.values() if one.is_shared), None)

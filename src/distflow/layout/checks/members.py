@@ -72,7 +72,7 @@ def and_list(names: Iterable[str], most: int = 4) -> str:
 
 
 def place(mark: Mark) -> str:
-    """Return ``file:line`` with the file's last component, for drawings and lists."""
+    """Return ``file:line``, the file without its directory, for drawings and lists."""
     return str(Mark(mark.file.rpartition("/")[2], mark.line))
 
 
@@ -110,7 +110,7 @@ def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> lis
 def _no_number(member: Member, claim: Claim) -> Problem:
     hint = f"write a number, such as {claim.written(8 if claim.key != 'offset' else 0)}"
     if "$" in claim.value:
-        hint += "; the variable is not replaced, because no shell interprets this word (use command: [bash, -c, ...])"
+        hint += "; no shell replaces the variable, because the command does not run in one (use command: [bash, -c, ...])"
     message = f"{member.name}: {claim.text}: {claim.key} must be a whole number"
     return Problem(where=claim.where, message=message, hint=hint)
 
@@ -122,7 +122,7 @@ def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Proble
         where=claim.where,
         severity=Severity.WARNING,
         message=f"{member.name}: {claim.text} cannot be checked before the task runs{taken}",
-        hint=f"write the number, or a token that follows the layout: {claim.written(token_for(claim.key))}",
+        hint=f"write the number, or let distflow compute it: {claim.written(token_for(claim.key))}",
     )
 
 

@@ -75,13 +75,13 @@ def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
                 message += f" of {world.world_size} (node rank {ranks.node_rank})"
                 hint = change(claim, right[claim.key])
                 if claim in member.flags.values():
-                    hint += ", or a token that follows the layout: " + claim.written(token_for(claim.key))
+                    hint += ", or let distflow compute it: " + claim.written(token_for(claim.key))
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
     return problems
 
 
 def _out_of_bounds(members: Sequence[Member]) -> list[Problem]:
-    """Return the problems of impossible values, with the right value if it follows from all others."""
+    """Return the problems of impossible values. The hint contains the right value if it follows from the other values."""
     problems = literal_problems(members, {"offset": 0, "size": 1, "world_size": 1})
     sizes = [member.number("size") for member in members]
     rows = [_row(member, size) for member, size in zip(members, sizes, strict=True) if size is not None]
@@ -99,13 +99,13 @@ def _row(member: Member, size: int) -> Row:
         offset=member.number("offset"),
         size=size,
         world_size=member.number("world_size"),
-        most=member.claims.gpus or None,
+        max_size=member.claims.gpus or None,
         editable=frozenset(key for key in RANK_KEYS if member.literal(key)),
     )
 
 
 def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem if replicas, which share their lines, all claim one offset."""
+    """Return a problem if all replicas of a task claim the same offset, because one line of the spec states it for all."""
     lines: dict[tuple[object, str], list[Member]] = {}
     for member in members:
         claim = member.literal("offset")
@@ -127,7 +127,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 
 
 def _missing(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem for each command without a required flag that the ``ranks`` field does not give either."""
+    """Return a problem for each command that lacks a required flag, unless its task has a ``ranks`` field."""
     problems = []
     stated = {number for member in members if (number := member.number("world_size"))}
     sizes = [member.number("size") or member.claims.gpus for member in members]
@@ -142,26 +142,26 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
             if absent:
                 flags = " ".join(f"--{key} {values[key]}" for key in absent)
                 message = (
-                    f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}, like the other tasks "
+                    f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}, as in the other tasks "
                 )
                 message += "of this group"
                 problems.append(Problem(where=member.where, message=message, hint=f"add {flags}"))
             elif (claim := member.flags["size"]).known is Known.COMPUTED:
-                problems.append(_nothing_to_follow(member, claim))
+                problems.append(_undefined_size(member, claim))
         cursor = (cursor if offset is None else offset) + size
     return problems
 
 
-def _nothing_to_follow(member: Member, claim: Claim) -> Problem:
+def _undefined_size(member: Member, claim: Claim) -> Problem:
     return Problem(
         where=claim.where,
-        message=f"{member.name}: {claim.text} follows the task's ranks, but their number is not defined",
+        message=f"{member.name}: {claim.text} cannot be replaced: the task's number of ranks is not defined",
         hint=f"add {ranks_field(member.claims.gpus or 'N')} to the task",
     )
 
 
 def _sizes(members: Sequence[Member]) -> list[int | None]:
-    """Return each task's size. A size that is known only at run time is the rest of the world size, or the task's GPUs."""
+    """Return each task's size. An unknown size is the rest of the world size if it is the only one, else the task's GPUs."""
     sizes: list[int | None] = []
     for member in members:
         size = member.number("size")
@@ -190,7 +190,7 @@ def _unknown(members: Sequence[Member], sizes: Sequence[int | None], world: Worl
 
 
 class _Mistake:
-    """A layout that does not fit, and the problems to report about it."""
+    """A layout whose ranks do not add up, and the problems to report about it."""
 
     def __init__(self, members: Sequence[Member], rows: Sequence[Row], alone: str) -> None:
         self.members, self.rows, self.alone = members, rows, alone
@@ -202,7 +202,7 @@ class _Mistake:
         self.gaps, self.overlaps = gaps_of(self.parts), overlaps_of(self.parts)
 
     def problems(self) -> list[Problem]:
-        """Return one problem for the mistake; for world sizes, one for each line that has to change."""
+        """Return one problem for the mistake; for wrong world sizes, one for each line to change."""
         edits = single_edits(self.rows)
         if self.alone and len(self.members) == 1 and self.gaps:
             ranks = rank_text(*self.intervals[0])
@@ -215,7 +215,7 @@ class _Mistake:
             return [self._task_absent(absent, edits)]
         if tiles(self.rows) and not edits:
             return self._world_sizes()
-        return [self._one_number(edits)] if edits else [self._everything()]
+        return [self._one_number(edits)] if edits else [self._several_numbers()]
 
     # -- the four kinds of mistake ------------------------------------------------------------------------------------
 
@@ -279,8 +279,8 @@ class _Mistake:
                 remedies.append(f"write {claims[0].written(self.total)} in each of these lines: {lines}")
         return self._problem(best.index, best.key, self._symptoms(), remedies)
 
-    def _everything(self) -> Problem:
-        """Return the problem of a layout with several wrong numbers; it proposes the ranks one task after the other."""
+    def _several_numbers(self) -> Problem:
+        """Return the problem of a layout with several wrong numbers. Its hint gives the tasks consecutive ranks."""
         order = sorted(range(len(self.rows)), key=lambda index: (self.intervals[index][0], index))
         changes: list[tuple[int, str, str]] = []
         cursor = 0
@@ -329,7 +329,7 @@ class _Mistake:
         return change(claim, edit.value) + ("" if here else f" at {place(claim.where)} ({member.name})")
 
     def _symptoms(self) -> str:
-        """Return the symptoms of the mistake in a few words."""
+        """Return the symptoms of the mistake, such as ``ranks 8-15 are claimed by no task``."""
         found = []
         for part in self.overlaps[:2]:
             names = and_list(self.members[index].name for index in part.rows)

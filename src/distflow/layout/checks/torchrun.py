@@ -1,6 +1,6 @@
-"""Worlds whose tasks run ``torchrun``: number of nodes, node ranks and processes per node.
+"""Check worlds whose tasks run ``torchrun``: number of nodes, node ranks and processes per node.
 
-Programs that get their rank and the world size (``--rank 1 --world-size 2``) are numbered in the same way.
+Programs that get their rank and the world size (``--rank 1 --world-size 2``) are checked in the same way.
 
 torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes. A task's offset
 is therefore the sum of the sizes of the nodes before it. distflow sets missing flags by variables (``PET_NNODES``,
@@ -35,12 +35,12 @@ from distflow.layout.ranks import TaskRanks, World
 
 __all__ = ["is_shared", "torchrun_world"]
 
-_MANY = 3
-"""Node ranks that a message names; of the others it gives only the number."""
+_MAX_NAMED = 3
+"""The maximum number of node ranks that a message names. It only counts the other ones."""
 
 
 def is_shared(members: Sequence[Member]) -> bool:
-    """Return whether the torchrun commands of a group mean one world: at least one has a flag about other nodes."""
+    """Return whether the torchrun commands of a group form one world: at least one has a flag about other nodes."""
     if any(member.claims.field is not None for member in members):
         return True
     for member in members:
@@ -116,7 +116,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 
 
 def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
-    """Return the number of processes of each task, and the problems with those that are not known."""
+    """Return the number of processes of each task, and a problem for each unknown number."""
     sizes: list[int | None] = []
     problems: list[Problem] = []
     for member in members:
@@ -130,7 +130,7 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
         elif size is None and claim is not None:
             size = claim.number
             if size is None and claim.known is Known.COMPUTED:
-                message = f"{member.name}: {claim.text} follows the task's ranks, but their number is not defined"
+                message = f"{member.name}: {claim.text} cannot be replaced: the task's number of ranks is not defined"
                 hint = f"give the task {ranks_field(member.claims.gpus or 'N')}"
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
             elif size is None:
@@ -182,7 +182,7 @@ def _unknown(members: Sequence[Member], world: World) -> list[Problem]:
 
 
 class _Nodes:
-    """The nodes of a torchrun world, as claimed."""
+    """The nodes of a torchrun world, as its tasks claim them."""
 
     def __init__(self, members: Sequence[Member], sizes: Sequence[int], node_ranks: Sequence[int]) -> None:
         self.members, self.sizes, self.node_ranks = members, sizes, node_ranks
@@ -191,12 +191,12 @@ class _Nodes:
         stated = set(uppers) - {None}
         self.agreed = stated.pop() if len(stated) == 1 else None
         self.count = len(members)
-        self.is_torchruns = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
-        self.ranks = "node ranks" if self.is_torchruns else "ranks"
-        """The name of the numbers in messages."""
+        self.uses_torchrun = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
+        self.ranks = "node ranks" if self.uses_torchrun else "ranks"
+        """The word for the numbers in messages."""
 
     def world(self) -> World:
-        """Return the layout; every node rank must be held once."""
+        """Return the layout. Each node rank must be held by exactly one task."""
         order = sorted(range(self.count), key=lambda index: self.node_ranks[index])
         tasks, offset = [], 0
         for position, index in enumerate(order):
@@ -204,7 +204,7 @@ class _Nodes:
             tasks.append(TaskRanks(task=self.members[index].name, offset=offset, size=size, node_rank=position))
             offset += size
         has_field = any(member.claims.field is not None for member in self.members)
-        style = "ranks" if has_field else "torchrun" if self.is_torchruns else "flags"
+        style = "ranks" if has_field else "torchrun" if self.uses_torchrun else "flags"
         return World(world_size=offset, tasks=tuple(tasks), style=style)
 
     @property
@@ -214,7 +214,7 @@ class _Nodes:
         if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
             return []
         # Not all of them: the number may be huge, for instance a port that was written by mistake.
-        return list(islice((rank for rank in range(self.agreed) if rank not in held), _MANY))
+        return list(islice((rank for rank in range(self.agreed) if rank not in held), _MAX_NAMED))
 
     def node_rank_problems(self) -> list[Problem]:
         """Return a problem for each node rank that another task holds already, or that is too high."""
@@ -233,8 +233,8 @@ class _Nodes:
             member, rank = self.members[index], self.node_ranks[index]
             claim = member.literal("node_rank")
             message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
-            message += f"also that of {self.members[held[rank]].name}" if rank in held else "too high"
-            message += f"; {self.count} tasks have the {self.ranks} 0-{self.count - 1}, and no task has {right}"
+            message += f"also used by {self.members[held[rank]].name}" if rank in held else "too high"
+            message += f"; {self.count} tasks need the {self.ranks} 0-{self.count - 1}, and no task has {right}"
             problems.append(
                 Problem(
                     where=claim.where if claim else member.where,
@@ -305,5 +305,5 @@ class _Nodes:
             )
             for index, (member, rank) in enumerate(zip(self.members, self.node_ranks, strict=True))
         ]
-        # A node rank that is too high is drawn at its own position, within the picture.
+        # The picture is wide enough for node ranks that are too high.
         return draw(bars, offset(nodes))

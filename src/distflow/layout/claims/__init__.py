@@ -1,1 +1,1 @@
-"""The ranks that tasks claim: in their ``ranks`` field, their commands and their scripts."""
+"""Read the ranks that tasks claim in their ``ranks`` field, their commands and their scripts."""

@@ -92,7 +92,7 @@ def nested(line: Line) -> Iterator[Line]:
 
 
 def _script_in(words: Sequence[Word]) -> Word | None:
-    """Return the SCRIPT of the first ``sh -c SCRIPT``. After the name of a script file, ``-c`` is that script's argument."""
+    """Return the SCRIPT of the first ``sh -c SCRIPT``. A ``-c`` after the name of a script file does not count."""
     for index, shell in enumerate(words):
         if base_name(shell.literal) not in SHELLS:
             continue
@@ -139,7 +139,7 @@ def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
 
 
 def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]:
-    """Return the known values of variables: distflow's own, the environment's, and those that scripts set to one value."""
+    """Return the values of variables that distflow, the environment or the scripts set; ``None`` if there are several."""
     known: dict[str, str | None] = dict(COMPUTED)
     known.update({name: text.value for name, text in task.environment.items()})
     own = {name for name in COMPUTED if name not in task.environment}
@@ -147,7 +147,7 @@ def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]
         for name, word in line.command.assignments if line.expands else ():
             name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
             if value is None and name == "MASTER_ADDR":
-                value = word.raw  # such as $(getent hosts {{host:master}}): the task that it names can still be read
+                value = word.raw  # $(getent hosts {{host:master}}) still names a task
             before = known.get(name)
             is_more = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
             if is_more or name in own or name not in known or known[name] == value:

@@ -1,4 +1,4 @@
-"""Parse shell text into simple commands, each word with its offset: enough of POSIX to find the flags that a task starts with.
+"""Parse shell text into simple commands, each word with its offset: enough of POSIX to find the flags of a task's programs.
 
 Nothing is run. Values that only a shell can compute (command substitution, arithmetic, ``$1``) stay *unknown*. Comments,
 redirections, and here-documents for programs other than a shell are skipped.
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"\(\((?:[^()\n]|\([^()\n]*\))*\)\)")
 """``(( n << 2 ))``, also after ``for``: its ``<<`` does not begin a here-document."""
 _SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=)))")
-"""An assignment in such an arithmetic text."""
+"""An assignment within ``((…))``."""
 _HEREDOC = re.compile(r"<<-?(?!<)[ \t]*(?:(['\"])([^'\"\n]+)\1|\\?([\w.!%:@+-]+))")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
 
@@ -84,7 +84,7 @@ class Word:
         return any(isinstance(part, _Variable) for part in self.parts)
 
     def divided(self, variables: Mapping[str, str | None]) -> tuple[Word, ...]:
-        """Return the words of a variable without quotes, or of an array; the word itself if the value is not known."""
+        """Return the words that an unquoted variable or an array expands to; the word itself if the value is not known."""
         names = [part.name for part in self.parts if isinstance(part, _Variable)]
         is_alone = len(names) == 1 and not any(part for part in self.parts if isinstance(part, str))
         is_divided = is_alone and (self.raw[:1] == "$" or names[0].endswith("[@]"))
@@ -94,7 +94,10 @@ class Word:
         return tuple(replace(self, parts=(_Variable("") if _UNKNOWN in piece else piece,)) for piece in value.split())
 
     def value_of(self, name: str, variables: Mapping[str, str | None]) -> tuple[str, str | None]:
-        """Return the variable that ``name`` assigns this word to, and its value: the words of an array, separated by spaces."""
+        """Return the variable that the assignment of this word to ``name`` sets, and its value.
+
+        The value of an array is its words, separated by spaces.
+        """
         plain, is_array, more = name.partition("[@]")
         if not is_array:
             return name, self.expanded(variables)
@@ -143,7 +146,7 @@ class _Reader:
     skip_next: bool = False
     """Whether the next word is the target of a redirection."""
     array: tuple[str, int, int] | None = None
-    """The current ``NAME=(…)``: the beginning of its assignment, its offset, and the number of words before its own."""
+    """The current ``NAME=(…)``: the beginning of its assignment, its offset, and the number of words before the array."""
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
     """Delimiters whose bodies begin after this line, and whether a shell reads the body."""
 
@@ -274,7 +277,7 @@ class _Reader:
         self.parts, self.skip_next = None, False
 
     def _begins_array(self) -> bool:
-        """Return whether a bracket opens the words of ``NAME=(…)``, and if so, note the text before it."""
+        """Return whether a bracket begins the words of ``NAME=(…)``, and if so, store the text before it."""
         name = self.parts[0] if self.parts is not None and len(self.parts) == 1 else None
         found = _ARRAY.fullmatch(name) if isinstance(name, str) and self.array is None else None
         if found:
@@ -300,7 +303,7 @@ class _Reader:
             yield command
 
     def _arithmetic(self) -> Iterator[Command]:
-        """Skip all of ``((…))`` except its last character; the variables that it sets are not known."""
+        """Skip all of ``((…))`` except its last character, and yield a command that sets its variables to unknown values."""
         found = _ARITHMETIC.match(self.text, self.at)
         if found:
             unknown = Word(raw="", offset=self.at, parts=(_Variable(""),))
@@ -326,7 +329,7 @@ class _Reader:
         self.skip_next = True
 
     def _bodies(self) -> Iterator[Command]:
-        """Skip the here-documents that begin here, but read those that a shell reads."""
+        """Skip the here-documents that begin here. If a shell reads one of them, yield its commands."""
         for delimiter, feeds_a_shell in self.heredocs:
             end = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*\r?$", re.MULTILINE).search(self.text, self.at)
             stop = end.start() if end else len(self.text)

@@ -3,20 +3,19 @@
 ``scripts`` finds the commands: the words of ``command`` and ``args``, a script after ``sh -c``, and inline shell scripts that
 one of these mentions. Other files are data: an ``add_argument("--offset")`` in Python claims nothing.
 
-These commands count:
+These commands claim ranks:
 
 * ``torchrun``, ``python -m torch.distributed.run`` or ``.launch`` with a training script. Only the options before that script
   are torchrun's; the script's own options are not checked.
 * any other command with ``--world_size`` and at least one of ``--offset`` and ``--size``. Programs that only process text
-  (``echo``, ``grep``, …) never count. A command with fewer of the three counts if another task of the group runs the same
+  (``echo``, ``grep``, …) never count. A command with fewer of the three flags counts if another task of the group runs the same
   program with more, or if several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that). A single
-  ``crop.py --offset 3 --size 128`` is not a world.
+  ``crop.py --offset 3 --size 128`` claims no ranks.
 * a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
   ``WORLD_SIZE``, if several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
 
-A value may be a token (``{{rank_offset}}``) or one of distflow's variables (``$NODE_RANK``); it then follows the computed
-layout. A variable with one literal value in the environment and the scripts has that value. The value of any other variable is
-known only when the task runs.
+distflow computes the value of a token (``{{rank_offset}}``) and of its own variables (``$NODE_RANK``). A variable with one
+literal value in the environment and the scripts has that value. Any other variable is known only when the task runs.
 
 Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorch_dist_training`` sample.
 """
@@ -47,7 +46,7 @@ _ONE_RANK_PER_GPU = "--multiprocessing-distributed"
 """The option of torch's ImageNet example that starts a process for each GPU; its ``--rank`` is then that of the node."""
 _TORCHRUN_SWITCHES = frozenset({"-m", "module", "no_python", "run_path", "virtual_local_rank", "use_env"})
 _TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
-_TALKERS = frozenset(
+_TEXT_PROGRAMS = frozenset(
     {
         *("echo", "printf", ":", "cat", "tee", "grep", "egrep", "sed", "awk", "test", "[", "[[", "logger", "which", "type"),
         *("truncate", "fallocate", "losetup", "dd", "tail", "head", "split", "find", "man", "pip", "apt", "apt-get"),
@@ -62,7 +61,7 @@ class Known(str, Enum):
     LITERAL = "literal"
     """A number or a text, as written."""
     COMPUTED = "computed"
-    """It follows the layout that distflow computes (a token or one of its variables)."""
+    """distflow computes it: the value is a token or one of distflow's variables."""
     RUNTIME = "runtime"
     """It is known only when the task runs."""
 
@@ -72,7 +71,7 @@ class Claim:
     """One value that a task claims, and its written form."""
 
     key: str
-    """One of ``RANK_KEYS`` or ``TORCHRUN_KEYS``."""
+    """One of ``RANK_KEYS`` or ``_TORCHRUN_KEYS``."""
     value: str
     """The value after a shell has expanded it; for ``RUNTIME`` the value as written."""
     where: Mark
@@ -102,18 +101,18 @@ class Invocation:
     """A command that starts, or may start, processes of a world."""
 
     launcher: str
-    """``flags`` (a program with ``--offset --size --world_size``), ``torchrun``, or ``rank`` (its rank and the world size)."""
+    """``flags`` (``--offset --size --world_size``), ``torchrun``, or ``rank`` (a program with its rank and the world size)."""
     program: str
     """The name of its script or module, without the directory."""
     where: Mark
     claims: Mapping[str, Claim]
     """Claims by key; the last one wins, as in ``argparse``."""
     standalone: bool = False
-    """Whether it is ``torchrun --standalone``, which has a world of its own."""
+    """Whether it is ``torchrun --standalone``, which starts a separate world."""
 
     @property
     def rank_flags(self) -> int:
-        """The number of flags that it has of offset, size and world_size."""
+        """The number of its flags among offset, size and world_size."""
         return sum(key in self.claims for key in RANK_KEYS)
 
 
@@ -127,9 +126,9 @@ class TaskClaims:
     field: Mapping[str, Claim] | None
     """Claims of the ``ranks`` field; ``None`` without one."""
     invocations: tuple[Invocation, ...] = ()
-    """Commands that count by themselves."""
+    """Commands that claim ranks, independent of other tasks."""
     others: tuple[Invocation, ...] = ()
-    """Commands with too few rank flags to count, or none; ``checks`` compares their programs."""
+    """Commands with too few rank flags. ``checks`` counts them if other tasks run the same program with more."""
     numbered: Invocation | None = None
     """The task's rank and the world size, from flags or variables. They count if another task has them, too."""
     modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
@@ -146,7 +145,7 @@ class TaskClaims:
 
 
 def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskClaims:
-    """Return the claims of ``task``; ``resource`` is its request to the node."""
+    """Return the claims of ``task``; ``resource`` is the resource that it requests."""
     lines = tuple(lines_of(task))
     variables = variables_of(task, lines)
     found = [item for line in lines for item in _invocations(line, variables)]
@@ -187,7 +186,7 @@ def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[In
     words = line.command.words
     if line.expands:
         words = tuple(one for word in words for one in word.divided(variables))
-    if not words or line.command.program in _TALKERS:
+    if not words or line.command.program in _TEXT_PROGRAMS:
         return
     start = _torchrun_at(words)
     if start is None:
@@ -276,16 +275,16 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
 def _numbered(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
-    """Return the rank and the world size that a task states by flags of its program, else by variables; both or ``None``.
+    """Return the rank and the world size that a task states by flags or variables; ``None`` unless it states both.
 
     A world of one rank is a single task, unless the task has a ``ranks`` field.
     """
-    found = _said_number(task, lines, variables, gpus)
+    found = _stated_rank(task, lines, variables, gpus)
     is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
     return None if is_alone else found
 
 
-def _said_number(
+def _stated_rank(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
@@ -294,7 +293,7 @@ def _said_number(
     rank, world_size = ("offset", "world_size") if task.ranks is not None else ("node_rank", "nnodes")
     for line in lines:
         words = line.command.words
-        if not words or line.command.program in _TALKERS or _nested_script(line):
+        if not words or line.command.program in _TEXT_PROGRAMS or _nested_script(line):
             continue
         claimed = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
         url = claimed.pop("dist_url", None)
@@ -339,7 +338,7 @@ def _settings(
         for name, word in line.command.assignments:
             if name in names and line.expands:
                 found.add(name)
-                # On the right side, a variable's own name means its earlier value: $MASTER_ADDR is distflow's.
+                # In `MASTER_ADDR=$MASTER_ADDR`, the right side is the earlier value, which the spec or distflow sets.
                 own = task.environment[name].value if name in task.environment else COMPUTED.get(name)
                 yield _claim(line, word, names[name], name + "={}", {**variables, name: own})
     for name, key in names.items():
