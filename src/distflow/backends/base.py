@@ -277,7 +277,7 @@ class NotBrought(_OfAttempt):
     """The node cannot fetch an input itself. The attempt has no other problem."""
 
     number: int
-    """Number of the input: ``Bring.number``."""
+    """Number of the input: ``Download.number``."""
     why: str
 
 

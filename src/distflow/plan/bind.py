@@ -25,7 +25,7 @@ def bind(
 ) -> dict[str, BoundLaunch]:
     """Return every task of a group with all placeholders filled in, except ``@@ATTEMPT_DIR@@``.
 
-    ``nodes`` are the pool's nodes by name. The plan's variables override their ``environment``.
+    ``nodes`` are the pool's nodes by name. Variables of the plan override the ``environment`` of a node.
     """
     return {launch.task: bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
 
@@ -62,7 +62,7 @@ def bind_task(
         # No interface has the address itself, so torch and NCCL must choose one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
     container = container_of(launch, node, fill)
-    # In an image, a directory of the node may have another path.
+    # In a container, a directory of the node may have another path.
     is_inside = container is not None or (launch.image is not None and node.container == "engine")
     mounts = () if is_inside else tuple(fill(mount).partition(":")[0] for mount in launch.mounts)
     return BoundLaunch(
@@ -72,7 +72,7 @@ def bind_task(
         environment=environment,
         files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in files),
         setup=node.setup,
-        # The parent of a checkpoint's directory must exist, as on a machine where the task uses the path directly.
+        # Programs expect the parent of a checkpoint's directory to exist: `/tmp` for `/tmp/models`.
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
         venv=venv_of(group, launch, node),
         container=container,

@@ -1,4 +1,7 @@
-"""The binding of a group: the resources leased for an attempt. A separate module, because records import it at every start."""
+"""The binding of a group: the resources leased for an attempt.
+
+This is a separate module, so that ``state.record``, which every start of distflow imports, does not import whole plans.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ class TaskBinding(Struct, frozen=True, kw_only=True):
     address: str = ""
     """The node's address on the training network."""
     interface: str = ""
+    """The network interface with that address; empty if none has it."""
     gpu_ids: tuple[int, ...] = ()
 
 

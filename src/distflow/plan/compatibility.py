@@ -1,16 +1,16 @@
 """Files, variables and programs for tasks that were written for Valohai or OSMO.
 
-Valohai: a program for distributed tasks finds the other tasks without a change. Its package ``valohai-utils`` reads
-``distributed.json`` or ``distributed.yaml`` in the directory that ``VH_CONFIG_DIR`` names. A *member* is a task, not a rank:
+Valohai: programs for its distributed tasks find the other tasks without a change. They use the package ``valohai-utils``, which
+reads ``distributed.json`` or ``distributed.yaml`` in the directory ``VH_CONFIG_DIR``. A *member* is a task, not a rank:
 eight GPUs of a node are one member. Members are numbered in the order of ranks, and tasks without ranks come last. By Valohai's
 rule the lowest ``member_id`` is the master, so the master is the task with rank 0. distflow knows one address of a member, so
 its public and its local address are equal. Format: the samples and the parser of https://github.com/valohai/valohai-utils
 (``valohai/internals/distributed_config``).
 
-OSMO: ``{{host:<task>}}`` is a DNS name there, and an address here. OSMO's specs pass it to ``nslookup``, ``getent hosts``,
-``dig`` or ``host``, which do not find a name for the address. A task whose texts mention one of these programs therefore gets a
-script of that name at the beginning of its PATH. The script answers for the addresses of the task's group in the format of the
-real program, and passes all other calls to the real program.
+OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. OSMO's specs pass it to ``nslookup``,
+``getent hosts``, ``dig`` or ``host``, which fail for an address. If a text of a task mentions one of these programs, distflow
+puts a script of that name at the beginning of the task's PATH. The script answers for the addresses of the task's group in the
+format of the real program, and passes all other calls to the real program.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["NAME_TOOLS", "distributed_environment", "distributed_files", "member
 
 
 _FOLDER = "config"
-"""Below the attempt's directory."""
+"""The directory of Valohai's files, relative to the attempt's directory."""
 _RESERVED = "VH_"
 
 
 def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]:
-    """Return the number of each task of a gang, by name; empty for a group of one task without ranks."""
+    """Return the member number of each task of a gang, by name; empty for a group of one task without ranks."""
     if len(tasks) < 2 and world is None:
         return {}
     ranked = {item.task: item.node_rank for item in world.tasks} if world is not None else {}
@@ -56,7 +56,7 @@ def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, st
 
 
 def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
-    """Return the two files of a task, with placeholders; empty for a task that is not a member.
+    """Return ``distributed.json`` and ``.yaml`` of a task, with placeholders; empty for a task that is not a member.
 
     They are created when a task is bound, and not stored, because their total size grows with the square of the gang's size.
     """
@@ -81,7 +81,7 @@ def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
 
 @lru_cache(maxsize=4)
 def _members(members: tuple[tuple[int, str], ...]) -> tuple[list[dict[str, Any]], str]:
-    """Return all members, and their part of the YAML file. It takes long to write, and is the same for all tasks."""
+    """Return all members, and their part of the YAML file. The cache helps because all tasks share it and YAML is slow."""
     import yaml  # noqa: PLC0415  as above
 
     described = [_member(number, name) for number, name in members]
@@ -149,7 +149,7 @@ for directory in $PATH; do
         exec "$directory/$tool" "$@"
     fi
 done
-echo "$tool: not found on this node; the script of distflow only knows: $addresses" >&2
+echo "$tool: not found on this node. distflow's replacement answers only for: $addresses" >&2
 exit 127
 """
 

@@ -182,8 +182,8 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    # A checkpoint of an ended task is copied from its directory, which may contain files that were sent. A container may not
-    # leave files for tasks outside of it.
+    # Files that may be in a checkpoint must stay, because checkpoints are also copied after the task has ended. Files that a
+    # container could change must not reach tasks outside of it.
     is_reusable = not checkpoints and task.image is None
     output_link = f"work/{task.output_dir}" if task.output_dir is not None else None
     outputs = ("output", *([normpath(output_link)] if output_link is not None else []))
@@ -220,7 +220,7 @@ def _launch(
 
 
 def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
-    """Return the launch as a member of its gang, unless it is the only task or the spec sets such variables."""
+    """Return the launch with its member number and Valohai's variables, unless it has no number or the spec sets them."""
     given = distributed_environment(launch.task, launch.environment) if launch.task in numbers else {}
     if not given:
         return launch
@@ -228,7 +228,7 @@ def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
 
 
 def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, str]]:
-    """Yield the texts that may contain paths: the command and the environment with ``""``, and files with their paths."""
+    """Yield the texts that may contain paths, each with the path of its file; ``""`` for the command and the environment."""
     for text in (*task.command, *task.args, *task.environment.values()):
         yield "", text.value
     for file in task.files:
@@ -245,7 +245,7 @@ def _file(
     *,
     is_reusable: bool,
 ) -> PlannedFile:
-    """Plan a file or directory. ``outputs`` are the places of the output, from which no other attempt may take files over."""
+    """Plan a file or directory. ``outputs`` are the paths of the output, whose files must not move to another attempt."""
     path, shown = place_of(file.path.value, in_work), file.path.value
     if file.contents is not None:
         text: str | None = file.contents.value

@@ -1,7 +1,7 @@
 """The container of a task on its node, and warnings about specs whose tasks run without one.
 
 In OSMO each task has its own ``/tmp``. Without containers ``/tmp`` belongs to the node, so a task can read the files of another
-task, even of one that ended long ago. Paths there that two tasks of one node name therefore cause a warning.
+task, even of one that ended long ago. distflow therefore warns if two tasks of one node use the same path in ``/tmp``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def venv_of(group: GroupPlan, launch: Launch, node: Node) -> str | None:
 
 
 def _has_own_tmp(runtime: str) -> bool:
-    """Return whether a container of this runtime has its own ``/tmp``. Apptainer uses that of the node."""
+    """Return whether a container of this runtime has its own ``/tmp``. Apptainer uses the node's ``/tmp``."""
     return runtime not in ("none", "apptainer")
 
 
@@ -56,15 +56,15 @@ def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Proble
     found: dict[str, Problem] = {}
     for group in spec.groups:
         for task in group.tasks:
-            for kind, problem in _of_task(task):
+            for kind, problem in _ignored_keys(task):
                 found.setdefault(kind, problem)
     return tuple(found.values())
 
 
-def _of_task(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
+def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.image is not None:
         message = "`image` is ignored: tasks run on the node's own Python"
-        hint = "install the software of the image there, or set `container` of the pool to docker, podman or apptainer"
+        hint = "install its software on the nodes, or set `container` of the pool to docker, podman or apptainer"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     moved = next((text for text in task.mounts if _moves(text.value)), None)
     if moved is not None:
@@ -108,7 +108,7 @@ _SHOWN = 3
 def sharing_notices(
     spec: WorkflowSpec, bundles: Mapping[str, Bundle], placement: Mapping[str, str], nodes: Sequence[Node]
 ) -> tuple[Problem, ...]:
-    """Return a warning for each set of tasks that use the same paths, if ``placement`` has them on one node."""
+    """Return a warning for each set of tasks that use the same paths, if ``placement`` puts them on one node."""
     runtimes = {node.name: node.container for node in nodes}
     users: dict[tuple[str, str], dict[str, Mark]] = {}
     for task in (task for group in spec.groups for task in group.tasks):
@@ -137,7 +137,7 @@ def _notice(tasks: tuple[str, ...], mark: Mark, paths: list[str]) -> Problem:
 
 
 def _paths(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, Mark]]:
-    """Yield the paths that a task uses outside of its own directories, with their positions."""
+    """Yield the temporary paths that a task uses outside of its own directories, with their positions in the spec."""
     own = [file.path.value for file in task.files] + [one.path.value for one in task.checkpoints]
     own += [one.directory.value for one in task.credentials if one.directory is not None]
     # Mounted directories are shared on purpose.

@@ -1,4 +1,4 @@
-"""The credentials of a task: names in the plan, values separate from it, and both combined for the node."""
+"""The credentials of a task. The plan has only their names; ``given_secrets`` adds their values for the node."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class GivenSecrets:
     token: Secret | None = None
     """The token by which the tasks of its gang authenticate each other."""
     stores: Mapping[int, Identity] = field(default_factory=lambda: MappingProxyType({}))
-    """The credentials for the stores of inputs that its node fetches, by ``Bring.number``. Others must be relayed."""
+    """The store's credentials for each input that the node downloads, by ``Download.number``. Other inputs are relayed."""
 
 
 def stored_name(credential: str, key: str) -> str:
-    """Return the name for storing a value of a credential for a workflow. No variable can have this name."""
+    """Return the name under which a workflow's secrets contain a value of a credential. No variable can have this name."""
     return f"{credential}:{key}"
 
 
 def login_name(registry: str) -> str:
-    """Return the name for storing the login of a registry for a workflow. No credential can have this name."""
+    """Return the name under which a workflow's secrets contain a registry's login. No credential can have this name."""
     return f"@registry:{registry}"
 
 
@@ -61,7 +61,7 @@ def pyxis_image(image: str) -> str:
 
 
 def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredential, ...]:
-    """Return the plan's part of a task's credentials."""
+    """Return the credentials of a task as the plan has them, without their values."""
     return tuple(
         PlannedCredential(
             name=use.name,
@@ -84,13 +84,13 @@ def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
         for name, key in one.variables.items()
     }
     variables |= {name: _value(stored, name, f"{name} of --set-env") for name in launch.secret_names}
-    directories = {one.path: _of(stored, one.name) for one in launch.credentials if one.path}
+    directories = {one.path: _files(stored, one.name) for one in launch.credentials if one.path}
     registry = registry_of(launch.image or "")
     login = stored.get(login_name(registry)) if registry else None
     return GivenSecrets(variables=variables, directories=directories, login=(registry, login) if login else None)
 
 
-def _of(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
+def _files(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
     prefix = stored_name(credential, "")
     found = {name.removeprefix(prefix): _as_file(value) for name, value in stored.items() if name.startswith(prefix)}
     if not found:

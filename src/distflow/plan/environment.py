@@ -18,8 +18,7 @@ __all__ = ["task_environment"]
 _DEBUG: Mapping[str, str] = MappingProxyType(
     {
         "DISTFLOW_DEBUG": "1",
-        # Shapes and kinds of collectives are compared before they run, so a mismatch is an error with both ranks instead of a
-        # hang.
+        # torch compares the shapes and kinds of collectives before they run. A mismatch is then an error, not a hang.
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         # The flight recorder: the last collectives of each rank, written when one of them times out.
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -41,7 +40,7 @@ def task_environment(
     debug: bool = False,
     checkpoint: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables of one task. Those of the spec (``given``) override the others.
+    """Return the variables of one task. Variables of the spec (``given``) override the other variables.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank. Otherwise ``python train.py`` in a task of eight ranks
     would join the world as one process, and all processes would wait for the other seven. ``checkpoint`` is the path of the
@@ -63,7 +62,7 @@ def task_environment(
     if ranks is not None and world is not None:
         environment |= _world_environment(ranks, world)
     if resource.cpu is not None or ranks is not None:
-        # Like torchrun for several processes, but with the requested CPUs.
+        # torchrun sets 1 if it starts several processes. distflow divides the requested CPUs among the ranks.
         environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
     return environment | (dict(_DEBUG) if debug else {}) | dict(given)
 

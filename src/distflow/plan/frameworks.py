@@ -1,7 +1,7 @@
-"""How the processes of each framework start and find each other: one function for each, and the tables of all.
+"""The commands that start the processes of each framework and launcher, so that they find each other.
 
 ``framework`` and ``launcher`` of a spec select a function. It gets a task of a world and returns its command, variables and
-files, as values of the plan: symbolic where only the nodes know a value.
+files, with placeholders for values that only the nodes know.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorldTask:
 
     @property
     def node_rank(self) -> str:
-        """Its number among them."""
+        """The task's number in the world."""
         return str(self.ranks.node_rank)
 
     @property
@@ -56,7 +56,7 @@ class WorldTask:
 
     @property
     def hosts(self) -> str:
-        """The nodes of the world with their numbers of ranks, as ``mpirun`` and ``horovodrun`` take them."""
+        """The nodes of the world with their numbers of ranks, in the format of ``mpirun`` and ``horovodrun``."""
         return ",".join(f"{address_of(item.task)}:{item.size}" for item in self.world.tasks)
 
     @property
@@ -85,7 +85,7 @@ class StartCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """One row of the tables."""
+    """An entry of ``FRAMEWORKS`` or ``LAUNCHERS``."""
 
     start: Callable[[WorldTask], StartCommand]
     ends_with_lead: bool = False
@@ -93,7 +93,7 @@ class Framework:
 
 
 def _as_command(task: WorldTask) -> StartCommand:
-    """Return the command as it is: it starts its ranks itself."""
+    """Return the command unchanged, because it starts its ranks itself."""
     return StartCommand(argv=task.argv)
 
 
@@ -102,7 +102,7 @@ def _torchrun(task: WorldTask) -> StartCommand:
 
     Its static rendezvous keeps the ranks of the spec, but cannot restart ranks: its store keeps the entries of the previous
     attempt, and the ranks hang or fail again (pytorch/pytorch#135712). With ``max_restarts`` torchrun therefore uses the
-    dynamic rendezvous, with a new store for each attempt. That one numbers the nodes itself.
+    dynamic rendezvous, with a new store for each attempt. The dynamic rendezvous numbers the nodes itself.
 
     Options: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
@@ -111,7 +111,7 @@ def _torchrun(task: WorldTask) -> StartCommand:
     words += ["--nproc-per-node", str(task.ranks.size)]
     environment = {}
     if restarts:
-        # The workers meet at the address that the first node announces. By default that is its host name.
+        # The workers meet at the address that the first node announces, by default its host name.
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_ADDRESS}:{_PORT}", "--local-addr", task.address]
         words += ["--rdzv-id", f"@@WORKFLOW_ID@@-{task.group}-@@RETRY_ID@@", "--rdzv-conf", f"is_host={int(task.is_master)}"]
         words += ["--max-restarts", str(restarts)]
@@ -153,7 +153,7 @@ def _accelerate(task: WorldTask) -> StartCommand:
 
     With several ranks on a node it runs torchrun (``--multi_gpu``, also on nodes without GPUs). With one rank it starts the
     script itself, which then finds its rank in the variables that every task of one rank has. ``--same_network`` selects
-    torchrun's static rendezvous, which keeps the ranks. It divides the ranks evenly among the nodes.
+    torchrun's static rendezvous, which keeps the ranks. ``accelerate`` divides the ranks evenly among the nodes.
 
     Options: ``accelerate/commands/launch.py`` of Accelerate 1.15.
     """
@@ -177,8 +177,8 @@ _HOLD = ("sh", "-c", "echo 'this node is reserved: the lead task starts the proc
 def _mpi(task: WorldTask) -> StartCommand:
     """Return the command under Open MPI's ``mpirun``, which passes the variables of the spec to all processes.
 
-    The lead starts all processes through its own SSH connections; the other tasks reserve their nodes. The lead's node
-    therefore needs logins to the others without a password, and the program must have the same path on all nodes.
+    The lead starts all processes through its own SSH connections; the other tasks reserve their nodes. The lead's node must
+    therefore be able to log in to the other nodes without a password, and the program must have the same path on all nodes.
 
     Options: https://docs.open-mpi.org/en/main/man-openmpi/man1/mpirun.1.html
     """
@@ -191,7 +191,7 @@ def _mpi(task: WorldTask) -> StartCommand:
 
 
 def _horovod(task: WorldTask) -> StartCommand:
-    """Return the command under ``horovodrun``, with Gloo as the controller instead of MPI. Nodes need the same as for MPI.
+    """Return the command under ``horovodrun``, with Gloo as the controller instead of MPI. Nodes must be set up as for MPI.
 
     Options: https://horovod.readthedocs.io/en/stable/running_include.html
     """
@@ -202,7 +202,7 @@ def _horovod(task: WorldTask) -> StartCommand:
 
 
 def _tensorflow(task: WorldTask) -> StartCommand:
-    """Return the command as it is, with the cluster in ``TF_CONFIG``: one worker for each task, which uses all visible GPUs.
+    """Return the command unchanged, with the cluster in ``TF_CONFIG``: one worker for each task, which uses all visible GPUs.
 
     All workers listen on the same port number, each on its own node. distflow chooses a port that is free on the master's node.
 
@@ -214,7 +214,7 @@ def _tensorflow(task: WorldTask) -> StartCommand:
 
 
 def _jax(task: WorldTask) -> StartCommand:
-    """Return the command as it is, with the coordinator in its environment: one process for each task, with all visible GPUs.
+    """Return the command unchanged, with JAX's coordinator in its environment: one process for each task, with all its GPUs.
 
     ``jax.distributed.initialize()`` reads only the address by itself. The script passes the other two values::
 
@@ -235,7 +235,7 @@ def _jax(task: WorldTask) -> StartCommand:
 
 
 def _ray(task: WorldTask) -> StartCommand:
-    """Return the command of Ray's head (the lead), which runs the task's own command in the cluster, or that of a worker.
+    """Return the command that starts Ray's head (the lead) or a worker. The head runs the lead's own command in the cluster.
 
     ``distflow.ray_cluster`` runs on the nodes and waits until all workers have joined before the command begins.
 

@@ -29,7 +29,7 @@ _RUNTIME = "torch-distributed"
 """Kubeflow Trainer's runtime for PyTorch. In it, the job and the container of a TrainJob's nodes have the name `node`."""
 _NODE = "node"
 _LARGEST = 900_000
-"""Bytes of files in a ConfigMap, whose limit is 1 MiB."""
+"""The maximum size of a group's files in bytes. Kubernetes limits a ConfigMap to 1 MiB."""
 _RUN = "/distflow/run"
 _PORT = 29500
 _POSITION = "JOB_COMPLETION_INDEX"
@@ -42,14 +42,14 @@ def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: M
 
     Args:
         plan: The plan.
-        spec: The spec of the plan, whose places are in errors.
+        spec: The spec of the plan, for the positions in errors.
         pool: The settings of pods (``kubernetes``) and of nodes (``template``).
         contents: The content of each blob of the plan, by its digest.
         kind: A JobSet, whose controller must be installed, an Indexed Job (Kubernetes 1.24 or newer), or a TrainJob of Kubeflow
             Trainer 2.2 or newer.
 
     Raises:
-        InputError: if the settings of the pool or the files prevent the manifests.
+        InputError: if a setting of the pool is missing or not possible, or if the files are too large.
         ProblemsFound: if manifests cannot express the spec.
 
     """
@@ -61,7 +61,7 @@ def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: M
 def manifest_objects(
     plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind
 ) -> list[dict[str, Any]]:
-    """Return the objects of ``kubernetes_manifests``."""
+    """Return the manifests as objects, with the arguments and errors of ``kubernetes_manifests``."""
     if kind == "trainjob" and len(plan.groups) > 1:
         message = f"a TrainJob has one group of tasks, and this workflow has {len(plan.groups)}"
         raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
@@ -119,7 +119,7 @@ class _Group:
         return script.replace("${SLURMD_NODENAME}", "${node_name}")
 
     def _require_expressible(self, launches: Sequence[Launch]) -> None:
-        """Raise ``ProblemsFound`` for what manifests cannot express, with its place in the spec."""
+        """Raise ``ProblemsFound`` if manifests cannot express a part of the group."""
         group, tasks = self.group, {task.name: task for task in self.spec.tasks}
         for launch in launches:
             if what := self._not_expressible(launch):
@@ -151,7 +151,7 @@ class _Group:
         return "credentials" if launch.credentials or launch.secret_names else ""
 
     def _require_train_job(self, launches: Sequence[Launch], tasks: Mapping[str, TaskSpec]) -> None:
-        """Raise ``ProblemsFound`` for what a JobSet can express, but not a TrainJob, and ``InputError`` for such a pool."""
+        """Raise ``ProblemsFound`` or, for a setting of the pool, ``InputError`` if only a JobSet can express the group."""
         first, or_else = launches[0], "export it with --to kubernetes, which writes a JobSet"
         for launch in launches:
             task = tasks[launch.task]
@@ -192,7 +192,7 @@ class _Group:
         return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
 
     def _host(self, position: int) -> str:
-        """Return the name by which the other pods find one."""
+        """Return the DNS name of the pod with this position."""
         job = {"job": self.name, "jobset": f"{self.name}-task-0", "trainjob": f"{self.name}-{_NODE}-0"}[self.kind]
         return f"{job}-{position}.{self.name}"
 
@@ -220,7 +220,7 @@ class _Group:
         return self._object("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
 
     def _train_job(self, pod: dict[str, Any], launches: Sequence[Launch]) -> dict[str, Any]:
-        """Return a TrainJob: what it cannot say itself is a patch of its runtime's pods."""
+        """Return a TrainJob. Settings for which it has no field become a patch of its runtime's pods."""
         (task,) = pod["containers"]
         ranks, limit_s = launches[0].ranks, self.group.timeouts.exec_s
         patched: dict[str, Any] = {key: pod[key] for key in ("serviceAccountName", "nodeSelector", "tolerations") if key in pod}
@@ -246,7 +246,7 @@ class _Group:
 
     @property
     def _is_rescheduled(self) -> bool:
-        """Whether the spec asks for another attempt after some exit codes."""
+        """Whether the spec requests another attempt after some exit codes."""
         return any(launch.exit_actions.reschedule for launch in self.group.launches)
 
     def _pod(self, launches: Sequence[Launch]) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 
 def _name(text: str) -> str:
-    """Return a name for objects: a DNS label that leaves room for the positions of pods."""
+    """Return a name for objects: a DNS label, short enough to append the positions of pods."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LONGEST_NAME].strip("-") or "workflow"
     return words if words[0].isalpha() else f"w-{words}"
 

@@ -11,7 +11,7 @@ Values that only the nodes know are placeholders of the form ``@@NAME@@``:
 ``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
 ``@@NODE@@``           name of the task's node
 ``@@NODE:<task>@@``    the same for another task of the group
-``@@LEASED_AT@@``      when the attempt's nodes were leased, such as ``2026-05-24T10:36:01`` (UTC)
+``@@LEASED_AT@@``      time of the attempt's leases, such as ``2026-05-24T10:36:01`` (UTC)
 ``@@RETRY_ID@@``       number of the attempt, counted from 0
 ``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
 =====================  ====================================================
@@ -36,8 +36,8 @@ __all__ = [
     "TORCHRUN",
     "Binding",
     "BoundLaunch",
-    "Bring",
     "Container",
+    "Download",
     "GangLink",
     "GroupPlan",
     "Launch",
@@ -97,7 +97,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCredential:
-    """A credential of one task: as variables, or as a directory."""
+    """A credential of one task, which gets it as variables or as a directory."""
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -117,8 +117,7 @@ class PlannedCheckpoint:
     shown: str
     """The path in the spec, such as ``/tmp/models``."""
     url: str
-    """The directory is uploaded there under its own name. It may contain ``{{workflow_id}}``. Empty for ``shared``, which
-    every task of the group gets."""
+    """The URL to upload the directory to, under its own name. It may contain ``{{workflow_id}}``. Empty for ``shared``."""
     every_s: float
     regex: str = ""
 
@@ -136,7 +135,7 @@ class Launch:
     lead: bool
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """Complete except for the values of ``--set-env``. It overrides the node's own ``environment``."""
+    """All variables except those of ``secret_names`` and ``credentials``. They override the node's ``environment``."""
     secret_names: tuple[str, ...] = ()
     """The variables of ``--set-env``. Their values are stored separately."""
     credentials: tuple[PlannedCredential, ...] = ()
@@ -153,7 +152,7 @@ class Launch:
     """Injected absolute paths, and their paths on the node: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
     url_outputs: tuple[DataSpec, ...] = ()
-    """The destinations of its output. It is written when the task has completed, before its group is COMPLETED."""
+    """The destinations of its output, which is uploaded after the task has completed and before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
     earlier_inputs: tuple[EarlierInput, ...] = ()
     """Its inputs from tasks of earlier workflows. Fetched ones are in ``files``, too."""
@@ -168,9 +167,9 @@ class Launch:
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
     folders: tuple[str, ...] = ()
-    """Directories in that of the attempt that are created before it starts."""
+    """Directories to create before it starts, relative to the attempt's directory."""
     max_log: int | None = None
-    """The maximum size of its log in bytes; ``None``: that of the pool."""
+    """The maximum size of its log in bytes; ``None``: the pool's limit."""
     output_link: str | None = None
     """The path of a link to the output directory, relative to the attempt's directory."""
 
@@ -204,24 +203,25 @@ class GroupPlan:
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
     stop_on_missing_ranks: bool | None = None
-    """Whether to stop it if other tasks wait for ranks whose task hid their failure; ``None``: unless they may have met."""
+    """Whether to stop the group if a task ended with code 0 although its ranks failed, and other tasks wait for these ranks.
+    ``None``: only if the ranks cannot have met before."""
     ends_with_lead: bool = False
-    """Whether its other tasks only serve the lead, and are stopped when it has completed. Their failures count."""
+    """Whether its other tasks only serve the lead, and are stopped when the lead has completed. Their failures count."""
     smaller: tuple[GroupPlan, ...] = ()
-    """Plans with fewer tasks, which it may run as if there is no room for all, the largest first."""
+    """Plans with fewer tasks, the largest first. The group may run as one of them while there is no room for all tasks."""
     smaller_after_s: float = 0.0
-    """The seconds to wait for room for all tasks."""
+    """How long to wait for room for all tasks before a smaller plan is used, in seconds."""
     venv: Requirements | None = None
     """The packages of the Python environment of its tasks; ``None``: they use the Python of their nodes."""
 
     @property
     def lead(self) -> Launch:
-        """The task whose end decides the group's."""
+        """The task whose end decides the end of the group."""
         return next(launch for launch in self.launches if launch.lead)
 
     @property
     def starts_as_one(self) -> bool:
-        """Whether no task starts before all are prepared. The ranks of a world would wait for each other anyway."""
+        """Whether no task starts before all tasks are prepared. The ranks of a world would wait for each other anyway."""
         return self.barrier or self.world is not None
 
     @property
@@ -279,12 +279,12 @@ class GangLink:
 
     task: str
     others: tuple[str, ...]
-    """The tasks that it is connected to: for the hub all others, for other tasks the hub."""
+    """The tasks that it is connected to: all other tasks for the hub, and the hub for every other task."""
     address: str | None = None
     """The address of the hub on the training network; ``None`` for the hub itself."""
     port: int | None = None
     counts: bool
-    """Whether its failure makes the group fail."""
+    """Whether the task's failure makes the group fail."""
     success: Codes
     """Exit codes other than 0 that count as a success."""
     failure: Codes
@@ -292,13 +292,13 @@ class GangLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bring:
-    """An input that a task's node fetches from a URL."""
+class Download:
+    """An input that a task's node downloads from a URL."""
 
     number: int
     """Its number among the group's inputs from URLs, counted from 0."""
     path: str
-    """Its directory, relative to that of the attempt."""
+    """Its directory, relative to the attempt's directory."""
     url: str
     """The URL, with all placeholders filled in."""
     regex: str = ""
@@ -315,16 +315,16 @@ class BoundLaunch:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     files: tuple[PlannedFile, ...] = ()
-    brings: tuple[Bring, ...] = ()
+    downloads: tuple[Download, ...] = ()
     setup: str | None = None
     venv: str | None = None
     """The digest of the requirements of its Python environment (``Requirements.digest``)."""
     container: Container | None = None
     """``None`` if it runs on the node itself."""
     folders: tuple[str, ...] = ()
-    """Directories in that of the attempt that are created before it starts."""
+    """Directories to create before it starts, relative to the attempt's directory."""
     mounts: tuple[str, ...] = ()
-    """Directories of the node that must exist. Those of a container are in ``container``."""
+    """Directories of the node that must exist. The mounts of a container are in ``container``."""
     memory: int | None = None
     """The memory that its processes may use, in bytes; ``None``: all."""
     python_path: tuple[str, ...] = ()
@@ -336,6 +336,6 @@ class BoundLaunch:
     ranks: tuple[int, int] | None = None
     """The first rank and the number of ranks of a task with several ranks, each of which has a separate log."""
     max_log: int | None = None
-    """The maximum size of its log in bytes; ``None``: that of the pool."""
+    """The maximum size of its log in bytes; ``None``: the pool's limit."""
     output_link: str | None = None
     """The path of a link to the output directory, relative to the attempt's directory."""

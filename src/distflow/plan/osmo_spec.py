@@ -1,7 +1,8 @@
 """Write a spec in the language of OSMO, without the keys that only distflow has (``x-distflow`` in the schema).
 
-The file itself is kept, with its template, comments and order, if it only loses keys. Otherwise the rendered spec is written
-again: each replica is a task, and what distflow does for a world is in the command and the environment of its tasks.
+If only keys must be removed, the result is the spec's own file, with its template, comments and order. Otherwise distflow
+writes the rendered spec again. Each replica then becomes a task, and the commands and variables that distflow would add for a
+world become part of its tasks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _LEFT_OUT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "retry": ("`retry` is left out", "an administrator of OSMO sets the number of retries"),
         "max_log": ("`max_log` is left out", ""),
         "venv": ("`venv` is left out", "install its packages in the image"),
-        "notify": ("`notify` is left out", "OSMO's own: `osmo profile set notifications`"),
+        "notify": ("`notify` is left out", "use OSMO's own notifications: `osmo profile set notifications`"),
         "hang_timeout": ("`hang_timeout` is left out", ""),
-        "timeout": ("`timeout` of a group is left out", "OSMO has only that of the workflow"),
+        "timeout": ("`timeout` of a group is left out", "OSMO has only a timeout of the workflow"),
         "shared": ("`shared` is left out", "use `checkpoint` with a URL"),
         "elastic": ("`elastic` is left out", ""),
         "stop_on_missing_ranks": ("`stop_on_missing_ranks` is left out", ""),
@@ -56,7 +57,7 @@ _RANK_TOKEN = re.compile(r"\{\{[ \t]*(" + "|".join(RANK_TOKENS) + r")[ \t]*\}\}"
 _SPACED = re.compile(r"\{\{[ \t]*(uuid|workflow_id|output|(?:input|host)[ \t]*:[ \t]*[A-Za-z0-9_-]+)[ \t]*\}\}")
 _NOT_A_TOKEN = re.compile(r"\{\{(?!(?:uuid|workflow_id|output|(?:input|host):[A-Za-z0-9_-]+)\}\})|\{[%#]")
 _SCHEMES = ("s3", "gs", "azure")
-"""The schemes of URLs that both have."""
+"""The schemes of URLs that distflow and OSMO have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class _Notes:
 
 
 def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the file with the few changes that keep its form, or ``None`` if it then differs from ``wanted``."""
+    """Return the file with keys removed and one key added, or ``None`` if the result differs from ``wanted``."""
     try:
         rendered = render(text, file)
         document = parse_yaml(rendered.text, file, rendered.line_map)
@@ -223,7 +224,7 @@ class _Conversion:
         if "tasks" in workflow:
             workflow["tasks"] = self._replicas(workflow["tasks"], ("workflow", "tasks"))
         if len(self._tasks) > _MOST_TASKS:
-            self._notes.add(f"OSMO's default limit is {_MOST_TASKS} tasks, and this workflow has {len(self._tasks)}")
+            self._notes.add(f"OSMO's default limit is {_MOST_TASKS} tasks, but this workflow has {len(self._tasks)}")
         return {**document, "workflow": workflow}
 
     def _without(self, raw: Mapping[str, Any], keys: Sequence[str], name: str = "") -> dict[str, Any]:
@@ -236,7 +237,7 @@ class _Conversion:
         found = self._without(raw, _OF_GROUP, group.name)
         found = {key: value for key, value in found.items() if key not in _CONVERTED_OF_GROUP}
         if group.name in self._worlds and group.ignore_nonlead_status is None and len(group.tasks) > 1:
-            # The default of a world in distflow. In OSMO, the other tasks would wait for the ranks of a failed one.
+            # This is distflow's default for a world. With OSMO's default, tasks would wait for the ranks of a failed task.
             tasks = found.pop("tasks")
             found |= {_STRICT: False, "tasks": tasks}
         found["tasks"] = self._replicas(raw["tasks"], ("workflow", "groups", number, "tasks"))
@@ -255,7 +256,7 @@ class _Conversion:
         found = self._without(raw, ("output_dir",), task.name)
         found = {key: value for key, value in found.items() if key not in _CONVERTED_OF_TASK}
         if task.image is None:
-            self._notes.add("OSMO requires an `image`", "add one to the task", task.name)
+            self._notes.add("OSMO requires an `image`", "add it to the task", task.name)
         world = self._worlds.get(group.name)
         ranks = world.of(task.name) if world is not None and any(one.task == task.name for one in world.tasks) else None
         fill = _filler(group, world, ranks)
@@ -288,7 +289,7 @@ class _Conversion:
         return {key: value if key in kept else _mapped(value, fill) for key, value in found.items()}
 
     def _written(self, path: Path, name: str, text: str) -> Any:
-        """Return the value of a variable as it is in the document, if its text is the same."""
+        """Return the value of a variable in the document, which may be a number, if its text has not changed; else the text."""
         place = (*path, "environment", name)
         is_kept = self._document.raw_at(place) == text and not self._is_written_again
         return self._document.value_at(place) if is_kept else text
@@ -302,7 +303,7 @@ class _Conversion:
         argv: tuple[str, ...],
         fill: Callable[[str], str],
     ) -> StartCommand:
-        """Return how a task of a world starts, with the variables that distflow would set."""
+        """Return the command of a task of a world, with the variables that distflow would set."""
         resource = self._spec.resources[task.resource]
         given = {name: text.value for name, text in task.environment.items()}
         framework = group.framework.value if group.framework is not None else None
@@ -322,7 +323,7 @@ class _Conversion:
         )
 
     def _variables(self, group: GroupSpec, task: TaskSpec, ranks: TaskRanks | None, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a task that distflow would set: those of its ranks, and those of distflow in its texts."""
+        """Return the variables that distflow would set: those of the task's ranks, and ``DISTFLOW_*`` if its texts use them."""
         world = self._worlds.get(group.name) if ranks is not None else None
         resource = self._spec.resources[task.resource]
         everything = task_environment(
@@ -412,7 +413,7 @@ _TOKENS = MappingProxyType(
 
 
 def _knows_addresses(group: GroupSpec) -> bool:
-    """Return whether a text of a group names the address of another task, so that its author passes addresses on."""
+    """Return whether a text of a group contains the address of a task. Then its tasks need no variables with addresses."""
     return any("{{host:" in text.replace(" ", "") for task in group.tasks for text in _texts(task))
 
 
@@ -427,4 +428,4 @@ _ONLY_HERE = frozenset(
         "DISTFLOW_OUTPUT",
     }
 )  # fmt: skip
-"""Variables of all tasks, which those in OSMO get only if a text names them."""
+"""Variables that distflow sets for all tasks. The converted spec sets them only for tasks whose texts use them."""

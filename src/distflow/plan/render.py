@@ -73,8 +73,8 @@ def _venv_json(plan: Plan) -> dict[str, Any] | None:
 def script(group: GroupPlan, launch: Launch) -> str:
     """Return a POSIX shell script that runs one task by hand, on its node, in a separate directory.
 
-    Values that distflow would determine are variables with defaults at its top. Files that are not sent as text must be in the
-    directory in the variable ``BLOBS``.
+    Values that distflow would determine are variables with defaults at its top. Files that the script does not contain as text
+    must be in the directory that the variable ``BLOBS`` names.
     """
     files = (*launch.files, *distributed_files(group, launch.task))
     used = _placeholders(launch, files)

@@ -1,4 +1,4 @@
-"""Name the parts of a workflow that a script for Slurm does not do, because distflow does them while a workflow runs."""
+"""Warn about the parts of a workflow that a script for Slurm leaves out, because they need distflow at run time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["slurm_limits"]
 
 
 def slurm_limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes]) -> tuple[Problem, ...]:
-    """Return a warning for each part of a workflow that the script does not do, with the tasks or groups that have it."""
+    """Return a warning for each part of a workflow that the script leaves out, with the tasks or groups that use it."""
     found: dict[tuple[str, str], list[str]] = {}
-    for key, name in _found(plan, spec, pool, contents):
+    for key, name in _limits(plan, spec, pool, contents):
         names = found.setdefault(key, [])
         if name and name not in names:
             names.append(name)
@@ -29,10 +29,11 @@ def slurm_limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[s
     )
 
 
-_Found = Iterator[tuple[tuple[str, str], str]]
+_Limits = Iterator[tuple[tuple[str, str], str]]
+"""The message and the hint of each warning, and the name of the task or group; empty for the whole workflow."""
 
 
-def _found(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes]) -> _Found:
+def _limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes]) -> _Limits:
     if spec.notify:
         yield ("`notify` is left out", "Slurm's own option is `#SBATCH --mail-type=END,FAIL`"), ""
     if spec.labels:
@@ -40,9 +41,9 @@ def _found(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, by
     if spec.max_log is not None:
         yield ("`max_log` is left out: the size of the log is not limited", ""), ""
     for group in plan.groups:
-        yield from _of_group(group, pool)
+        yield from _group_limits(group, pool)
         for launch in group.launches:
-            for key in _of_task(launch, pool):
+            for key in _task_limits(launch, pool):
                 yield key, launch.task
     if any(launch.member is not None for group in plan.groups for launch in group.launches) and _mentions_valohai(
         plan, contents
@@ -50,7 +51,7 @@ def _found(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, by
         yield ("`distributed.json` of Valohai is not written, and the variables VH_* are not set", ""), ""
 
 
-def _of_group(group: GroupPlan, pool: Pool) -> _Found:
+def _group_limits(group: GroupPlan, pool: Pool) -> _Limits:
     if group.timeouts.queue_s is not None:
         yield ("`queue_timeout` is left out: the job waits in Slurm's queue until it is canceled", ""), group.name
     if group.timeouts.hang_s is not None:
@@ -70,8 +71,8 @@ def _of_group(group: GroupPlan, pool: Pool) -> _Found:
         yield ("the lead starts the processes on the other nodes through SSH", hint), group.name
 
 
-def _of_task(launch: Launch, pool: Pool) -> Iterator[tuple[str, str]]:
-    yield from _of_data(launch)
+def _task_limits(launch: Launch, pool: Pool) -> Iterator[tuple[str, str]]:
+    yield from _data_limits(launch)
     slurm = pool.slurm
     if launch.exit_actions.reschedule:
         yield "RESCHEDULE of `exitActions` is left out: a failed job is not retried", "submit the script again"
@@ -84,10 +85,10 @@ def _of_task(launch: Launch, pool: Pool) -> Iterator[tuple[str, str]]:
             yield "`volumeMounts` is left out, because it needs a container", ""
     if launch.privileged:
         yield "`privileged` is left out", ""
-    yield from _of_resource(launch.resource, pool)
+    yield from _resource_limits(launch.resource, pool)
 
 
-def _of_data(launch: Launch) -> Iterator[tuple[str, str]]:
+def _data_limits(launch: Launch) -> Iterator[tuple[str, str]]:
     if any(not one.is_shared for one in launch.checkpoints):
         yield "`checkpoint` is left out: the directory stays in the directory of the run and is not uploaded", ""
     if any(one.is_shared for one in launch.checkpoints):
@@ -101,7 +102,7 @@ def _of_data(launch: Launch) -> Iterator[tuple[str, str]]:
         yield "the output is not uploaded to the URLs and datasets of `outputs`", "it is in RUN_DIR/TASK/output"
 
 
-def _of_resource(resource: ResourceSpec, pool: Pool) -> Iterator[tuple[str, str]]:
+def _resource_limits(resource: ResourceSpec, pool: Pool) -> Iterator[tuple[str, str]]:
     if resource.storage:
         yield "`storage` is not requested", "Slurm's own option is `#SBATCH --tmp=100G`, if the nodes are configured for it"
     if resource.topology:

@@ -1,8 +1,8 @@
 """Write a plan as a script for Slurm that needs no distflow on the cluster.
 
 A workflow of one group becomes a script for ``sbatch``. A workflow of several groups becomes a script for ``sh``, which submits
-one such script for each group, with dependencies between the jobs. The parts that Slurm cannot do are warnings, and comments at
-the top of the script. ``plan.slurm_tasks`` writes the part that runs on each node.
+one such script for each group, with dependencies between the jobs. distflow warns about parts of the workflow that it leaves
+out, and a comment at the top of the script lists them. ``plan.slurm_tasks`` writes the part that runs on each node.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class SlurmScript:
 
     text: str
     warnings: tuple[Problem, ...]
-    """The parts of the workflow that Slurm cannot do."""
+    """The parts of the workflow that the script leaves out."""
     files: Mapping[str, str]
-    """The names and digests of files that are too large for the script. They must be in the directory next to it."""
+    """The names and digests of files that are too large for the script. They must be in ``NAME.files`` next to it."""
 
 
 def slurm_script(
@@ -80,14 +80,14 @@ def slurm_script(
     files = shared_files(plan)
     warnings = slurm_limits(plan, spec, pool, contents)
     is_graph = len(groups) > 1
-    written = _Written(plan=plan, files=files, contents=contents, external=external, name=name, is_graph=is_graph)
-    jobs = [_job(group, written, warnings) for group in groups]
+    context = _Context(plan=plan, files=files, contents=contents, external=external, name=name, is_graph=is_graph)
+    jobs = [_job(group, context, warnings) for group in groups]
     text = _driver(plan, groups, jobs, name, warnings) if is_graph else jobs[0]
     return SlurmScript(text=text, warnings=warnings, files={files[digest]: digest for digest in sorted(external)})
 
 
 def _external(plan: Plan, contents: Mapping[str, bytes]) -> frozenset[str]:
-    """Return the digests of the files that do not fit into the script, the largest ones."""
+    """Return the digests of the largest files, which do not fit into the script."""
     total, found = 0, set()
     for digest in sorted(plan.blobs, key=lambda one: (len(contents[one]), one)):
         total += len(contents[digest])
@@ -97,8 +97,8 @@ def _external(plan: Plan, contents: Mapping[str, bytes]) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """The parts that are equal for all jobs of a script."""
+class _Context:
+    """Values that all jobs of a script share."""
 
     plan: Plan
     files: Mapping[str, str]
@@ -110,7 +110,7 @@ class _Written:
 
 
 class _Group:
-    """A group, its tasks in the order of their ranks, and its nodes as Slurm's options request them."""
+    """A group, its tasks in the order of their ranks, and the nodes that its job requests."""
 
     def __init__(self, plan: GroupPlan, pool: Pool) -> None:
         self.plan = plan
@@ -121,7 +121,7 @@ class _Group:
         if not self.settings.het_jobs and len(set(shapes)) > 1:
             shapes = [_largest(shapes)] * len(shapes)
         self.components: list[tuple[ResourceSpec, int]] = []
-        """Equal nodes and their number, in the order of the tasks. Several ones make a heterogeneous job."""
+        """Equal nodes and their number, in the order of the tasks. Several entries make a heterogeneous job."""
         for shape in shapes:
             if self.components and self.components[-1][0] == shape:
                 self.components[-1] = (shape, self.components[-1][1] + 1)
@@ -130,7 +130,7 @@ class _Group:
 
     @property
     def image(self) -> str | None:
-        """The image that Pyxis runs the tasks in. Raises ``InputError`` if they have different ones."""
+        """The image that Pyxis runs the tasks in. Raises ``InputError`` if they have different images."""
         images = {launch.image for launch in self.launches}
         if self.settings.container != "pyxis" or images == {None}:
             return None
@@ -141,7 +141,7 @@ class _Group:
 
 
 def _shape(resource: ResourceSpec) -> ResourceSpec:
-    """Return the part of a resource that selects nodes, so that equal ones are equal values."""
+    """Return only the part of a resource that selects nodes. Equal results mean equal nodes."""
     return ResourceSpec(
         cpu=resource.cpu or None, gpu=resource.gpu or None, memory=resource.memory or None, platform=resource.platform,
         nodes_excluded=tuple(sorted(resource.nodes_excluded)),
@@ -169,11 +169,11 @@ address() {
 }"""
 
 
-def _job(group: _Group, written: _Written, warnings: Sequence[Problem]) -> str:
+def _job(group: _Group, context: _Context, warnings: Sequence[Problem]) -> str:
     """Return the script for ``sbatch`` of one group."""
-    name = written.plan.name
-    job = f"{name}-{group.plan.name}" if written.is_graph else name
-    lines = ["#!/bin/bash", *_job_head(group, written, warnings)]
+    name = context.plan.name
+    job = f"{name}-{group.plan.name}" if context.is_graph else name
+    lines = ["#!/bin/bash", *_job_head(group, context, warnings)]
     for number, (shape, nodes) in enumerate(group.components):
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _options(group, shape, nodes, job, is_first=number == 0)]
@@ -200,8 +200,8 @@ def _job(group: _Group, written: _Written, warnings: Sequence[Problem]) -> str:
         lines += [f"export master_port={group.plan.world.port}"]
     else:
         lines += ["export master_port=$((20000 + SLURM_JOB_ID % 10000))"]
-    lines += ["", *_shared_file_lines(group, written)]
-    task = task_script(group.plan, group.pool, written.files)
+    lines += ["", *_shared_file_lines(group, context)]
+    task = task_script(group.plan, group.pool, context.files)
     lines += ["# This script runs once on each node.", f'cat > "$run_dir/{group.plan.name}.task.sh" {here_document(task)}', ""]
     lines += _srun(group)
     return "\n".join(lines) + "\n"
@@ -213,20 +213,20 @@ def _node_list(number: int, components: int) -> str:
 
 
 def _addresses(group: _Group) -> dict[str, str]:
-    """Return the tasks whose addresses are used, and the names of the variables for them."""
+    """Return the tasks whose addresses the script uses, each with the variable for its address."""
     text = task_script(group.plan, group.pool, {})
     names = {launch.task: "address_" + re.sub("[^A-Za-z0-9]", "_", launch.task) for launch in group.launches}
     return {task: variable for task, variable in names.items() if re.search(rf"\$\{{{variable}\}}", text)}
 
 
-def _job_head(group: _Group, written: _Written, warnings: Sequence[Problem]) -> list[str]:
-    plan = written.plan
+def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> list[str]:
+    plan = context.plan
     lines = [
         f"# Group `{group.plan.name}` of the workflow `{plan.name}` as a job of Slurm, written by `distflow workflow export`.",
         "#",
     ]
-    if not written.is_graph:
-        lines += _usage(f"sbatch {written.name}", plan, [group], warnings)
+    if not context.is_graph:
+        lines += _usage(f"sbatch {context.name}", plan, [group], warnings)
     for number, launch in enumerate(group.launches):
         ranks = (
             f", {rank_words(launch.ranks.text)} of {group.plan.world.world_size}" if launch.ranks and group.plan.world else ""
@@ -236,7 +236,7 @@ def _job_head(group: _Group, written: _Written, warnings: Sequence[Problem]) -> 
 
 
 def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequence[Problem]) -> list[str]:
-    """Return the comment at the top of a script: how to submit it, where its files are, and the parts that are missing."""
+    """Return the comment at the top of a script: how to submit it, the paths of its files, and the parts that it leaves out."""
     lines = [
         f"# Submit it:  {command}",
         "# Variables that it reads:",
@@ -247,7 +247,7 @@ def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequenc
     lines += [f"#   {name}  {text} (required)" for name, text in needed.items()]
     lines += ["#"]
     if warnings:
-        lines += ["# What distflow does and this script does not:"]
+        lines += ["# Parts of the workflow that this script leaves out:"]
         for one in warnings:
             text = one.message + (f" ({one.hint})" if one.hint else "")
             lines += textwrap.wrap(text, 118, initial_indent="# * ", subsequent_indent="#   ", break_on_hyphens=False)
@@ -256,7 +256,7 @@ def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequenc
 
 
 def _options(group: _Group, shape: ResourceSpec, nodes: int, job: str, *, is_first: bool) -> list[str]:
-    """Return the options of one component of a job."""
+    """Return Slurm's options for one component of a job."""
     settings = group.settings
     platform = settings.platforms.get(shape.platform or "", SlurmPlatform())
     found: list[tuple[str, object]] = []
@@ -296,7 +296,7 @@ def _time(seconds: float) -> str:
 
 
 def _needed(launches: Iterable[Launch]) -> list[tuple[str, str]]:
-    """Return the variables that the user must set, and what they are."""
+    """Return the variables that the user must set, each with a description."""
     found: dict[str, str] = {}
     for launch in launches:
         found.update(dict.fromkeys(launch.secret_names, "a secret of --set-env"))
@@ -313,19 +313,19 @@ def _needed(launches: Iterable[Launch]) -> list[tuple[str, str]]:
 
 
 def _required(launches: Iterable[Launch]) -> list[str]:
-    # Only characters that a shell does not interpret there.
+    # Keep only characters that a shell does not interpret within `${…}`.
     return [f': "${{{name}:?must be set: {re.sub("[^A-Za-z0-9 ./:@_-]", "", text)}}}"' for name, text in _needed(launches)]
 
 
-def _shared_file_lines(group: _Group, written: _Written) -> list[str]:
+def _shared_file_lines(group: _Group, context: _Context) -> list[str]:
     """Return the lines that create the files of a group's tasks in the directory of the run."""
     used = dict.fromkeys(file.blob for launch in group.launches for file in launch.files if file.blob)
     lines: list[str] = []
     for digest in used:
-        name, content = written.files[digest], written.contents[digest]
+        name, content = context.files[digest], context.contents[digest]
         target = f'"$run_dir"/files/{shlex.quote(name)}'
-        if digest in written.external:
-            source = f'"${{FILES_DIR:-$SLURM_SUBMIT_DIR/{written.name}.files}}"/{shlex.quote(name)}'
+        if digest in context.external:
+            source = f'"${{FILES_DIR:-$SLURM_SUBMIT_DIR/{context.name}.files}}"/{shlex.quote(name)}'
             lines += [f"cp {source} {target} || exit", ""]
         elif (text := _text(content)) is not None:
             lines += [f"cat > {target} {here_document(text)}", ""]
@@ -400,7 +400,7 @@ def _driver(plan: Plan, groups: Sequence[_Group], jobs: Sequence[str], name: str
         "umask 077",
         f"run_dir=${{RUN_DIR:-$PWD/{plan.name}-$(date +%Y%m%d-%H%M%S)}}",
         'mkdir -p "$run_dir" && run_dir=$(cd "$run_dir" && pwd)',
-        "# If a job cannot be submitted, those before it are canceled.",
+        "# If a job cannot be submitted, cancel the jobs before it.",
         "jobs=",
         "trap '[ $? = 0 ] || [ -z \"$jobs\" ] || scancel $jobs' EXIT",
     ]

@@ -38,7 +38,7 @@ _VARIABLES = {
     "NODE": "SLURMD_NODENAME", "RETRY_ID": "retry_id", "TASK_NAME": "task", "NODE_RANK": "node_rank",
     "RANK_OFFSET": "rank_offset",
 }  # fmt: skip
-"""The shell variable for each placeholder. The last three stand only for values that differ between equal tasks."""
+"""The shell variable for each placeholder. The last three placeholders replace values that differ between equal tasks."""
 _OWN = frozenset({"run_dir", "retry_id", "status", "nodes", "address", *_VARIABLES.values()})
 _REGEX_COPY = """\
 # Copy the files whose relative path matches from its start: copy_matching REGEX FROM TO
@@ -96,7 +96,7 @@ def without_member_files(group: GroupPlan) -> GroupPlan:
 
 
 def shared_files(plan: Plan) -> dict[str, str]:
-    """Return a name for each blob of a plan, by its digest: that of the file, with a number if several have the same."""
+    """Return a file name for each blob of a plan, by its digest. Equal names get a number."""
     names: dict[str, str] = {}
     for group in plan.groups:
         for file in (file for launch in group.launches for file in launch.files):
@@ -110,7 +110,7 @@ def shared_files(plan: Plan) -> dict[str, str]:
 
 
 def here_document(text: str, *, is_expanded: bool = False) -> str:
-    """Return the redirection of a text that ends with a line feed, and its lines, without the last line feed."""
+    """Return a here-document: its redirection, the text, which must end with a line feed, and the end mark."""
     lines, end = text.splitlines(), "END"
     while end in lines or any(line.strip() == end for line in lines):
         end += "_"
@@ -134,7 +134,7 @@ def task_script(
     launches = ordered(group)
     _check_names(launches)
     kinds = kinds_of(launches)
-    lines = ["#!/bin/bash", "umask 077", f"retry_id=${{{restarts}:-0}}", *_who(launches, position)]
+    lines = ["#!/bin/bash", "umask 077", f"retry_id=${{{restarts}:-0}}", *_identity(launches, position)]
     lines += [
         "task_dir=$run_dir/$task",
         'mkdir -p "$task_dir/work" "$task_dir/output" || exit',
@@ -168,10 +168,11 @@ def _uses_regex(launch: Launch) -> bool:
 def _check_names(launches: Sequence[Launch]) -> None:
     taken = sorted({name for launch in launches for name in launch.environment} & _OWN)
     if taken:
-        raise InputError(f"the script uses the variable `{taken[0]}` itself", hint="rename it in `environment` of the spec")
+        message = f"`environment` of the spec sets the variable `{taken[0]}`, which the script uses itself"
+        raise InputError(message, hint="rename the variable in the spec")
 
 
-def _who(launches: Sequence[Launch], position: str) -> list[str]:
+def _identity(launches: Sequence[Launch], position: str) -> list[str]:
     """Return the lines that set the name of the task, its node rank and its first rank."""
 
     def values(launch: Launch) -> str:
@@ -187,7 +188,10 @@ def _who(launches: Sequence[Launch], position: str) -> list[str]:
 
 
 def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
-    """Return the tasks, with equal ones as one: its texts have placeholders where theirs differ, and all of their names."""
+    """Merge equal tasks, and return each result with the names of its tasks.
+
+    Placeholders replace a task's name and ranks, so tasks that differ only in these are equal.
+    """
     alike: dict[object, list[Launch]] = {}
     for launch in map(_prepared, launches):
         texts = _texts(launch)
@@ -206,9 +210,10 @@ def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
 
 
 def _prepared(launch: Launch) -> Launch:
-    """Return the launch as the script sets its variables.
+    """Return the launch with the variables that the script sets.
 
-    Slurm sets the GPUs, and the cluster's administrator network interfaces. The name and the ranks are variables of the script.
+    Slurm sets the GPUs, and the cluster's administrator sets the network interfaces. The task's name and ranks become
+    placeholders for variables of the script.
     """
     environment = {name: value for name, value in launch.environment.items() if value != "@@IFNAME@@"}
     if launch.resource.gpu:
@@ -272,7 +277,7 @@ def _common(kinds: Sequence[tuple[Launch, list[str]]]) -> dict[str, str]:
 def _body(launch: Launch, common: set[str], files: Mapping[str, str]) -> list[str]:
     """Return the lines that prepare a task and run its command in the foreground."""
     lines = [f'mkdir -p "$task_dir"/{shlex.quote(folder)}' for folder in launch.folders]
-    # The parent of a checkpoint's directory must exist, as on a machine where the task uses the path directly.
+    # Programs expect the parent of a checkpoint's directory to exist: `/tmp` for `/tmp/models`.
     folders = sorted({str(PurePosixPath(one.place).parent) for one in launch.checkpoints})
     lines += [f'mkdir -p "$task_dir"/{shlex.quote(folder)}' for folder in folders]
     for one in launch.inputs:
@@ -340,7 +345,7 @@ def quoted(text: str) -> str:
 
 
 def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
-    """Return the lines after the command: what its exit code means for the group."""
+    """Return the lines after the command, which change its exit code to its effect on the group."""
     lines: list[str] = []
     for launch in launches:
         actions = launch.exit_actions

@@ -5,8 +5,8 @@ cannot be created at ``/train.py``. It is created below the attempt's directory,
 command, the arguments, the environment and the other injected files.
 
 In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
-file. Here a task starts in ``work``. A path that is injected or used in its relative form is therefore in ``work``, in both
-forms.
+file. In distflow a task starts in ``work``. If a path is injected or used in its relative form, distflow therefore puts it into
+``work``, and replaces its absolute form by that path.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, 
 
 
 def place_of(path: str, in_work: Container[str] = ()) -> str:
-    """Return the place of an injected path in the attempt's directory: absolute ones in ``files``, others in ``work``.
+    """Return the path below the attempt's directory for an injected path: in ``files`` for an absolute one, else in ``work``.
 
-    Directories of OSMO's and Valohai's containers become those of the attempt. ``in_work`` are absolute paths that are in
-    ``work``, too.
+    Directories of OSMO's and Valohai's containers become directories of the attempt. ``in_work`` are absolute paths to put
+    into ``work``, too.
     """
     for theirs, ours in KNOWN_PLACES.items():
         if path == theirs or path.startswith(f"{theirs}/"):
@@ -90,8 +90,8 @@ def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[s
     """Return the absolute paths that are in ``work``, and whether each is a directory.
 
     These are the relative paths of ``injected``, with ``/`` before them, and absolute paths whose relative form is used in a
-    text. ``injected`` has each path and whether it is a directory. ``texts`` has the path of a file and its text, or ``""`` and
-    another text of the task. The path of a file in its own text does not count.
+    text. ``injected`` has each path and whether it is a directory. ``texts`` has the texts of the task, each with the path of
+    its file or ``""``. The path of a file in its own text does not count.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}
@@ -125,7 +125,7 @@ def _end(tree: bool) -> str:
 
 
 def input_place(position: int) -> str:
-    """Return the place of an entry of ``inputs`` in the attempt's directory."""
+    """Return the directory of an entry of ``inputs``, relative to the attempt's directory."""
     return f"input/{position}"
 
 
@@ -138,11 +138,11 @@ def rewriter(
     hosts: Container[str] | None = None,
     in_work: Container[str] = (),
 ) -> Rewrite:
-    """Return the function that converts a string of the spec to one of the plan.
+    """Return the function that converts a string of the spec to a string of the plan.
 
     ``injected`` has each absolute path and whether it is a directory; paths in such a directory are replaced, too. ``others``
-    are the inputs that do not come from tasks of this workflow. ``hosts`` are the tasks of the group, or ``None`` for any.
-    ``in_work`` is as for ``place_of``.
+    are the inputs that do not come from tasks of this workflow. ``hosts`` are the tasks of the group; ``None`` allows any name.
+    ``in_work`` has the same meaning as in ``place_of``.
     """
     values = _token_values(ranks, world)
     everything = sorted((*inputs, *others), key=lambda one: one.position, reverse=True)

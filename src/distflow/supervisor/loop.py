@@ -458,7 +458,7 @@ class Supervisor:
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)
-            identities = {one.number: self._transfers.identity(one.url) for one in launch.brings}
+            identities = {one.number: self._transfers.identity(one.url) for one in launch.downloads}
             memo = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
             self.report(PrepareFailed(at=self._now(), key=command.key, message=error.message))

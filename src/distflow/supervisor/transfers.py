@@ -18,7 +18,7 @@ from distflow.backends.base import AttemptKey, AttemptObservation, Collected, Le
 from distflow.documents.quantities import seconds_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State, listed
-from distflow.plan.model import BoundLaunch, Bring, GroupPlan, Plan, PlannedFile
+from distflow.plan.model import BoundLaunch, Download, GroupPlan, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec, InputSpec
 from distflow.state.event_details import (
@@ -155,16 +155,16 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
     """
     refs = {_input_key(one): data for data, _, one in _fetches(plan)}
     done = {one.data: one for one in group.transfer_results if not one.is_relayed}
-    files, brings = [], []
+    files, downloads = [], []
     for one in plan.launch(launch.task).url_inputs:
         found, path = done[refs[_input_key(one)]], input_place(one.position)
         if found.is_direct:
             url = _filled_url(one, record)
-            brings.append(Bring(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
+            downloads.append(Download(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
         else:
             shown = f"the data at {found.url}"
             files.append(PlannedFile(path=path, shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True))
-    return replace(launch, files=(*launch.files, *files), brings=tuple(brings))
+    return replace(launch, files=(*launch.files, *files), downloads=tuple(downloads))
 
 
 def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferResult]:

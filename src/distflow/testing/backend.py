@@ -219,7 +219,7 @@ class FakeBackend:
         if attempt.behavior.refuses:
             self._say(PrepareFailed(at=self._now(), key=key, message=attempt.behavior.refuses), key)
         elif relayed := [
-            one.number for one in launch.brings if key.node in self.bare_nodes or one.number not in secrets.stores
+            one.number for one in launch.downloads if key.node in self.bare_nodes or one.number not in secrets.stores
         ]:
             self._say(NotBrought(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":

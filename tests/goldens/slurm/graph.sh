@@ -14,7 +14,7 @@ set -eu
 umask 077
 run_dir=${RUN_DIR:-$PWD/graph-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$run_dir" && run_dir=$(cd "$run_dir" && pwd)
-# If a job cannot be submitted, those before it are canceled.
+# If a job cannot be submitted, cancel the jobs before it.
 jobs=
 trap '[ $? = 0 ] || [ -z "$jobs" ] || scancel $jobs' EXIT
 

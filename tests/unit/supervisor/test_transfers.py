@@ -7,7 +7,7 @@ import pytest
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.plan.model import Bring
+from distflow.plan.model import Download
 from distflow.spec.model import DataSpec, Retry
 from distflow.state.record import TransferResult
 from distflow.structs import replace
@@ -100,9 +100,9 @@ def test_input_that_nodes_can_fetch_is_looked_up_once_and_fetched_by_each() -> N
     for task in ("t0", "t1"):
         launch = driver.backend.launches[f"u1/train/{task}/0"]
         assert launch.files == ()
-        assert launch.brings == (
-            Bring(number=0, path="input/0", url="s3://b/w-1", regex="a"),
-            Bring(number=1, path="input/1", url="s3://b/sets", dataset="m:7"),
+        assert launch.downloads == (
+            Download(number=0, path="input/0", url="s3://b/w-1", regex="a"),
+            Download(number=1, path="input/1", url="s3://b/sets", dataset="m:7"),
         )
     told = [event.text for event in driver.events]
     assert "t0: its input is fetched by its node: s3://b/w-1: 2 files, 2.9 KiB" in told

@@ -360,7 +360,7 @@ class MachinesBackend:
         self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
     ) -> None:
         """Let the node fetch those inputs that it can fetch itself."""
-        for one in launch.brings:
+        for one in launch.downloads:
             identity = secrets.stores.get(one.number)
             if identity is None:
                 raise _Relay(one.number, "its credentials are no longer available")
