@@ -1,4 +1,4 @@
-"""Which keys of a pool need which backend."""
+"""Check that the keys of a pool fit its backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ENGINES", "refuse_keys_of_engines", "refuse_keys_of_nodes"]
 
 ENGINES: Mapping[str, str] = MappingProxyType({"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "Ray"})
 """Backends whose nodes a cluster engine chooses, and the names of the engines."""
-_OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_ENGINE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "slurm": ("slurm",),
         "kubernetes": ("kubernetes",),
@@ -20,11 +20,11 @@ _OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "platforms": ("slurm", "kubernetes", "ray"),
     }
 )
-"""Keys of a pool that only these backends have."""
-_NODES = ("nodes", "hostfile")
-_OF_MACHINES = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
+"""Keys of a pool, each with the only backends that have it."""
+_NODE_KEYS = ("nodes", "hostfile")
+_MACHINE_KEYS = ("host", "port", "user", "identity_file", "address", "gpus", "cpus", "memory", "platform", "labels")
 """Keys of ``defaults`` that describe particular machines."""
-_CHOICES: Mapping[str, str] = MappingProxyType(
+_NODE_HINTS: Mapping[str, str] = MappingProxyType(
     {"slurm": "; use `slurm: {partition: …, constraint: …}` to choose kinds of nodes"}
 )
 
@@ -32,25 +32,25 @@ _CHOICES: Mapping[str, str] = MappingProxyType(
 def refuse_keys_of_nodes(pool: View, backend: str) -> None:
     """Add findings about keys that describe particular machines, in a pool whose nodes an engine chooses."""
     engine = ENGINES[backend]
-    for key in _NODES:
+    for key in _NODE_KEYS:
         if key in pool.keys:
             pool.add(
                 f"a pool with `backend: {backend}` has no `{key}`, because {engine} chooses the nodes",
-                f"remove `{key}`{_CHOICES.get(backend, '')}",
+                f"remove `{key}`{_NODE_HINTS.get(backend, '')}",
                 key=key,
             )
     defaults = pool.view("defaults")
     for key in defaults.keys:
-        if key in _OF_MACHINES:
+        if key in _MACHINE_KEYS:
             hint = "remove it; tasks request resources in their spec"
-            if key in ("host", "port", "user", "identity_file") and backend in _OF_ENGINES["login"]:
+            if key in ("host", "port", "user", "identity_file") and backend in _ENGINE_KEYS["login"]:
                 hint = "remove it; the key `login` of the pool describes the connection to the cluster"
             defaults.add(f"`defaults.{key}` has no meaning with `backend: {backend}`, which chooses the nodes", hint, key=key)
 
 
 def refuse_keys_of_engines(pool: View, backend: str) -> None:
     """Add findings about keys of engines in a pool of another backend."""
-    for key, backends in _OF_ENGINES.items():
+    for key, backends in _ENGINE_KEYS.items():
         if key in pool.keys and backend not in backends:
             names = [f"`backend: {name}`" for name in backends]
             pool.add(f"`{key}` needs {' or '.join(names)}", f"write {names[0]}, or remove `{key}`", key=key)

@@ -1,7 +1,7 @@
-"""Hostfiles in the formats of Open MPI, DeepSpeed and MPICH, and the pool that a command uses with or without one.
+"""Parse hostfiles in the formats of Open MPI, DeepSpeed and MPICH, and choose the pool of a command.
 
-A slot is a GPU here. A host in several lines without slots has as many slots as lines, as in the machine files of batch
-systems. A host that is given again with slots is refused, as in DeepSpeed: one of the two numbers is a mistake.
+A slot means a GPU. A host in several lines without slots has as many slots as lines, as in the machine files of batch
+systems. A host in several lines with slots is an error, as in DeepSpeed, because one of the numbers must be wrong.
 ``python=PATH`` is an addition that only distflow reads.
 """
 
@@ -40,7 +40,7 @@ class Host:
     slots: int | None = None
     """The number of GPUs; ``None``: as many as the machine has."""
     python: str | None = None
-    """The Python interpreter on the machine; ``None``: that of the pool."""
+    """The Python interpreter on the machine; ``None``: the pool's interpreter."""
     where: Mark = field(default=Mark("hostfile"), compare=False)
     """Its line in the hostfile."""
 
@@ -68,9 +68,9 @@ def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Proble
 
 
 def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> tuple[Node, ...]:
-    """Return the hosts as nodes with the settings of the known node of that name, or else those of ``base``.
+    """Return the hosts as nodes. A host has the settings of the ``known`` node with its name, or else of ``base``.
 
-    The user, the slots and the Python in the hostfile override both.
+    The user, the slots and the Python in the hostfile override these settings.
     """
     named = {node.name: node for node in known}
     found = []
@@ -110,7 +110,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
     elif place is not None and place.group("count") is not None:
         count("slots", place.group("count"), words[0])
     if len(python) > 1 or not all(map(is_program, python)):
-        add(f"`python={' python='.join(python)}` is not one path or name", "write `python=/opt/venv/bin/python` once")
+        add(f"`python={' python='.join(python)}` is not a single path or name", "write `python=/opt/venv/bin/python` once")
     for word in others:
         key, _, value = word.partition("=")
         if "=" in word and _plain(key) in _KEYS:
@@ -185,14 +185,14 @@ def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
 
 
 def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
-    """Return the first findings only; very few of a file of another kind, in which the ``lines`` have several findings each."""
+    """Return only the first findings: very few for a file of another kind, which has more findings than ``lines``."""
     is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
     most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS
     more = len(problems) - most
     if more <= 0:
         return problems
     hint = "" if is_other else "check that this file is a hostfile"
-    message = f"{more} more finding{'s' * (more > 1)} from here on"
+    message = f"{more} more finding{'s' * (more > 1)} from this line on"
     rest = Problem(where=Mark(file, problems[most].where.line), message=message, hint=hint)
     what = "this file does not look like a hostfile, which has one host on each line, such as `gpu1 slots=8`"
     first = [Problem(where=Mark(file), message=what)] if is_other else []
@@ -208,7 +208,7 @@ HOSTFILE_POOL = "hostfile"
 def choose_pool(
     configuration: Configuration, *, given: str | None = None, wanted: str | None = None, hosts: Sequence[Host] | None = None
 ) -> Pool:
-    """Return the pool of the flag (``given``), else that of the spec (``wanted``), else the default one.
+    """Return the pool of the flag (``given``), else the pool of the spec (``wanted``), else the default pool.
 
     ``hosts`` replace its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it, and is
     otherwise replaced by a pool with default settings.
@@ -221,7 +221,7 @@ def choose_pool(
         where = configuration.file or "the built-in configuration"
         alone = f"; `--pool {HOSTFILE_POOL}` uses only the hostfile" if hosts is not None else ""
         near = did_you_mean(name, configuration.pools, what="pools")
-        by = "" if given or not wanted else ", but the spec has it as its `pool`"
+        by = "" if given or not wanted else ", but the spec requests it with `pool`"
         raise NotFound(f"there is no pool `{name}` in {where}{by}", hint=f"{near}{alone}")
     if hosts is None:
         return pool
@@ -235,7 +235,7 @@ def choose_pool(
 
 
 def with_hosts(configuration: Configuration, hosts: Sequence[Host] | None, *, given: str | None = None) -> Configuration:
-    """Return the configuration with the hostfile's pool as the default one; unchanged without a hostfile."""
+    """Return the configuration with the hostfile's pool as the default pool; unchanged without a hostfile."""
     if hosts is None:
         return configuration
     chosen = choose_pool(configuration, given=given, hosts=hosts)

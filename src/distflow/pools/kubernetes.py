@@ -21,7 +21,7 @@ _LONGEST_SHOWN = 200
 
 
 def parse_kubernetes(pool: View) -> KubernetesSettings:
-    """Return how pods of a pool are created. Adds its findings to those of the configuration."""
+    """Return the settings for the pods of a pool, and add findings to those of the configuration."""
     item = pool.view("kubernetes")
     default = KubernetesSettings()
     idle_release_s = item.parsed("idle_release", parse_duration)
@@ -59,7 +59,7 @@ def _strings(item: View) -> dict[str, str]:
 
 
 def _path(item: View, key: str) -> str | None:
-    """Return a path relative to the directory of the configuration, or with ``~``, as an absolute one."""
+    """Return a path, which may be relative to the directory of the configuration or begin with ``~``, as an absolute path."""
     named = item.string(key)
     return None if named is None else os.path.join(os.path.dirname(item.mark.file), os.path.expanduser(named))
 
@@ -77,10 +77,10 @@ def _pod_template(item: View) -> str:
             pod = found.get("template") if found.get("kind") == "PodTemplate" else found
             if isinstance(pod, Mapping) and isinstance(pod.get("spec"), Mapping):
                 return json.dumps({key: pod[key] for key in ("metadata", "spec") if key in pod})
-        item.add(f"{path} is not a pod", "write a pod with `spec`, as for `kubectl create`", key="pod_template")
+        item.add(f"`{path}` is not a pod", "write a pod with `spec`, as for `kubectl create`", key="pod_template")
     except DistflowError as error:
         item.add(error.message, error.hint, key="pod_template")
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         words = " ".join(str(error).split())[:_LONGEST_SHOWN]
-        item.add(f"{path} is not a pod: {words}", "write a pod in YAML, as for `kubectl create`", key="pod_template")
+        item.add(f"`{path}` is not a pod: {words}", "write a pod in YAML, as for `kubectl create`", key="pod_template")
     return KubernetesSettings().pod_template

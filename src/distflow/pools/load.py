@@ -1,9 +1,9 @@
-"""Find and load the configuration, and measure this machine for the built-in one.
+"""Find and load the configuration, and measure this machine for the built-in configuration.
 
 The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
 home directory), else in the user's configuration directory. ``DISTFLOW_CONFIG`` names another file. Without a file there is one
-pool, ``local``: this machine. Keys of a node override its pool's ``defaults``, and those override keys of the pool. The
-variables of ``environment`` are merged in that order.
+pool, ``local``: this machine. Keys of a node override its pool's ``defaults``, which override keys of the pool. The variables
+of ``environment`` are merged in that order.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
         boundary = folder / ".git"
         if str(folder) == home or (boundary.exists() and owned_by_stranger(boundary, environ) is None):
             return seen
-    # The directories above may belong to other users: a file that one of them wrote to /tmp must not be used.
+    # The directories above may belong to other users. distflow must not use a file that another user wrote, such as in /tmp.
     return [cwd]
 
 
@@ -291,7 +291,7 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
 
 
 def _parse_login(pool: View) -> Node | None:
-    """Return the login node of a pool, which is given as an SSH destination or as a mapping."""
+    """Return the login node of a pool, which the configuration gives as an SSH destination or a mapping."""
     item = pool.view("login")
     named = item.string("host") or pool.string("login")
     if named is None:
@@ -365,12 +365,12 @@ def _pod_node() -> Node:
 
 
 def _base_node(pool: View, base: Node | None = None) -> Node:
-    """Return the settings of a node without keys of its own, in a pool of other machines."""
+    """Return the settings that a node without its own keys gets from the pool; ``base`` are the default settings."""
     return _parse_node(pool, None, base or ssh_node())
 
 
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
-    """Return one node: its keys override the defaults, those the pool, and those ``base``. For ``None`` it has no keys."""
+    """Return one node. Its entry at ``position`` (``None``: no entry) overrides ``defaults``, then the pool, then ``base``."""
     item = pool.view("nodes", position) if position is not None else pool.view("no node")
     alone = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
@@ -378,7 +378,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
 
     def text(key: str) -> str | None:
         return next(
-            (value for layer in layers[: 3 if key in _OF_POOLS else 2] if (value := layer.string(key)) is not None), None
+            (value for layer in layers[: 3 if key in _POOL_KEYS else 2] if (value := layer.string(key)) is not None), None
         )
 
     def whole(key: str) -> int | None:
@@ -390,7 +390,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
     memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
     name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
     gpus, cpus = whole("gpus"), whole("cpus")
-    # Only the other machine can expand its directories.
+    # Only the remote machine can expand `~` in its directories.
     directory = _remote_directory if is_remote else _absolute
     return Node(
         name=name,
@@ -421,19 +421,19 @@ _POLICIES: Mapping[str, Literal["strict", "accept-new"]] = MappingProxyType({"st
 _CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
     {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman", "apptainer": "apptainer"}
 )
-_OF_POOLS = ("root", "python", "setup", "lease_dir", "container")
+_POOL_KEYS = ("root", "python", "setup", "lease_dir", "container")
 """Keys of a node that a pool may also have."""
 
 
 def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> str | None:
-    """Return a directory of another machine as written. Report a relative one."""
+    """Return a directory of a remote machine as written. Add a finding if it is relative."""
     if value is not None and not value.startswith(("/", "~")):
         _absolute(layers, key, value)
     return value
 
 
 def _absolute(layers: Sequence[View], key: str, value: str | None) -> str | None:
-    """Return a directory of this machine with ``~`` expanded. Report a relative one."""
+    """Return a directory of this machine with ``~`` expanded. Add a finding if it is relative."""
     if value is None:
         return None
     path = os.path.expanduser(value)

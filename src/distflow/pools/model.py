@@ -1,4 +1,4 @@
-"""Pools and nodes: where workflows can run, and the settings that hold there."""
+"""Pools and nodes, on which workflows run, and their settings."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ class Node:
     host: str
     """The name or address for connections; for SSH, also an alias of ``~/.ssh/config``."""
     port: int | None = None
-    """The SSH port; ``None``: that of the OpenSSH configuration."""
+    """The SSH port; ``None``: the port in the OpenSSH configuration."""
     user: str | None = None
-    """The SSH user; ``None``: that of the OpenSSH configuration."""
+    """The SSH user; ``None``: the user in the OpenSSH configuration."""
     identity_file: str | None = None
     """A private key of this machine that SSH tries first."""
     address: str | None = None
     """The address on the training network; ``None``: the address of the SSH connection."""
     root: str
-    """The directory of distflow on the node; ``~`` is expanded there."""
+    """The directory of distflow on the node, which expands ``~``."""
     python: str
     """The Python interpreter on the node. Its directory is the first in PATH of tasks."""
     gpus: int | None = None
     """``None``: as many as the node has."""
     cpus: int | None = None
-    """``None``: not known, so not counted."""
+    """``None``: as many as the node reports."""
     memory: int | None = None
-    """Bytes; ``None``: not known, so not counted."""
+    """Bytes; ``None``: as much as the node reports."""
     platform: str | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -84,15 +84,15 @@ class Node:
     """Whether to lease no more than the node reports; ``False`` for resources that distflow cannot count."""
 
     def usable_gpus(self, reported: int | None) -> int | None:
-        """Return how many GPUs may be leased there, of ``reported`` ones (``None``: not known)."""
+        """Return the number of GPUs that may be leased, if the node reports ``reported`` GPUs (``None``: not known)."""
         return self._usable(self.gpus, reported)
 
     def usable_cpus(self, reported: int | None) -> int | None:
-        """Return how many CPUs may be leased there, of ``reported`` ones (``None``: not known)."""
+        """Return the number of CPUs that may be leased, if the node reports ``reported`` CPUs (``None``: not known)."""
         return self._usable(self.cpus, reported)
 
     def usable_memory(self, reported: int | None) -> int | None:
-        """Return how much memory may be leased there, of ``reported`` bytes (``None``: not known).
+        """Return the bytes of memory that may be leased, if the node reports ``reported`` bytes (``None``: not known).
 
         A machine with 64 GiB reports a little less, because its kernel and firmware reserve memory. That memory is not missing.
         """
@@ -108,14 +108,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Settings of all nodes that a command gives. They override the configuration and the hostfile."""
+    """Settings that the options of a command give to all nodes. They override the configuration and the hostfile."""
 
     python: str | None = None
     setup: str | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Variables for every task. They also override those of the spec."""
+    """Variables for every task. They also override variables of the spec."""
     venv: Requirements | None = None
-    """The packages of a Python environment. They also replace those of the spec."""
+    """The packages of a Python environment, which also replaces the environment of the spec."""
 
 
 NO_SETTINGS = NodeSettings()
@@ -123,17 +123,17 @@ NO_SETTINGS = NodeSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmPlatform:
-    """What a ``platform`` of a spec means in the terms of Slurm; ``None``: as the pool."""
+    """Slurm's settings for a ``platform`` of specs; ``None``: the setting of the pool."""
 
     partition: str | None = None
     constraint: str | None = None
     gres: str | None = None
-    """The type of GPU, such as ``gpu:h100``. The number is that of the task."""
+    """The type of GPU, such as ``gpu:h100``. The number comes from the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSettings:
-    """How jobs of a pool are submitted to Slurm. ``None``: the cluster's default."""
+    """Settings for submitting the jobs of a pool to Slurm. ``None``: the cluster's default."""
 
     partition: str | None = None
     account: str | None = None
@@ -171,7 +171,7 @@ class SlurmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlatform:
-    """What a ``platform`` of a spec means in the terms of Ray."""
+    """Ray's settings for a ``platform`` of specs."""
 
     resources: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Amounts of further resources for each task, such as ``accelerator_type:H100``."""
@@ -179,10 +179,10 @@ class RayPlatform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
-    """How nodes of a Ray cluster are requested."""
+    """Settings for requesting the nodes of a Ray cluster."""
 
     address: str = "auto"
-    """The cluster's address as in ``ray.init``; ``auto``: the one that runs on the login node."""
+    """The cluster's address as in ``ray.init``; ``auto``: the cluster that runs on the login node."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_SPREAD"
     """How the tasks of a group are placed."""
     python: str = "python3"
@@ -194,33 +194,33 @@ class RaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesPlatform:
-    """What a ``platform`` of a spec means in the terms of Kubernetes."""
+    """Settings of Kubernetes for a ``platform`` of specs."""
 
     node_selector: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     tolerations: tuple[Mapping[str, str], ...] = ()
     gpu_resource: str | None = None
-    """The extended resource of GPUs; ``None``: that of the pool."""
+    """The extended resource of GPUs; ``None``: the pool's resource."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSettings:
-    """How pods of a pool are created."""
+    """Settings for creating the pods of a pool."""
 
     context: str | None = None
-    """The context of the kubeconfig; ``None``: the current one, or the service account of the pod in which distflow runs."""
+    """The context of the kubeconfig; ``None``: the current context, or the service account of the pod that runs distflow."""
     kubeconfig: str | None = None
-    """The path of the kubeconfig; ``None``: that of ``kubectl``."""
+    """The path of the kubeconfig; ``None``: the file that ``kubectl`` uses."""
     namespace: str | None = None
-    """``None``: that of the context."""
+    """``None``: the namespace of the context."""
     queue: str | None = None
     """The queue of Kueue or Volcano that admits the pods of a group together; ``None``: no queue."""
     scheduler: str | None = None
     """The scheduler of the pods, such as ``volcano``; ``None``: the cluster's default."""
     service_account: str | None = None
     image: str | None = None
-    """The image of tasks that name none."""
+    """The image of tasks without ``image``."""
     pod_template: str = "{}"
-    """A pod as JSON, with which distflow's own is merged."""
+    """A pod as JSON, which is merged with the pod that distflow creates for each task."""
     priority_classes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Priority of a workflow (``HIGH``, ``NORMAL``, ``LOW``) → priority class."""
     gpu_resource: str = "nvidia.com/gpu"
@@ -238,7 +238,7 @@ class Pool:
     backend: str
     nodes: tuple[Node, ...]
     host_key_policy: Literal["strict", "accept-new"] | None = None
-    """``strict``, or ``accept-new`` (but never a changed key); ``None``: that of the OpenSSH configuration, else ``strict``."""
+    """``strict``, or ``accept-new`` (but never a changed key); ``None``: as in the OpenSSH configuration, else ``strict``."""
     ssh_config: str | None = None
     """The SSH configuration to read instead of ``~/.ssh/config`` and the system's file."""
     connect_timeout_s: float = 10.0
@@ -261,7 +261,7 @@ class Pool:
     venv_timeout_s: float = 1800.0
     """The maximum time to build that environment on a node."""
     given: NodeSettings = NO_SETTINGS
-    """The settings that the command gave. The nodes have them, and a restart applies them to the pool as configured then."""
+    """The settings that the command gave. ``nodes`` have them already. A restart applies them to the new configuration."""
     slurm: SlurmSettings | None = None
     """Slurm allocates the nodes; ``nodes`` is empty then."""
     ray: RaySettings | None = None
@@ -280,17 +280,17 @@ class Pool:
 
     @property
     def platforms(self) -> Collection[str]:
-        """The platforms that are translated to the terms of the engine."""
+        """The platforms that have settings of the engine."""
         settings = self.slurm or self.kubernetes or self.ray
         return settings.platforms if settings is not None else ()
 
     @property
     def node_settings(self) -> tuple[Node, ...]:
-        """The nodes; where an engine chooses them, the settings that all of them have."""
+        """The nodes; if an engine chooses them, the settings that all of them have."""
         return self.nodes if self.template is None else (self.template,)
 
     def node(self, name: str) -> Node:
-        """Return the node of a name. An allocated node has the form ``<host>@<allocation>``. Raises ``KeyError``."""
+        """Return the node with this name. Allocated nodes are named ``<host>@<allocation>``. Raises ``KeyError``."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -299,7 +299,7 @@ class Pool:
         return replace(self.template, name=name, host=name.rpartition("@")[0])
 
     def with_settings(self, given: NodeSettings) -> Pool:
-        """Return the pool with these settings for all its nodes, in addition to those that it was given before."""
+        """Return the pool with these settings for all its nodes, in addition to earlier given settings."""
         if given == NO_SETTINGS:
             return self
 
@@ -328,18 +328,18 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The configuration of the file, or the built-in one with one pool, this machine."""
+    """The configuration of the file, or the built-in configuration, whose only pool is this machine."""
 
     pools: Mapping[str, Pool]
     default_pool: str
     file: str | None = None
-    """The path of the file; ``None`` for the built-in one."""
+    """The path of the file; ``None`` for the built-in configuration."""
     datasets: str | None = None
     """The URL of the directory of all datasets; ``None``: in the state directory."""
     notify: tuple[NotifyTarget, ...] = ()
-    """Whom to notify of every workflow, and when."""
+    """The notifications of every workflow."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
-    """For each pool over SSH, the settings of a node without settings of its own, such as a host of a hostfile."""
+    """For each pool over SSH, the settings of nodes that have no entry in it, such as hosts of a hostfile."""
 
 
 def is_program(text: str) -> bool:

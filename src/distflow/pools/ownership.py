@@ -13,7 +13,7 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
     """Return why other users could change a file; empty if only this user and root can. Raises ``OSError``.
 
-    A group whose only member is its user counts as that user.
+    The private group of a user, which has no other members, counts as that user.
     """
     stranger, found = owned_by_stranger(path, environ), os.stat(path)
     if stranger is not None:

@@ -16,12 +16,12 @@ _Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _STRATEGIES: Mapping[str, _Strategy] = MappingProxyType(
     {"PACK": "PACK", "SPREAD": "SPREAD", "STRICT_PACK": "STRICT_PACK", "STRICT_SPREAD": "STRICT_SPREAD"}
 )
-_OF_BUNDLES = ("CPU", "GPU", "memory", "object_store_memory")
-_OF_SLURM = ("partition", "constraint", "gres")
+_SPEC_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+_SLURM_KEYS = ("partition", "constraint", "gres")
 
 
 def parse_ray(pool: View) -> RaySettings:
-    """Return how nodes of a pool are requested. Adds its findings to those of the configuration."""
+    """Return the settings for requesting nodes, and add findings to those of the configuration."""
     ray, defaults = pool.view("ray"), RaySettings()
     idle_release_s = ray.parsed("idle_release", parse_duration)
     if idle_release_s == 0:
@@ -30,8 +30,8 @@ def parse_ray(pool: View) -> RaySettings:
     address = ray.string("address") or defaults.address
     if address.startswith("ray://"):
         at = path_text((*ray.path, "address"))
-        message = f"`{at}` is an address of Ray Client, which does not carry the output and the files of tasks"
-        hint = "set `login` of the pool to a node of the cluster, and remove `address` or use that of Ray itself: `HOST:6379`"
+        message = f"`{at}` is an address of Ray Client, which cannot transfer the output and the files of tasks"
+        hint = "set `login` of the pool to a node of the cluster, and remove `address` or write Ray's own address: `HOST:6379`"
         ray.add(message, hint, key="address")
     python = ray.string("python") or pool.string("python") or pool.view("defaults").string("python")
     return RaySettings(
@@ -44,14 +44,14 @@ def parse_ray(pool: View) -> RaySettings:
 
 
 def _platform(item: View) -> RayPlatform:
-    for key in _OF_SLURM:
+    for key in _SLURM_KEYS:
         if key in item.keys:
             item.add(f"`{key}` of a platform needs `backend: slurm`", "write `resources: {NAME: AMOUNT}` for Ray", key=key)
     resources = item.view("resources")
     found: dict[str, float] = {}
     for name in resources.keys:
         amount = resources.document.value_at((*resources.path, name))
-        if name in _OF_BUNDLES:
+        if name in _SPEC_RESOURCES:
             resources.add(f"`{name}` of a platform comes from the `resources` of the spec", "remove it", key=name)
         elif isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0:
             found[name] = float(amount)

@@ -74,7 +74,7 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 def parse_slurm(pool: View) -> SlurmSettings:
-    """Return how jobs of a pool are submitted. Adds its findings to those of the configuration."""
+    """Return the settings for submitting jobs, and add findings to those of the configuration."""
     slurm = pool.view("slurm")
     time_s = slurm.parsed("time", parse_duration)
     if time_s is not None and time_s < _SHORTEST_S:
@@ -113,7 +113,7 @@ def _platform(item: View) -> SlurmPlatform:
 
 
 def _extra(slurm: View) -> tuple[str, ...]:
-    """Return further options of ``sbatch``. An argument without a dash would take the place of the job's script."""
+    """Return further options of ``sbatch``. It would use an argument without a dash as the job's script."""
     found = []
     for text in slurm.texts("extra"):
         option = text.value

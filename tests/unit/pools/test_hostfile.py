@@ -128,9 +128,9 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
         "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
-        "hosts:17: error: `python=` is not one path or name\n    write `python=/opt/venv/bin/python` once",
-        "hosts:18: error: `python=-c` is not one path or name",
-        "hosts:19: error: `python=/a python=/b` is not one path or name",
+        "hosts:17: error: `python=` is not a single path or name\n    write `python=/opt/venv/bin/python` once",
+        "hosts:18: error: `python=-c` is not a single path or name",
+        "hosts:19: error: `python=/a python=/b` is not a single path or name",
     ):
         assert expected in said
 
@@ -146,10 +146,10 @@ def test_a_file_of_something_else_is_not_told_line_by_line() -> None:
     said = refusal("this is no hostfile\n" * 1000)
     assert said.startswith("hosts: error: this file does not look like a hostfile")
     assert said.count("error:") == 4
-    assert said.endswith("hosts:1: error: 2998 more findings from here on")
+    assert said.endswith("hosts:1: error: 2998 more findings from this line on")
     said = refusal("".join(f"gpu{number} slot=8\n" for number in range(60)))
     assert said.count("error:") == 51
-    assert said.endswith("hosts:51: error: 10 more findings from here on\n    check that this file is a hostfile")
+    assert said.endswith("hosts:51: error: 10 more findings from this line on\n    check that this file is a hostfile")
 
 
 @given(st.text(max_size=60))
@@ -211,7 +211,7 @@ def test_a_hostfile_for_a_pool_that_cannot_have_one_is_refused() -> None:
         choose_pool(lab(), given="here", hosts=hosts)
     with pytest.raises(
         NotFound,
-        match=r"`lba` in distflow\.yaml, but the spec has it as its `pool`\ndid you mean `lab`\? .*; `--pool hostfile`",
+        match=r"`lba` in distflow\.yaml, but the spec requests it with `pool`\ndid you mean `lab`\? .*; `--pool hostfile`",
     ):
         choose_pool(lab(), wanted="lba", hosts=hosts)
     with pytest.raises(NotFound, match=r"there is no pool `hostfile` in distflow\.yaml\npools: `here`, `lab`$"):

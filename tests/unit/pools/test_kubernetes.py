@@ -64,7 +64,7 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         tmp_path,
     )
     for part in (
-        "job.yaml is not a pod", "broken.yaml is not a pod: ", "missing.yaml", "must be more than 0",
+        "job.yaml` is not a pod", "broken.yaml` is not a pod: ", "missing.yaml", "must be more than 0",
         "`backend: kubernetes` has no `nodes`", "`kubernetes` needs `backend: kubernetes`", "`login` needs `backend: slurm` or",
     ):  # fmt: skip
         assert part in said, said
