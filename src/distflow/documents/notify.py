@@ -67,9 +67,9 @@ def parse_notify(owner: View, *, allows_commands: bool) -> tuple[NotifyTarget, .
         if "command" in given and not allows_commands:
             continue  # reported as a difference from the schema
         if len(given) != 1:
-            message = f"the entry has both `{given[0]}` and `{given[1]}`" if given else "the entry has no target"
+            message = "the entry of `notify` has " + (f"both `{given[0]}` and `{given[1]}`" if given else "no target")
             targets = "`url`, `credential` or `command`" if allows_commands else "`url` or `credential`"
-            entry.add(message, f"give exactly one of {targets}")
+            entry.add(message, f"write exactly one of {targets}")
         elif _is_url_valid(entry):
             found.append(_target(entry))
     return tuple(found)

@@ -71,7 +71,7 @@ def _duration_of(text: str) -> float:
         raise InvalidValue(f'"{text}" in quotes has no unit', f"write `{text}s`, or the number without quotes")
     if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
         total = min(_LONGEST_S, sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text)))
-        raise InvalidValue(f"`{text}` has several units", f"write it in one, `{duration_text(total)}`")
+        raise InvalidValue(f"`{text}` has several units", f"write it in one unit: `{duration_text(total)}`")
     raise InvalidValue(f"`{text}` is not a duration", _EXAMPLES)
 
 

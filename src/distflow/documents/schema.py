@@ -130,7 +130,8 @@ def _unknown_keys(
         homes = list(_homes(root, key))
         hint = did_you_mean(key, known, what="keys here")
         if homes and not hint.startswith("did you mean"):
-            hint = f"`{key}` is a key of {' and of '.join(homes)}; {hint}"
+            owners = " and ".join(filter(None, (", ".join(homes[:-1]), homes[-1])))
+            hint = f"`{key}` is a key of {owners}; {hint}"
         yield _problem(document.key_mark_at(at), at, f"unknown key `{key}` {where}", hint)
 
 

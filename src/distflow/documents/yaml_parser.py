@@ -177,7 +177,7 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
             if node.kind != "scalar":
                 stack.append(node)
                 if len(stack) > MAX_DEPTH:
-                    raise _Refused(index, f"the document is nested more than {MAX_DEPTH} levels deep")
+                    raise _Refused(index, f"the document is nested more than {MAX_DEPTH} levels deep", "use fewer levels")
         elif isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
             _close(stack.pop(), len(stack))
     return root
@@ -186,7 +186,7 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
 def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     target = anchors.get(name)
     if target is None:
-        raise _Refused(index, f"there is no anchor `&{name}` above")
+        raise _Refused(index, f"there is no anchor `&{name}` above", f"write `&{name}` before the value to repeat")
     if target.open:
         raise _Refused(index, f"the alias `*{name}` is inside its own anchor", "an alias cannot contain itself")
     return target

@@ -109,7 +109,9 @@ def parse_codes(text: str) -> Codes:
         if first > last:
             raise InvalidValue(f"the range `{part}` is empty", f"write `{last}-{first}`")
         if last > _LARGEST:
-            raise InvalidValue(f"`{part}`: there are no exit codes above {_LARGEST}", "0-255 are the command's own")
+            raise InvalidValue(
+                f"`{part}` is above the largest exit code, {_LARGEST}", "write codes from 0 to 9999; commands end with 0 to 255"
+            )
         found.append((first, last))
     return tuple(found)
 

@@ -1,1 +1,1 @@
-"""The workflow document: template, schema, typed model. Reads the files that a spec names; knows nothing above it."""
+"""Parse workflow specs: render the template, check the schema, build a typed model, and read the files that a spec names."""

@@ -1,4 +1,4 @@
-"""Compressing and hashing an archive on all cores, while its files are still being read."""
+"""Compress and hash an archive on all cores, while its files are still being read."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ParallelGzip"]
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 """The header of a gzip member without a name and a time."""
 _LEVEL = 1
-"""Of zlib. Higher levels take longer than a network of a cluster needs for the bytes that they save."""
+"""The level of zlib. Higher levels would take longer than the transfer of the bytes that they save."""
 _SAMPLES = 4
 _SAMPLE = 4 << 10
 _DENSE = 0.9
-"""The share of its size to which samples of a block must shrink, so that compressing it is worth its time."""
+"""A block is not compressed if compressed samples of it keep more than this share of their size."""
 
 
 class ParallelGzip:
     """A writer that compresses to a file in gzip format, as a context manager.
 
     Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. Blocks that cannot be
-    compressed, such as weights and images, are stored as they are. The SHA-256 of the archive is computed on the way. Threads
-    suffice, because zlib and hashlib release the GIL.
+    compressed, such as weights and images, are stored as they are. The SHA-256 of the archive is computed at the same time.
+    Threads suffice, because zlib and hashlib release the GIL.
     """
 
     def __init__(self, sink: IO[bytes]) -> None:
@@ -75,7 +75,7 @@ class ParallelGzip:
 
     def _store(self, block: Future[bytes]) -> None:
         if self._has_failed:
-            return  # the caller learns of the error from the failed block
+            return  # the failed block has reported the error to the caller
         try:
             data = block.result()
             self._hasher.update(data)

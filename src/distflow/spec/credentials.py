@@ -24,11 +24,11 @@ class KnownCredential:
 
     keys: tuple[str, ...]
     unfit: str = ""
-    """Why tasks cannot use it; empty if they can."""
+    """The reason why tasks cannot use it; empty if they can."""
 
 
 def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
-    """Return the credentials of a task; add findings for invalid ones and for conflicts with its files and variables."""
+    """Return the credentials of a task. Add findings for invalid entries and for conflicts with its files and variables."""
     entries = task.view("credentials")
     uses: list[CredentialUse] = []
     variables: dict[str, str] = dict.fromkeys(task.view("environment").keys, "`environment`")

@@ -1,8 +1,8 @@
 """Data of tasks: ``inputs`` from other tasks, URLs and datasets, ``outputs``, ``checkpoint`` and ``shared``.
 
 Inputs from other tasks also define the order of groups. The group of a task with an input waits for the group of the task that
-the input names. As in OSMO, that group must come first in the file, so there are no cycles. An input that would cause a cycle
-is reported as one. An input may also name a task of an earlier workflow: ``<workflow>:<task>``.
+the input names. As in OSMO, that group must come first in the file, so there are no cycles. The message for an input that would
+cause a cycle describes the cycle. An input may also name a task of an earlier workflow: ``<workflow>:<task>``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARED_EVERY_S = 300.0
 
 
 def url_inputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``inputs`` that name a URL or a dataset; add findings for invalid ones."""
+    """Return the entries of ``inputs`` that name a URL or a dataset. Add findings for invalid entries."""
     found = []
     for position, entry in enumerate(task.views("inputs")):
         if entry.has("url") and not entry.has("task"):
@@ -51,7 +51,7 @@ def url_inputs(task: View) -> tuple[DataSpec, ...]:
 
 
 def url_outputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``outputs``; add findings for invalid ones, and warnings for ignored keys."""
+    """Return the entries of ``outputs``. Add findings for invalid entries, and warnings for ignored keys."""
     found = []
     for position, entry in enumerate(task.views("outputs")):
         kind = next((key for key in ("url", "dataset", "update_dataset") if entry.has(key)), None)
@@ -69,7 +69,7 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
 
 
 def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
-    """Return the entries of ``checkpoint``; add findings for invalid ones."""
+    """Return the entries of ``checkpoint``. Add findings for invalid entries."""
     found = []
     for position, entry in enumerate(task.views("checkpoint")):
         path, data = entry.text("path"), _data(entry, position, writes=True)
@@ -87,7 +87,7 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
 
 
 def shared_directory(group: View) -> CheckpointSpec | None:
-    """Return the directory that the tasks of a group share; add a finding if it is invalid."""
+    """Return the directory that the tasks of a group share. Add a finding if it is invalid."""
     if not group.has("shared"):
         return None
     entry, key, every_s = group, "shared", None
@@ -119,7 +119,7 @@ def _output(entry: View, position: int) -> DataSpec:
         message = f"`{name}` has a version, but an output always becomes a new version, with the next number"
         dataset.add(message, "remove the colon and the version", key="name")
     _check_path(dataset, "path", path)
-    _warn_of_notes(dataset)
+    _warn_of_ignored_keys(dataset)
     _regex_finding(entry)
     _regex_finding(dataset)
     return DataSpec(position=position, url="", dataset=name, path=path.strip("/"), regex=_regex(entry, dataset))
@@ -130,7 +130,7 @@ def _update(entry: View, position: int) -> DataSpec:
     paths = [one.value for one in dataset.texts("paths")]
     for path in paths:
         _check_path(dataset, "paths", path)
-    _warn_of_notes(dataset)
+    _warn_of_ignored_keys(dataset)
     _regex_finding(entry)
     return DataSpec(
         position=position, url="", dataset=_name(dataset), is_update=True, paths=tuple(path.strip("/") for path in paths),
@@ -143,10 +143,10 @@ def _check_path(dataset: View, key: str, path: str) -> None:
         dataset.add(f"`{path}` is not inside the output directory", "write a path relative to {{output}}", key=key)
 
 
-def _warn_of_notes(dataset: View) -> None:
+def _warn_of_ignored_keys(dataset: View) -> None:
     for key in ("metadata", "labels"):
         if dataset.has(key):
-            dataset.warn(f"`{key}` of a dataset is ignored", key=key)
+            dataset.warn(f"`{key}` of a dataset is ignored: distflow does not store it", "remove it", key=key)
 
 
 def _name(dataset: View) -> str:
@@ -195,7 +195,7 @@ class Graph:
     """All groups of a spec with their tasks, and the dependencies between groups."""
 
     def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
-        """Take each group: its name (or that of its only task), its entries of ``tasks``, and the tasks of each entry."""
+        """Take each group: its name (or its only task's), and its entries of ``tasks``, each with the names of its tasks."""
         self._names = [name for name, _ in groups]
         self._locations: dict[str, _Location] = {}
         for position, (_, tasks) in enumerate(groups):
@@ -214,7 +214,7 @@ class Graph:
                 yield name
 
     def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
-        """Return the inputs of an entry of ``tasks`` from other tasks; add findings for invalid ones."""
+        """Return the inputs of an entry of ``tasks`` from other tasks. Add findings for invalid inputs."""
         found = []
         for position, entry in enumerate(task.views("inputs")):
             what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
@@ -232,7 +232,7 @@ class Graph:
         location, own = self._locations.get(name), task.string("name") or ""
         message, hint = "", ""
         if ":" in name:
-            message, hint = f"`{name}` is not a task", "write `<workflow id>:<task>`, such as `train-7:prepare`"
+            message, hint = f"`{name}` does not name a task", "write `<workflow id>:<task>`, such as `train-7:prepare`"
         elif location is None and name in self._names:
             tasks = (other for other, place in self._locations.items() if place.group == self._names.index(name))
             message, hint = f"`{name}` is a group, not a task", f"write a task of it, such as `{next(tasks, '')}`"
@@ -245,8 +245,8 @@ class Graph:
             hint = f"put `{name}` into a separate group, before `{self._names[group]}`"
         elif location.replicas:
             message, hint = (
-                f"`{name}` has replicas",
-                f"write one of them, such as `{location.replicas[0]}`, and an entry for each that is needed",
+                f"`{name}` has replicas, but an input is from one task",
+                f"write an entry for each replica that is needed, such as `{location.replicas[0]}`",
             )
         elif location.group > group:
             message, hint = self._later(location.group, group)
@@ -291,12 +291,12 @@ def _regex_finding(entry: View) -> None:
     """Add a finding for an invalid ``regex``."""
     regex = entry.string("regex") or ""
     if _regex_error(regex):
-        hint = r"write one in Python's syntax, such as `.*\.pt`; it is matched from the start of the relative path"
+        hint = r"use Python's syntax, such as `.*\.pt`; the expression is matched from the start of the relative path"
         entry.add(f"`{regex}` is not a regular expression: {_regex_error(regex)}", hint, key="regex")
 
 
 def _regex_error(text: str) -> str:
-    """Return why a text is not a regular expression; empty if it is one."""
+    """Return why a text is not a valid regular expression; empty if it is valid."""
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
@@ -304,19 +304,19 @@ def _regex_error(text: str) -> str:
     return ""
 
 
-_FORM = re.compile(r"([A-Za-z][A-Za-z0-9_-]*-[0-9]+|[0-9a-f]{32}):([A-Za-z][A-Za-z0-9_-]*)")
+_EARLIER_TASK = re.compile(r"([A-Za-z][A-Za-z0-9_-]*-[0-9]+|[0-9a-f]{32}):([A-Za-z][A-Za-z0-9_-]*)")
 
 
 def _is_earlier(name: str) -> bool:
     """Return whether an input names a task of another workflow, such as ``train-7:prepare``."""
-    return _FORM.fullmatch(name) is not None
+    return _EARLIER_TASK.fullmatch(name) is not None
 
 
 def earlier_inputs(task: View) -> tuple[EarlierInput, ...]:
     """Return the entries of ``inputs`` that name tasks of earlier workflows; their existence is checked later."""
     found = []
     for position, entry in enumerate(task.views("inputs")):
-        match = _FORM.fullmatch(entry.string("task") or "")
+        match = _EARLIER_TASK.fullmatch(entry.string("task") or "")
         if match is not None:
             mark = entry.key_mark("task")
             regex = entry.string("regex") or ""

@@ -1,9 +1,9 @@
 """The ``files`` of tasks: parse the entries, and store the files of this machine that a spec sends.
 
 Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
-are not read again (``spec.unchanged``). A directory becomes one gzipped tar
-with names in order and without times and owners, so equal content has an equal digest. ``.gitignore`` files in it are honored,
-and ``.git`` is never sent. Directories of distflow itself are not sent either: the state, results, and files of tasks on nodes.
+are not read again (``spec.unchanged``). A directory becomes one gzipped tar with names in order and without times and owners,
+so equal content has an equal digest. Files that a ``.gitignore`` in it names are not sent, and neither are ``.git`` and
+directories of distflow itself: the state, results, and files of tasks on nodes.
 
 ``distflow.train`` is sent as well, as one archive, if a task needs it. The archive has its own ``distflow/__init__.py``, which
 also finds a distflow that is installed on the node. ``distflow.train`` itself is always the version of the submitting machine.
@@ -133,7 +133,7 @@ def _path_is_good(entry: View, path: Text) -> bool:
     value = path.value
     parts = [part for part in value.split("/") if part not in ("", ".")]
     if not value.strip():
-        entry.add("`path` is empty", "write where the task finds the file, such as `/tmp/entry.sh` or `train.py`", key="path")
+        entry.add("`path` is empty", "write its path for the task, such as `/tmp/entry.sh` or `train.py`", key="path")
     elif "\0" in value or "\n" in value:
         entry.add("`path` contains a line break or a NUL byte", "write it on one line", key="path")
     elif ".." in parts:
@@ -143,7 +143,7 @@ def _path_is_good(entry: View, path: Text) -> bool:
     elif value.startswith("~"):
         entry.add(
             f"`path: {value}` begins with `~`, which is not supported here",
-            "write an absolute path, or one relative to the task's directory",
+            "write an absolute path, or a path relative to the task's directory",
             key="path",
         )
     elif parts[:1] == ["osmo"] and not value.startswith(_OUTPUT):
@@ -207,11 +207,11 @@ _TEXT_LIMIT = 1 << 20
 """The maximum size of a text whose tokens are replaced, in bytes, as in OSMO."""
 
 RESULTS_MARKER = ".distflow-results"
-"""A file in directories with fetched results. They are not sent as part of another directory."""
+"""A file in directories with fetched results. Such directories are not sent."""
 _JOB_LOG = re.compile(r"distflow-job-[0-9]+\.log")
-"""A file with messages of a job of Slurm, in the ``root`` of its pool."""
+"""A file with messages of a job of Slurm, in the ``root`` of its pool. It is not sent."""
 _STATE_FILE = "distflow.sqlite3"
-"""A file in the state directory, which also has secrets and everything that was sent before."""
+"""A file in the state directory, which is not sent, because it contains secrets and all files that were sent before."""
 
 _CHUNK = 1 << 20
 
@@ -231,7 +231,7 @@ class Bundle:
 
 
 OnPack = Callable[[int, int], None]
-"""Called with the bytes that have been read, and those that are known to be read in all."""
+"""Called with the number of bytes that have been read, and the total number that is known so far."""
 
 
 class _Packing:
@@ -246,7 +246,7 @@ class _Packing:
         self._total += size
 
     def reader(self, file: BinaryIO) -> BinaryIO:
-        """Return the file; what is read from it counts as progress."""
+        """Return the file, and count the bytes that are read from it as progress."""
         return cast("BinaryIO", _Counted(file, self._add))
 
     def _add(self, size: int) -> None:
@@ -272,10 +272,10 @@ def _ignore(_done: int, _total: int) -> None:
 
 
 def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
-    """Store all files of the spec in ``blobs``, one for each digest. Return them by their path on this machine.
+    """Store all files of the spec in ``blobs``, one for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
-    Inline base64 files have their path in the spec as the key, and ``distflow.train`` its name. A file that cannot be read is a
-    problem at its line in the spec. Raises ``StateError`` if ``blobs`` cannot be written.
+    The key of ``distflow.train`` is ``LIBRARY``. A file that cannot be read is a problem at its line in the spec. Raises
+    ``StateError`` if ``blobs`` cannot be written.
     """
     packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -310,7 +310,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
 
 
 class _LinkOutside(Exception):
-    """A directory contains a link that would lead outside of it on the node, which refuses such an archive."""
+    """A directory contains a link to a path outside of it. Nodes refuse archives with such links."""
 
 
 def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
@@ -331,7 +331,7 @@ def _part(blobs: Path) -> Iterator[IO[bytes]]:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Return whether a blob is complete. Earlier versions could leave incomplete ones after a power failure."""
+    """Return whether a blob is complete. Earlier versions of distflow could leave incomplete blobs after a power failure."""
     try:
         return path.stat().st_size == size
     except FileNotFoundError:
@@ -432,7 +432,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     if info.islnk():
-        # Another name of a file becomes a separate file.
+        # A hard link becomes a separate file.
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
         with path.open("rb") as source:
@@ -466,7 +466,7 @@ def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Ite
 
 
 def _is_own(directory: str) -> bool:
-    """Whether a directory is distflow's: fetched results, the private directory of a node, or the state directory."""
+    """Return whether a directory is distflow's own: fetched results, a node's private directory, or the state directory."""
     return any(os.path.lexists(os.path.join(directory, name)) for name in (RESULTS_MARKER, _STATE_FILE)) or is_marked(directory)
 
 
@@ -477,7 +477,7 @@ def _patterns(lines: Iterable[str]) -> GitIgnoreSpec:
 
 
 def _is_pattern(line: str) -> bool:
-    """Return whether a line of a ``.gitignore`` is a valid pattern. Like git, ignore invalid ones (`!`, `[z-a]`)."""
+    """Return whether a line of a ``.gitignore`` is a valid pattern. git ignores invalid patterns such as `!` and `[z-a]`."""
     import pathspec  # noqa: PLC0415  as above
 
     try:

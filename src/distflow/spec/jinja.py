@@ -149,7 +149,7 @@ def _small(value: Any) -> Any:
 
 
 def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse arguments for which the result of a function would be too large. The only such numbers are widths and counts."""
+    """Refuse arguments with which a function's result would be too large, such as a large width or count."""
     if name not in ("range", "bool", "abs", "round", "min", "max", "sum", "default", "append", "d"):
         _require(all(abs(value) <= _MAX_ARGUMENT for value in arguments if isinstance(value, int)))
     texts = [value for value in arguments if isinstance(value, str)]
@@ -215,7 +215,7 @@ def render_template(
     """Return the rendered text, and the line of the template for each of its lines. Raises ``ProblemsFound``.
 
     The template is rendered twice: without and with marks of lines. Marks in captured text (``{% set x %}…``) may change later
-    computations. The text without marks is therefore the result, and the marks count only if both have the same lines.
+    computations. The text without marks is therefore the result, and the marks count only if both texts have as many lines.
     """
     text = _guarded(file, lambda: _rendered(template, variables, None, limit_s), template, variables)
     try:
@@ -251,7 +251,10 @@ def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str
 
 
 def _lines_of(marked: str, fence: tuple[str, str], last: int) -> tuple[int, ...]:
-    """Read the marks. The line is that of the first text in it, else that of its line break, else that of the next line."""
+    """Return the line of the template for each line of ``marked``.
+
+    This is the line of its first text, else the line of its line break, else the same as for the next line.
+    """
     strong = re.compile(f"{fence[0]}s([0-9]+){fence[1]}")
     weak = re.compile(f"{fence[0]}w([0-9]+){fence[1]}")
     found: list[int] = []
@@ -278,7 +281,8 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
         message = _sentence(str(error))
         if not message.startswith("the "):
             message = f"the template does something that is not allowed: {message}"
-        _refuse(file, _line_of(error.__traceback__), message)
+        hint = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
+        _refuse(file, _line_of(error.__traceback__), message, hint)
     except (RecursionError, MemoryError, SyntaxError):
         _refuse(file, 0, "the template is nested too deeply")
     except Exception as error:  # noqa: BLE001  an expression of a template may raise anything: 1/0, "a" + 1, [].pop()

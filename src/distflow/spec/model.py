@@ -42,9 +42,9 @@ class Timeouts:
     """Limits on a group's time, in seconds; ``None`` means no limit."""
 
     exec_s: float | None = None
-    """From RUNNING to the end (``exec_timeout``)."""
+    """The time from RUNNING to the end (``exec_timeout``)."""
     queue_s: float | None = None
-    """From SCHEDULING to INITIALIZING (``queue_timeout``)."""
+    """The time from SCHEDULING to INITIALIZING (``queue_timeout``)."""
     hang_s: float | None = None
     """The silence after which a running group is reported as possibly hung (``hang_timeout``). Nothing is stopped."""
 
@@ -68,10 +68,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyRequest:
-    """An entry of ``topology``: tasks of a gang with the same key and group share a unit, such as a rack."""
+    """An entry of ``topology``: tasks of a gang with the same key and group run near each other, such as in one rack."""
 
     key: str
-    """A label of nodes."""
+    """The label of nodes that must have the same value for these tasks."""
     group: str = "default"
     required: bool = True
     """``False``: a preference, which is dropped if there is no room."""
@@ -99,7 +99,7 @@ class Ranks:
     """The ``ranks`` field of a task."""
 
     offset: int | None = None
-    """First global rank; ``None``: it follows the tasks before it."""
+    """First global rank; ``None``: the rank after the last rank of the tasks before it."""
     size: int | None = None
     """Number of ranks; ``None``: one for each requested GPU, else 1."""
     world_size: int | None = None
@@ -189,9 +189,9 @@ class DataSpec:
     dataset: str = ""
     """``name``, or ``name:version`` for an input or an update; empty if there is only a URL."""
     path: str = ""
-    """For an output that makes a dataset: the part of the output, as a relative path; empty: all."""
+    """For an output to ``dataset``: the part of the output, as a relative path; empty: all."""
     is_update: bool = False
-    """For an output: whether it is added to the files of a version of the dataset, the named one or the latest."""
+    """For an output: whether the new version also contains the files of the named version, or else of the latest version."""
     paths: tuple[str, ...] = ()
     """For an update: the parts of the output, as relative paths; empty: all."""
     regex: str = ""
@@ -213,11 +213,11 @@ class EarlierInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """A directory of a task whose files the next attempt gets."""
+    """A directory of a task. The next attempt of the task gets its files."""
 
     path: Text
     url: str
-    """Where it is written while its task runs; it may contain ``{{workflow_id}}``. Empty if the group shares the directory."""
+    """The URL to upload it to; it may contain ``{{workflow_id}}``. Empty if the group shares the directory."""
     every_s: float
     """Seconds from the end of one upload to the beginning of the next."""
     regex: str = ""
@@ -297,7 +297,7 @@ class GroupSpec:
     ignore_nonlead_status: bool | None = None
     """``None``: not stated, which means true, except for a group that shares one world."""
     stop_on_missing_ranks: bool | None = None
-    """``None``: not stated, which means true, unless the ranks may have met."""
+    """``None``: not stated, which means true, unless the ranks may have met before (``docs/diagnosis.md``)."""
     timeouts: Timeouts = Timeouts()
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
@@ -307,7 +307,7 @@ class GroupSpec:
     strategy: StrategyBlock | None = None
     elastic: Elastic | None = None
     debug: bool = False
-    """Whether torch checks collectives against each other and records them."""
+    """Whether torch compares each collective between the ranks and records the last collectives."""
     mark: Mark = Mark("")
 
     @property
@@ -330,11 +330,11 @@ class WorkflowSpec:
     """The document after its template was rendered; without the values of ``--set-env``."""
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     max_log: int | None = None
-    """The maximum size of each attempt's log in bytes; ``None``: that of the pool."""
+    """The maximum size of each attempt's log in bytes; ``None``: the pool's limit."""
     venv: Requirements | None = None
     """The packages of the tasks' Python environment."""
     notify: tuple[NotifyTarget, ...] = ()
-    """Whom to notify of the workflow, and when."""
+    """The notifications of the workflow."""
     environment_names: tuple[str, ...] = ()
     """Names of the variables that ``--set-env`` sets for every task. Their values are secrets, which a spec never contains."""
     mark: Mark = Mark("")

@@ -18,7 +18,7 @@ _LONGEST = 64
 
 @dataclass(slots=True)
 class Namespace:
-    """The names so far. As in OSMO, ``Group_1`` and ``group-1`` are the same name."""
+    """The names of tasks and groups that were added so far. As in OSMO, ``Group_1`` and ``group-1`` are the same name."""
 
     _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ def lead_position(group: View, tasks: Sequence[View]) -> int | None:
     if len(leads) == 1:
         return leads[0]
     names = listed(task.string("name") or "?" for task in tasks)
-    # A `lead` of a wrong type is reported by the check against the schema, and may be the missing one.
+    # The check against the schema reports a `lead` of a wrong type, which may be the missing lead.
     if not leads and tasks and not any(task.has("lead") and task.flag("lead") is None for task in tasks):
         hint = f"add `lead: true` to one of {names}: the task whose end decides the end of the group"
         group.add(f"the group `{group.string('name')}` has no lead", hint, key="tasks")

@@ -69,10 +69,10 @@ def load_spec(
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in the file at ``path``, and its warnings. Raises ``ProblemsFound`` with all findings.
 
-    With ``stdin_text``, that is the spec, and ``path`` is only its name, such as ``-``. Its files are relative to the current
-    directory. ``sets`` and ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names
-    that ``--set-env`` sets, without their values. ``check`` adds the findings of a higher layer, so a user sees all of them at
-    once.
+    If ``stdin_text`` is given, it is the spec. ``path`` is then only its name, such as ``-``, and its files are relative to the
+    current directory. ``sets`` and ``set_strings`` are the variables of ``--set`` and ``--set-string``. ``environment_names``
+    are the names that ``--set-env`` sets, without their values. ``check`` adds the findings of a higher layer, so that a user
+    sees all findings at once.
     """
     if stdin_text is not None or path == "-":
         text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown=path)
@@ -98,8 +98,8 @@ def load_spec_text(
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in ``text``, and its warnings, like ``load_spec``.
 
-    ``file`` is its name in findings. Its ``localpath`` entries are relative to ``base_dir``. A text that ``is_rendered`` does
-    not contain a template.
+    ``file`` is its name in findings. Its ``localpath`` entries are relative to ``base_dir``. With ``is_rendered``, the text is
+    not a template.
     """
     bad_names = tuple(_bad_variables(environment_names))
     try:
@@ -109,8 +109,9 @@ def load_spec_text(
         raise ProblemsFound([*bad_names, *error.problems]) from None
     problems = [*bad_names, *rendered.problems, *document.warnings, *_spec_problems(document)]
     if "default-values" in View(document, ()).keys:
-        hint = "write `default-values:` without quotes and without spaces before it"
-        View(document, (), problems).add("`default-values` is ignored", hint, key="default-values")
+        message = "`default-values` is quoted or indented, so distflow would ignore it"
+        hint = "write `default-values:` at the start of a line, without quotes"
+        View(document, (), problems).add(message, hint, key="default-values")
     top = View(document, ("workflow",), problems)
     resources = _parse_resources(top)
     groups, found = with_references(_parse_groups(top, resources, base_dir), environment_names)
@@ -271,8 +272,8 @@ def _parse_members(
     found: list[TaskSpec] = []
     for position, task in enumerate(tasks):
         if task.flag("lead") and len(replica_names(task)) > 1:
-            hint = "write the lead as a separate task; in a group without other tasks the first replica leads, so remove `lead`"
-            task.add("a task with `replicas` cannot be the lead, because a group has exactly one", hint, key="lead")
+            hint = "write the lead as a separate task; in a group without other tasks the first replica leads: remove `lead`"
+            task.add("a task with `replicas` cannot be the lead, because a group has exactly one lead", hint, key="lead")
         specs = parse_task(task, leads=position == lead, resources=resources, inputs=inputs[position], base_dir=base_dir)
         check_tokens(task, specs[0], tasks, everyone)
         found += specs
@@ -391,5 +392,5 @@ def _one_of(path: KeyPath, value: Mapping[str, Any], rule: Mapping[str, Any]) ->
         )
     return (
         "`workflow` has neither `tasks` nor `groups`",
-        "give it `tasks`, or `groups` (tasks of a group start and stop together)",
+        "add `tasks`, or `groups` (tasks of a group start and stop together)",
     )

@@ -49,7 +49,7 @@ def replica_names(task: View) -> tuple[str, ...]:
 def parse_task(
     task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
 ) -> tuple[TaskSpec, ...]:
-    """Return the tasks of an entry. With ``leads``, the first one is the lead."""
+    """Return the tasks of an entry. With ``leads``, the first task is the lead."""
     _notice_task(task)
     _notice_variables(task)
     names = replica_names(task)
@@ -100,7 +100,7 @@ def _command(task: View) -> tuple[Text, ...]:
     operator = _OPERATOR.search(_QUOTED.sub("_", joined))
     if operator is not None:
         shown = "a second line" if operator[0] == "\n" else f"`{operator[0]}`"
-        hint = "write `command: [bash, -c, …]` with the text as the last item, or put quotes around a character that is meant"
+        hint = "write `command: [bash, -c, …]` with the text as the last item, or quote characters that the program needs"
         task.add(f"`command` has {shown}, but no shell runs it", hint, key="command")
     if not words:
         task.add("`command` is empty", "write a program and its arguments", key="command")
@@ -117,7 +117,7 @@ def _mounts(task: View) -> tuple[Text, ...]:
     for text in found:
         parts = text.value.split(":")
         if len(parts) > 2 or not all(part.startswith("/") for part in parts):
-            hint = "write a directory of the node, or that and a directory of the container: `/data` or `/data:/mnt/data`"
+            hint = "write a directory of the node, or a pair with a directory of the container: `/data` or `/data:/mnt/data`"
             task.add(f"`{text.value}` is not a valid entry of `volumeMounts`", hint, where=text.mark_at(0))
     return found
 
@@ -190,7 +190,7 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: C
                 shown = token.name if token.argument is None else f"{token.name}:{token.argument}"
                 message = f"`{{{{{shown}}}}}` is not a token of distflow, so it would not be replaced"
                 near = did_you_mean(token.name, TOKEN_NAMES, what="tokens")
-                hint = f"{near}; to send text with such braces, put it into a file and send that with `localpath`"
+                hint = f"{near}; to send text with such braces, put it into a file, and send the file with `localpath`"
             if message:
                 severity = Severity.WARNING if _is_in_comment(text.value, token.offset) else Severity.ERROR
                 task.add(message, hint, where=text.mark_at(token.offset), severity=severity)
@@ -208,7 +208,7 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
         return "", ""
     message = f"`{{{{host:{name}}}}}` does not name a task of this group"
     if name in hosts.values():
-        return f"{message}: `{name}` has replicas", f"name one of them, such as `{{{{host:{name}-0}}}}`"
+        return f"{message}: `{name}` has replicas", f"name a replica, such as `{{{{host:{name}-0}}}}`"
     if name in elsewhere:
         return (
             f"{message}: `{name}` is in another group",
@@ -241,8 +241,8 @@ def _texts(spec: TaskSpec) -> Iterator[Text]:
 
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "downloadType": ("`downloadType` is ignored", ""),
-        "cacheSize": ("`cacheSize` is ignored", ""),
+        "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
+        "cacheSize": ("`cacheSize` is ignored: nodes have no cache of inputs", "remove it"),
         "kpis": ("`kpis` is ignored: nothing is uploaded", "upload them to a URL with `outputs`"),
     }
 )
@@ -287,7 +287,7 @@ _NCCL = (
     "SOCKET_RETRY_CNT", "SOCKET_RETRY_SLEEP_MSEC", "SYM_GIN_KERNELS_ENABLE", "TOPO_DUMP_FILE", "TOPO_DUMP_FILE_RANK",
     "TOPO_FILE", "TREE_THRESHOLD", "TUNER_PLUGIN", "UID_STAGGER_RATE", "UID_STAGGER_THRESHOLD", "WIN_ENABLE",
 )  # fmt: skip
-"""Names after ``NCCL_``: those of the manual, and torch's former names, which it still reads."""
+"""Names after ``NCCL_``: variables in NCCL's manual, and former names of torch's variables, which torch still reads."""
 _TORCH_NCCL = (
     "ASYNC_ERROR_HANDLING", "AVOID_RECORD_STREAMS", "BLOCKING_WAIT", "DEBUG_INFO_TEMP_FILE", "DESYNC_DEBUG",
     "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "ENABLE_TIMING", "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "TRACE_CPP_STACK",
@@ -396,7 +396,7 @@ def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -
 
 
 def _parse_exit_actions(task: View) -> ExitActions:
-    """Return a task's exit actions. If two name the same code, OSMO uses the first; here that is a finding."""
+    """Return a task's exit actions. If two actions name the same code, OSMO uses the first one, and distflow adds a finding."""
     entries = task.view("exitActions")
     found: dict[Action, tuple[str, Codes]] = {}
     for key in entries.keys:
@@ -426,7 +426,7 @@ def _parse_exit_actions(task: View) -> ExitActions:
 
 
 def parse_retry(owner: View, above: Retry) -> Retry:
-    """Return how a group is retried. The keys of a group override those of the workflow."""
+    """Return the retry settings of a group, whose keys override the workflow's keys (``above``)."""
     retry = owner.view("retry")
     limit, avoid_after = retry.whole("limit"), retry.whole("avoid_after")
     given_s, longest_s = retry.parsed("backoff", parse_duration), retry.parsed("max_backoff", parse_duration)
@@ -434,7 +434,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
     if longest_s is not None and longest_s < backoff_s:
         retry.add(
             f"`max_backoff` ({longest_s:g} s) is shorter than `backoff` ({backoff_s:g} s)",
-            "write at least the value of `backoff`: waits begin with it, and double up to `max_backoff`",
+            "write at least the value of `backoff`: the wait begins with `backoff`, and doubles up to `max_backoff`",
             key="max_backoff",
         )
     return Retry(

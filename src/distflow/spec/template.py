@@ -1,9 +1,9 @@
 """Render the template of a spec, and find the line in the file for each rendered line.
 
-The order is OSMO's. ``default-values``, which begins at column 0, is removed from the text and is not rendered itself.
-Variables are the defaults, then ``--set``, then ``--set-string``; later ones override earlier ones. Tokens such as
-``{{output}}`` remain unchanged. Comments above the first section are not rendered. All else is rendered by Jinja in a sandbox.
-Files of ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
+The steps are the same as in OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
+It defines variables, which ``--set`` overrides, and ``--set-string`` overrides both. Tokens such as ``{{output}}`` remain
+unchanged. Comments above the first section are not rendered. Jinja renders the rest in a sandbox. Files of ``localpath`` are
+never rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def render(
 ) -> Rendered:
     """Render ``text``. Raises ``ProblemsFound``.
 
-    Values of ``sets`` are YAML scalars (``--set flag=false`` is a Boolean), those of ``set_strings`` are strings. ``limit_s``
+    Values of ``sets`` are YAML scalars (``--set flag=false`` is a Boolean). Values of ``set_strings`` are strings. ``limit_s``
     is the maximum time in seconds.
     """
     body, defaults_text = split_defaults(text, file)
@@ -91,7 +91,7 @@ def render(
 def _without_header(body: str) -> str:
     """Replace comments above the first section by blank lines if they contain template syntax.
 
-    OSMO renders nothing above the first section. Here, statements and definitions above it are rendered.
+    OSMO renders nothing above the first section. distflow renders statements and definitions above it.
     """
     found = _HEADER.match(body)
     header = found.group() if found else ""
@@ -101,7 +101,7 @@ def _without_header(body: str) -> str:
 
 
 def split_defaults(text: str, file: str) -> tuple[str, str]:
-    """Return the text without its ``default-values``, and these alone. Blank lines preserve the line numbers of both."""
+    """Return the text without ``default-values``, and ``default-values`` alone. Blank lines preserve the line numbers."""
     body, defaults = [], []
     inside, begun = False, 0
     for number, line in enumerate(text.split("\n"), start=1):
@@ -127,7 +127,8 @@ def _defaults(text: str, file: str) -> tuple[dict[str, Any], list[Problem]]:
         return {}, []
     if not isinstance(values, dict):
         message = "`default-values` must be a mapping of variables to their values"
-        raise ProblemsFound([Problem(where=document.key_mark_at(("default-values",)), message=message, path="default-values")])
+        where, hint = document.key_mark_at(("default-values",)), "write one variable on each line, such as `  epochs: 3`"
+        raise ProblemsFound([Problem(where=where, message=message, hint=hint, path="default-values")])
     return values, [problem for name in values for problem in _check_name(document, name)]
 
 
@@ -148,7 +149,7 @@ def _check_name(document: Document, name: str) -> list[Problem]:
 def _check_options(
     options: Mapping[str, str], defaults: Mapping[str, Any], used: frozenset[str], problems: Sequence[Problem]
 ) -> None:
-    """Raise for options without effect. OSMO ignores them silently, so a typing error could cost a run."""
+    """Raise ``ProblemsFound`` for options without effect. OSMO ignores them, so a misspelled name could waste a run."""
     found = []
     for name, option in options.items():
         if name in PLAIN_TOKENS:

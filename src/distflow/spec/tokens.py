@@ -1,6 +1,6 @@
-"""The tokens of a spec: ``{{output}}``, ``{{host:master}}`` and the rank tokens, which the template leaves alone.
+"""The tokens of a spec: ``{{output}}``, ``{{host:master}}`` and the rank tokens.
 
-They look like template variables, but their values are known only after placement, so rendering must not change them.
+They look like template variables, but their values are known only after placement. Rendering must therefore not change them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Token:
 
 
 def find_tokens(text: str) -> Iterable[Token]:
-    """Yield the tokens in a rendered string, and everything else that has their form."""
+    """Yield the tokens in a rendered string, and all other texts that look like tokens."""
     return (Token(match.group(1), match.group(2), match.start()) for match in _ANY.finditer(text))
 
 

@@ -1,8 +1,8 @@
-"""Records of files and directories that were stored as blobs, so that unchanged ones are not read again.
+"""Records of files and directories that were stored as blobs, so that unchanged files are not read again.
 
-A file counts as unchanged while its name, mode, size, times and inode are the same, as in git's index. A later write could
-leave them the same only if it happens within one tick of the file system's clock. So nothing is recorded about files that
-changed just before they were read. The record of a path is a small file among the blobs.
+A file counts as unchanged while its name, mode, size, times and inode are the same, as in git's index. A write could leave
+them the same only if it happens within one tick of the file system's clock after the previous write. Files that changed just
+before they were read are therefore not recorded. The record of a path is a small file among the blobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distflow.runtime.untrusted import decode_object
 __all__ = ["Stored"]
 
 _FORMAT = 2
-"""To be increased when the archive of the same files gets other bytes."""
+"""Increase it if distflow creates a different archive from the same files."""
 _SETTLED_S = 2.0
 """File systems store times with a resolution of up to two seconds."""
 
@@ -34,7 +34,7 @@ class Stored:
     def __init__(self, blobs: Path, path: str, entries: Iterable[tuple[str, os.stat_result]]) -> None:
         """Compute the state of a file or of a directory's ``entries``, by name, before they are read.
 
-        ``path`` is what the record belongs to: an absolute path, and for a directory also the patterns that leave files out.
+        ``path`` identifies the record: an absolute path, and for a directory also the patterns of excluded files.
         """
         self._blobs = blobs
         self._place = blobs / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:40]}.seen"
@@ -60,7 +60,7 @@ class Stored:
             return None
 
     def remember(self, digest: str, size: int) -> None:
-        """Record the blob of the files, unless they changed just before they were read. A full disk is ignored."""
+        """Record the blob of the files, unless they changed just before they were read. Errors of writing are ignored."""
         if not self._is_settled:
             return
         record = {"state": self._state, "digest": digest, "size": size}

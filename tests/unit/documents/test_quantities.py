@@ -33,7 +33,7 @@ def test_durations(written: str | float, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ("10h5m", "write it in one, `605m`"),
+        ("10h5m", "write it in one unit: `605m`"),
         ("90", "write `90s`"),
         ("-5m", "is negative"),
         (-1, "is negative"),
