@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from distflow.client.client import Client
 from distflow.client.workflows import held_ranks, pause
 from distflow.documents.text import plain_lines
-from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, mirrored_bytes, read_lines, tells_ranks
+from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, has_ranks, mirrored_bytes, read_lines
 
 if TYPE_CHECKING:
     from distflow.state.record import TaskRecord, WorkflowRecord
@@ -275,7 +275,7 @@ def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankCh
         key = line.task, line.attempt
         if key not in unlabeled:
             own = (one for one in sources if (one.task, one.attempt) == key)
-            unlabeled[key] = not follow and not any(tells_ranks(one) for one in own)
+            unlabeled[key] = not follow and not any(has_ranks(one) for one in own)
         return unlabeled[key]
 
     def keep(line: LogLine) -> bool:
@@ -302,5 +302,5 @@ def _unseparated_ranks(sources: Sequence[LogSource], chosen: Mapping[str, _RankC
     """Yield a sentence for each task whose chosen ranks cannot be separated from its other ranks."""
     for name in chosen:
         own = [one for one in sources if one.task == name and mirrored_bytes(one)]
-        if own and not any(tells_ranks(one) for one in own):
+        if own and not any(has_ranks(one) for one in own):
             yield f"{name}: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them"

@@ -27,7 +27,7 @@ def encode(record: object) -> bytes:
 def writable(text: str) -> str:
     """Return a text without characters that cannot be encoded: non-UTF-8 bytes of a file name, halves of UTF-16 pairs.
 
-    Nodes and tasks may send any text, and none of it may prevent the rest of a record from being written.
+    Nodes and tasks may send any text. It must not prevent distflow from writing the rest of a record.
     """
     return text.encode("utf-8", "replace").decode()
 
@@ -40,4 +40,4 @@ def decode(data: bytes, kind: type[T]) -> T:
 def _plain(value: object) -> Any:
     if isinstance(value, MappingProxyType):
         return dict(value)
-    raise NotImplementedError(f"records hold no {type(value).__name__}")
+    raise NotImplementedError(f"records cannot contain a {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""This user's credentials: named secrets, one file of mode 0600 each in a folder of mode 0700, and their valid contents.
+"""This user's credentials: named secrets, one file of mode 0600 for each in a directory of mode 0700.
 
-A value leaves its ``Secret`` only to be written to its file. Callers ask for a credential by its name (``find``), by the
-profile of a storage URL (``for_data``) or by a registry (``for_registry``). This module does not print, log or quote any value.
+A value leaves its ``Secret`` only to be written to its file. Callers find a credential by its name (``find``), by the profile
+of a storage URL (``for_data``) or by a registry (``for_registry``). This module does not print, log or quote any value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "chec
 
 
 LONGEST_VALUE = 64 * 1024
-"""Bytes; the kernel accepts no variable of more than twice this size."""
+"""Bytes. The kernel accepts variables of up to twice this size."""
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?")
 _LONGEST_NAME = 64
@@ -42,11 +42,11 @@ class CredentialType(str, Enum):
     """The purpose of a credential."""
 
     GENERIC = "GENERIC"
-    """Given to tasks that name it."""
+    """For tasks whose ``credentials`` name it."""
     REGISTRY = "REGISTRY"
     """For images of one registry."""
     DATA = "DATA"
-    """For storage of one profile."""
+    """For data at storage URLs of one profile, such as ``s3://bucket``."""
 
 
 _REQUIRED: Mapping[CredentialType, tuple[str, ...]] = MappingProxyType(
@@ -122,7 +122,7 @@ def _check_entry(key: str, value: str) -> None:
             f"{key!r} is not a valid payload key", hint="it may become a file name: use letters, digits, `_` and `-`"
         )
     if "\0" in value:
-        raise InputError(f"the value of {key} holds a NUL byte", hint="store it as base64, and decode it in the task")
+        raise InputError(f"the value of {key} contains a NUL byte", hint="store it as base64, and decode it in the task")
     if len(value.encode("utf-8", "surrogateescape")) > LONGEST_VALUE:
         raise InputError(
             f"the value of {key} is longer than {LONGEST_VALUE // 1024} KiB",
@@ -167,17 +167,17 @@ class Credentials:
     def set(self, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
         """Store a credential, and return it in its stored form.
 
-        A DATA or REGISTRY credential replaces the one with its profile. Raises ``InputError`` if another credential has the
-        name, or if the payload is not valid.
+        A DATA or REGISTRY credential replaces the existing credential with its profile. Raises ``InputError`` if another
+        credential has the name, or if the payload is not valid.
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
             hint = f"begin with a letter, end with a letter or digit, use letters, digits, `_` and `-`; at most {_LONGEST_NAME}"
             raise InputError(f"{name!r} is not a valid name of a credential", hint=hint)
         made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
         with _errors(self._folder), self._locked():
-            there = self.all()
-            before = next((one for one in there if one.profile is not None and _has_same_profile(one, made)), None)
-            if any(one.name == name and one != before for one in there):
+            existing = self.all()
+            before = next((one for one in existing if one.profile is not None and _has_same_profile(one, made)), None)
+            if any(one.name == name and one != before for one in existing):
                 raise InputError(
                     f"the credential {name} already exists", hint=f"remove it first: distflow credential delete {name}"
                 )

@@ -1,6 +1,6 @@
 """The state directory, which contains all of this user's distflow data on this machine.
 
-State is per user and host: homes on NFS are common, and SQLite's WAL and file locks are not safe between hosts.
+Each user has a separate one on each host: homes on NFS are common, and SQLite's WAL and file locks are not safe between hosts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 
 _LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 _ROOM = 1 << 20
-"""Bytes; saving a decision takes less."""
+"""The free space that is enough to write, in bytes. Saving a decision needs less."""
 
 
 class StateDirectory(Struct, frozen=True):
-    """Paths of everything in the state directory."""
+    """The paths of all files and directories in the state directory."""
 
     path: Path
 
@@ -161,7 +161,7 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
 def lock_at_once(handle: int) -> bool:
     """Lock an open file (``flock``) and return True, or return False if another process has it.
 
-    ``is_locked`` holds the lock for an instant, so a failed attempt is repeated a few times.
+    ``is_locked`` holds the lock for a very short time, so a failed attempt is repeated a few times.
     """
     for pause_s in (*_LOCK_PAUSES_S, None):
         try:
@@ -209,7 +209,7 @@ def write_profile(file: Path, key: str, value: object) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read. After a crash or a power cut, it is there in full or not at all.
+    """Write a file that only this user can read. After a crash or a power cut, it is complete or does not exist.
 
     Raises ``OSError``. A killed process may leave a file ``.new-*`` next to it.
     """

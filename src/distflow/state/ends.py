@@ -45,9 +45,9 @@ class End(Struct, frozen=True, kw_only=True):
     error: dict[str, object] | None = None
     """torch's error file (``TORCHELASTIC_ERROR_FILE``), if a process of the task wrote one."""
     oom_pid: int | None = None
-    """Its process that the kernel killed for lack of memory."""
+    """The id of a process of the task that the kernel killed for lack of memory."""
     kernel: tuple[str, ...] = ()
-    """The kernel's messages about that, and about errors of the task's GPUs (``NVRM: Xid``) while it ran."""
+    """The kernel's messages about that process, and about errors of the task's GPUs (``NVRM: Xid``) while it ran."""
     clock: Clock | None = None
     """The measured offset of the node's clock, by which the times were corrected; ``None`` if it was not measured."""
 
@@ -69,7 +69,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     ranks: str = ""
     """The rank that failed if it is known, else all ranks of the task."""
     pid: int | None = None
-    """The process that failed if it is known, else the task's command."""
+    """The id of the process that failed if it is known, else of the task's command."""
     exit_code: int | None = None
     signal: int | None = None
     rank_signal: int | None = None

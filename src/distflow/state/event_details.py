@@ -1,6 +1,6 @@
-"""The kinds of events, each with a code for programs and typed fields: a closed union.
+"""The kinds of events: one class for each, with a code for programs and typed fields.
 
-``state.event_text`` renders the sentences. The event itself names the workflow, group and task that it is about.
+``state.event_text`` writes their sentences. ``Event`` has the workflow, group and task of an event.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowSubmitted:
-    """A user submitted the workflow, or restarted another one as this one."""
+    """A user submitted the workflow, or created it by restarting another workflow."""
 
     code: ClassVar[str] = "submitted"
     kind: ClassVar[str] = "submitted"
@@ -114,7 +114,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowStatus(_State):
-    """The workflow has another status."""
+    """The status of the workflow changed."""
 
     code: ClassVar[str] = "workflow_status"
     id: str
@@ -150,7 +150,7 @@ class NodeReachable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus(_State):
-    """The group has another status."""
+    """The status of the group changed."""
 
     code: ClassVar[str] = "group_status"
     status: str
@@ -159,7 +159,7 @@ class GroupStatus(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWaiting(_State):
-    """The group waits for something else than before."""
+    """The reason why the group waits changed."""
 
     code: ClassVar[str] = "group_waiting"
     message: str
@@ -246,7 +246,7 @@ class HangOver(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatus(_State):
-    """The task has another status."""
+    """The status of the task changed."""
 
     code: ClassVar[str] = "task_status"
     status: str
@@ -359,7 +359,7 @@ class InputFetched(_State):
     size: int
     """Bytes of the files."""
     is_direct: bool = False
-    """Its node fetches it."""
+    """Whether its node fetches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,13 +416,13 @@ class CheckpointFailed(_State):
 
     code: ClassVar[str] = "checkpoint_failed"
     is_taken: bool
-    """Whether the checkpoint is here, and only writing it failed."""
+    """Whether the checkpoint was copied to this machine, and only writing it to its URL failed."""
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFilesLeftOut(_State):
-    """A checkpoint lacks files that changed meanwhile or lead out of its directory."""
+    """A checkpoint lacks files that changed during the copy, or links that lead out of its directory."""
 
     code: ClassVar[str] = "checkpoint_files_left_out"
     files: tuple[str, ...]
@@ -435,7 +435,7 @@ class NotificationSent:
     code: ClassVar[str] = "notification_sent"
     kind: ClassVar[str] = "notification"
     on: str
-    """What it reports, such as ``failed``."""
+    """The event that it reports, such as ``failed``."""
     target: str
     """The name of the entry of ``notify``, without any secret."""
 
@@ -489,14 +489,14 @@ def read_details(*, code: str | None, fields: str | None, kind: str, text: str) 
     """Return the details of a stored event. An event of another version of distflow may become a ``Message``."""
     found = _BY_CODE.get(code or "")
     if found is None:
-        return _older(kind, text) if code is None else Message(kind=kind, text=text or code)
+        return _from_sentence(kind, text) if code is None else Message(kind=kind, text=text or code)
     try:
         return decode((fields or "{}").encode(), found)
     except DecodeError:
         return Message(kind=kind, text=text or code or "")
 
 
-def _older(kind: str, text: str) -> EventDetails:
+def _from_sentence(kind: str, text: str) -> EventDetails:
     """Return the details of an event that was stored only as a sentence."""
     if kind != "node":
         return Message(kind=kind, text=text)

@@ -1,4 +1,4 @@
-"""The sentences of events. Other modules do not write such sentences, and no module parses them."""
+"""The sentences of events. Only this module writes them, and no module parses them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
         case of.CheckpointsDiffer():
             return details.message or _checkpoints(details)
         case of.AttemptForgotten():
-            return details.message or f"{details.node} has no record of it: its directory there is gone"
+            return details.message or f"{details.node} has no record of this attempt: its directory is gone"
         case of.GroupCannotStart() | of.TaskCannotStart():
             return f"cannot start: {details.message}"
         case of.GroupRescheduled():
@@ -118,8 +118,8 @@ def _data_text(  # noqa: C901  one case for each kind of event
             verb = "is fetched by its node" if details.is_direct else "was fetched"
             return f"its input {verb}: {details.url}: {_files(details.files, details.size)}"
         case of.InputEmpty():
-            matched = f"nothing at {details.url} is matched by `{details.regex}`"
-            return f"{matched if details.regex else f'there is nothing at {details.url}'}: the directory of its input is empty"
+            matched = f"no file at {details.url} matches `{details.regex}`"
+            return f"{matched if details.regex else f'there is no file at {details.url}'}: the directory of its input is empty"
         case of.OutputWritten():
             return f"its output is at {details.url}: {_files(details.files, details.size)}"
         case of.OutputEmpty():
@@ -133,8 +133,8 @@ def _data_text(  # noqa: C901  one case for each kind of event
         case of.CheckpointFailed():
             return f"its checkpoint was not {'written' if details.is_taken else 'taken'}: {details.error}"
         case of.CheckpointFilesLeftOut():
-            why = "they changed during the copy or lead out of its directory"
-            return f"left out of its checkpoint, because {why}: {', '.join(details.files)}"
+            what = "files that changed during the copy, or links that lead out of its directory"
+            return f"its checkpoint does not contain {what}: {', '.join(details.files)}"
         case of.CheckpointWritten():
             return f"its checkpoint is at {details.url}: {details.files:,} files, {bytes_text(details.size)}"
 

@@ -1,12 +1,12 @@
-"""Read the mirrored logs as lines: of one or several attempts, merged by time, from the end, or while they are written.
+"""Read the mirrored logs of attempts as lines, merged by time: all lines, the last ones, or new ones while they are written.
 
-A line has the time at which its node read its first byte, and its rank if the ranks have separate outputs (the index, see
-``state.mirror``). The lines of a rank stay whole and in order, even if other ranks write in between.
+The index of a log (``state.mirror``) has the time at which the node read the first byte of each line, and the rank if the ranks
+have separate outputs. The lines of a rank stay whole and in order, even if other ranks write in between.
 
 The lines of one task stay in order even if its node's clock jumps. The lines of several tasks are merged by time, so they
 interleave according to their nodes' clocks. Text that a program overwrites with carriage returns (progress bars) is returned
-once, in its final state. If output was not kept (``max_log``), a line says how much. The reader holds only blocks in memory,
-except for the last ``n`` lines if the caller asks for those.
+once, in its final state. If output was not kept (``max_log``), a line states how much. The reader keeps only blocks in memory,
+and the last ``n`` lines if the caller requests them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distflow.runtime.files import log_files
 from distflow.runtime.files.log_files import Segment
 from distflow.structs import replace
 
-__all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "mirrored_bytes", "read_lines", "tells_ranks"]
+__all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "has_ranks", "mirrored_bytes", "read_lines"]
 
 POLL_S = 0.1
 """Seconds between two polls for new lines."""
@@ -35,9 +35,9 @@ _LONGEST_LINE = 1 << 20
 """A line without an end is returned in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
-_FULL_LOOK = 20
+_FULL_POLL = 20
 """The directory of a log is read at least once in this number of polls."""
-_WIDER = 8
+_GROWTH = 8
 """The factor by which more is read if the end of a log has too few lines."""
 _MOST_BYTES = 1 << 20
 _LONGEST_TEXT = 4096
@@ -68,15 +68,15 @@ class LogLine(Struct, frozen=True):
 
 
 Keep = Callable[[LogLine], bool]
-"""Returns whether a line is wanted."""
+"""Returns whether to yield a line."""
 
 
 def mirrored_bytes(source: LogSource) -> int:
-    """Return the number of bytes of an attempt's output that arrived here, including those that were not kept."""
+    """Return the number of bytes of an attempt's output that were mirrored, including bytes that were not kept."""
     return log_files.end_of(str(source.folder))
 
 
-def tells_ranks(source: LogSource) -> bool:
+def has_ranks(source: LogSource) -> bool:
     """Return whether any of the mirrored output comes from a rank with a separate output."""
     for file in log_files.segments(str(source.folder), "idx"):
         at = 0
@@ -89,9 +89,9 @@ def tells_ranks(source: LogSource) -> bool:
 
 
 def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: Keep | None = None) -> Iterator[LogLine]:
-    """Yield the lines that are here now, merged by time. With ``last``, yield only that number from the end of the stream.
+    """Yield the lines that are mirrored now, merged by time. With ``last``, yield only that number of lines from the end.
 
-    A last line without a line break is yielded as it is. Attempts without output yield nothing.
+    A last line without a line break is yielded, too.
     """
     readers = [_Reader(source, _tail_start(source, last, keep), keep) for source in sources]
     return _merged_tail(readers, last, final=True)
@@ -100,7 +100,7 @@ def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: K
 def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
     """Return the last lines in at most the last ``most_bytes`` of an attempt; the middle of very long lines is left out."""
     reader = _Reader(source, _tail_start(source, count, None, most_bytes))
-    found = [(line, is_whole) for line, is_whole in reader.measured(final=True) if not line.dropped]
+    found = [(line, is_whole) for line, is_whole in reader.marked(final=True) if not line.dropped]
     lines = [line for line, is_whole in found if is_whole] or [line for line, _ in found]
     return [replace(line, text=_cut(line.text)) for line in lines[-count:]]
 
@@ -158,22 +158,25 @@ class _Reader:
         self._newlines = 0
         self._newest: tuple[Segment, int, int] | None = None
         """The last file, its end, and the modification time of its directory, at the last full poll."""
-        self._looks = 0
-        self._stood_at = self._held = -1
+        self._polls = 0
+        self._end_before = -1
+        """The end of the output at the previous poll."""
+        self._waited_at = -1
+        """The offset at which reading last waited for the index."""
 
     def lines(self, *, final: bool) -> Iterator[LogLine]:
-        """Yield the lines that have ended, and with ``final`` also the others. Stop at the end of the existing output."""
-        for line, _ in self.measured(final=final):
+        """Yield the lines that have ended, and with ``final`` also lines without a line break."""
+        for line, _ in self.marked(final=final):
             yield line
 
-    def measured(self, *, final: bool, at_once: bool = False) -> Iterator[tuple[LogLine, bool]]:
+    def marked(self, *, final: bool, at_once: bool = False) -> Iterator[tuple[LogLine, bool]]:
         """Yield the lines, each with whether its beginning was read. With ``at_once``, do not wait for the index."""
         for line, is_whole in self._read(final=final, at_once=at_once or final):
             if self._keep is None or self._keep(line):
                 yield line, is_whole
 
     def has_torn_line(self) -> bool:
-        """Return whether a line that has not ended lacks its beginning. Progress bars do not count: their end is enough."""
+        """Return whether a line that has not ended lacks its beginning, unless it is a progress bar, whose end is enough."""
         return any(not one.is_whole and b"\r" not in one.data for one in self._pending.values())
 
     def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
@@ -181,7 +184,7 @@ class _Reader:
             return
         changed_at, files = _changed_at(self._source.folder), log_files.segments(str(self._source.folder), "log")
         ends = [file.start + _size(self._source.folder / file.name) for file in files]
-        self._index.look_again()
+        self._index.refresh()
         end = ends[-1] if ends else 0
         self._newest = (files[-1], end, changed_at) if files else None
         until = end if at_once else self._until(end)
@@ -201,9 +204,9 @@ class _Reader:
             yield from self._end_pending()
 
     def _is_unchanged(self) -> bool:
-        """Return whether there is nothing new. This is cheap, because thousands of logs may be followed."""
-        self._looks += 1
-        if self._newest is None or self._newest[1] != self._offset or self._looks % _FULL_LOOK == 0:
+        """Return whether there is no new output. This is cheap, because thousands of logs may be followed."""
+        self._polls += 1
+        if self._newest is None or self._newest[1] != self._offset or self._polls % _FULL_POLL == 0:
             return False
         file, end, changed_at = self._newest
         grown = file.start + _size(self._source.folder / file.name) != end
@@ -217,15 +220,15 @@ class _Reader:
         """
         if end <= self._offset:
             return end
-        if not self._index.has_news() and self._held != self._offset:
-            self._held = self._offset
+        if not self._index.has_news() and self._waited_at != self._offset:
+            self._waited_at = self._offset
             return self._offset
         last_start, has_ranks = self._index.newest()
         if not has_ranks:
             return end
         if last_start > self._offset:
             return min(last_start, end)
-        is_quiet, self._stood_at = self._stood_at == end, end
+        is_quiet, self._end_before = self._end_before == end, end
         return end if is_quiet else self._offset
 
     def _skip_to(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
@@ -291,7 +294,7 @@ class _Reader:
 
 
 class _Index:
-    """Times and sources of an attempt's output. Callers must ask for increasing offsets."""
+    """Times and sources of an attempt's output. Callers must request increasing offsets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -303,12 +306,12 @@ class _Index:
         self._exhausted = False
         self._ranks = False
 
-    def look_again(self) -> None:
-        """Allow reading beyond the end that was found before."""
+    def refresh(self) -> None:
+        """Read records that were added since the end of the index was reached."""
         self._exhausted = False
 
     def has_news(self) -> bool:
-        """Return whether there are records that were not read."""
+        """Return whether there are unread records."""
         if self._file is None:
             return any(_size(self._folder / one.name) for one in log_files.segments(str(self._folder), "idx"))
         grown = _size(self._folder / self._file.name) // _STAMP.size > self._next
@@ -326,7 +329,7 @@ class _Index:
         return 0, self._ranks
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, float | None, int]]:
-        """Yield the pieces of ``begin`` to ``end``, each with its time and source."""
+        """Yield the parts of the output from ``begin`` to ``end``, each with its time and source."""
         while not self._exhausted and (not self._records or self._records[-1][0] < end):
             self._load(begin)
         while begin < end:
@@ -388,7 +391,7 @@ def _merged_tail(readers: Sequence[_Reader], last: int | None, *, final: bool) -
 
 
 def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float, int, LogLine]]:
-    """Yield the lines with keys, so that lines are never compared. A line after a clock jump is yielded at once, in order."""
+    """Yield the lines with keys for ``heapq.merge``, which then never compares lines."""
     for line in reader.lines(final=final):
         yield line.time or 0.0, number, line
 
@@ -404,12 +407,12 @@ def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_byt
     while window < min(end, most_bytes):
         start = end - window
         reader, count = _Reader(source, start, keep), 0
-        for _, is_whole in reader.measured(final=False, at_once=True):
+        for _, is_whole in reader.marked(final=False, at_once=True):
             count = count + 1 if is_whole else 0
-        # A line that has not ended will be yielded later, even if no existing line is requested.
+        # A line that has not ended will be yielded later, so its beginning is needed even if no existing line is requested.
         if count >= max(last, 1) and not reader.has_torn_line():
             return start
-        window *= _WIDER
+        window *= _GROWTH
     return max(0, end - most_bytes)
 
 

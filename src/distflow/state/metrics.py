@@ -1,4 +1,4 @@
-"""Metrics that programs print as lines of JSON, read from the mirrored logs. Pure.
+"""Metrics that programs print as lines of JSON, read from the mirrored logs.
 
 A line counts if it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``. Such lines are
 printed by ``distflow.train.report``, and any program may print them. All other output is ignored. A launcher's prefix such as
@@ -54,7 +54,7 @@ class Latest(Struct, kw_only=True):
     """The latest value of each name; some may be older than ``step``."""
 
     def take(self, metric: Metric) -> None:
-        """Update with a later line; after some hundred names, new names are ignored."""
+        """Update with a later line. After 256 names, new names are ignored."""
         self.step, self.time = metric.step, metric.time
         for name, value in metric.values.items():
             if name in self.values or len(self.values) < 4 * _MOST_VALUES:

@@ -1,6 +1,6 @@
 """The mirrored logs: a copy of each attempt's output on this machine, file by file and byte by byte.
 
-``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``runtime.files.log_files`` as the node wrote them
+``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` has the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
 records ``<dQ``: seconds since the epoch, and the offset of the first byte with the source above its 48 bits. ``output.samples``
 has the resource samples (``state.samples``). The empty file ``heartbeat`` has the time of the attempt's last heartbeat, by the
@@ -31,7 +31,7 @@ LAST_LINES = 2000
 """Lines searched for a first cause: eight ranks may print tracebacks with C++ frames before torchrun's report."""
 
 _MOST_SAMPLES = 32 << 20
-"""Bytes of resource samples that are stored of an attempt. A node needs years to write them."""
+"""The maximum size of an attempt's resource samples in bytes. A node needs years to write as much."""
 _LINE_BYTES = 128
 """The assumed average length of a requested line; if lines are longer, fewer are returned."""
 _LEAST_TAIL_BYTES = 16384
@@ -50,7 +50,7 @@ class Mirror:
         return self.root / attempt_name(workflow, group, task, attempt)
 
     def reached(self, attempt: str, kind: str) -> tuple[str, int]:
-        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and the number of its bytes that are here."""
+        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and the number of its mirrored bytes."""
         folder = self.root / attempt
         newest = (log_files.segments(str(folder), kind) or [log_files.Segment(0, 0, kind)])[-1].name
         try:

@@ -10,7 +10,7 @@ __all__ = ["Notice"]
 
 
 class Notice(Struct, frozen=True, kw_only=True):
-    """A notification that is due: what to report to one entry of ``notify``."""
+    """A notification that is due for one entry of ``notify``."""
 
     workflow: str
     """The workflow's uuid."""
@@ -24,5 +24,5 @@ class Notice(Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """A text that identifies it; each try to send it has the same one."""
+        """A text that identifies it, the same for each attempt to send it."""
         return "/".join(filter(None, (self.workflow, str(self.target), self.on.value, self.subject)))

@@ -1,6 +1,6 @@
 """Open the store's file for reading and writing. If it cannot be written, open a copy that can be read.
 
-This module also moves a file that SQLite cannot read out of the way. It never removes one.
+This module also renames a file that SQLite cannot read. It never removes a store.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distflow.state.codec import DecodeError
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
 
-__all__ = ["alone", "connect", "copy_to_read", "is_broken", "is_damage", "is_read_only", "set_aside", "state_error"]
+__all__ = ["connect", "copy_to_read", "exclusive", "is_broken", "is_damage", "is_read_only", "set_aside", "state_error"]
 
-_BESIDE = ("", "-wal")
-"""The file itself, and the latest writes to it; SQLite creates the third file, ``-shm``, again."""
+_ENDINGS = ("", "-wal")
+"""The endings of the file itself and of its latest writes. SQLite can create the third file, ``-shm``, again."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -49,7 +49,7 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
     except FileNotFoundError:
         raise OSError(30, "it is not writable, and neither is any directory for temporary files", str(path)) from None
     try:
-        for ending in _BESIDE:
+        for ending in _ENDINGS:
             with contextlib.suppress(FileNotFoundError) if ending else contextlib.nullcontext():
                 shutil.copyfile(f"{path}{ending}", Path(folder.name) / f"{path.name}{ending}")
     except BaseException:
@@ -59,7 +59,7 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
 
 
 def state_error(path: Path, error: Exception) -> StateError:
-    """Return an error that says what is wrong with the file, and what to do."""
+    """Return the ``StateError`` for an error of SQLite or the operating system, with a hint."""
     if is_damage(error):
         return StoreBroken(
             f"{path} is damaged and cannot be read: {error}",
@@ -78,7 +78,7 @@ def state_error(path: Path, error: Exception) -> StateError:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether SQLite reports damaged content; a locked, full or forbidden file has another class of error."""
+    """Return whether SQLite reports damaged content. Its errors for a locked, full or forbidden file have other classes."""
     return type(error) is sqlite3.DatabaseError
 
 
@@ -103,15 +103,15 @@ def set_aside(path: Path, day: str) -> Path | None:
 
     No process may be using the file. Raises ``OSError``.
     """
-    with alone(path.parent):
+    with exclusive(path.parent):
         if not path.exists() or is_read_only(path) or not is_broken(path):
             return None
         target, number = Path(f"{path}.broken-{day}"), 1
         while target.exists():
             number += 1
             target = Path(f"{path}.broken-{day}-{number}")
-        # The file is renamed last: if a crash happens in between, the next process does all of this again.
-        for ending in reversed(_BESIDE):
+        # The file itself is renamed last, so that after a crash the next process starts again.
+        for ending in reversed(_ENDINGS):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(f"{path}{ending}", f"{target}{ending}")
         Path(f"{path}-shm").unlink(missing_ok=True)
@@ -119,8 +119,8 @@ def set_aside(path: Path, day: str) -> Path | None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time open the store: while one converts a new file to WAL, SQLite refuses others without waiting."""
+def exclusive(folder: Path) -> Iterator[None]:
+    """Let one process at a time open the store. While a process converts a new file to WAL, SQLite refuses others at once."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Priority(str, Enum):
-    """The order of the gangs that wait for a pool; a running gang is never preempted."""
+    """The order of the gangs that wait for a pool. A running gang is never preempted."""
 
     HIGH = "HIGH"
     NORMAL = "NORMAL"
@@ -98,7 +98,7 @@ class Saved(Struct, frozen=True, kw_only=True):
     """SHA-256 of the archive in the blob store."""
     size: int = 0
     error: str = ""
-    """Why it will never be here; there is then no archive."""
+    """Why it cannot be collected; there is then no archive."""
 
 
 class DataKind(str, Enum):
@@ -120,7 +120,7 @@ class DataRef(Struct, frozen=True):
     """Counted from 0 over the group's different inputs, or over the task's outputs or checkpoints."""
 
     def __str__(self) -> str:
-        """Return a short text such as ``fetch/0``, which is also used in names of directories and marks of transfers."""
+        """Return a short text such as ``fetch/0``, which names of directories and marks of transfers contain."""
         return f"{self.kind.value}/{self.number}"
 
 
@@ -155,7 +155,7 @@ class TransferResult(Struct, frozen=True, kw_only=True):
 
     @property
     def is_written(self) -> bool:
-        """Whether it is an output that was written or could not be."""
+        """Whether it is the outcome of writing an output, with or without an error."""
         return self.data.kind is DataKind.WRITE and not self.is_relayed
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class UnreachableNodes(Struct, frozen=True, kw_only=True):
     errors: Mapping[str, str]
     """Why each node cannot be reached, by its name."""
     needs_action: bool
-    """Whether a person must repair one of them before the group can start, because a retry does not help."""
+    """Whether a person must repair one of these nodes before the group can start, because a retry does not help."""
 
 
 class HiddenFailure(Struct, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class HiddenFailure(Struct, frozen=True, kw_only=True):
     detail: str
     """One line: the exception, or torchrun's report of the rank's end."""
     have_met: bool
-    """Whether they may have met the other ranks before, which then need not be waiting for them."""
+    """Whether they may have met the other ranks before. If so, the other ranks do not necessarily wait for them."""
 
 
 class TaskRecord(Struct, frozen=True, kw_only=True):
@@ -232,7 +232,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     is_output_checked: bool = False
     """Whether its command ended with code 0 and its output was searched for a failure of its ranks."""
     hidden_failure: HiddenFailure | None = None
-    """The failure that was found there."""
+    """The failure that was found in its output."""
     log_complete: bool = False
     """Whether all of its output is mirrored here, or the rest is known to be lost."""
     orphan: OrphanState | None = field(default=None, name="stray")
@@ -245,7 +245,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     output_dir: str | None = None
     """The directory of its ``{{output}}`` on the node."""
     has_files: bool | None = None
-    """Whether there were files in it at the end; ``None`` before, and if the node did not say."""
+    """Whether that directory had files at the end; ``None`` before, and if the node did not report it."""
 
     @property
     def exit_code(self) -> int | None:
@@ -288,7 +288,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """The earlier workflow in which a group ran that its restart did not run again."""
+    """The earlier workflow in which a group completed, so that the restarted workflow did not run it again."""
 
     uuid: str
     id: str
@@ -303,7 +303,7 @@ class VenvBuild(Struct, frozen=True, kw_only=True):
 
 
 class GroupRecord(Struct, frozen=True, kw_only=True):
-    """One group of a workflow: the latest attempt of its tasks, and the earlier ones."""
+    """One group of a workflow: the latest attempt of its tasks, and earlier attempts."""
 
     name: str
     tasks: tuple[TaskRecord, ...]
@@ -367,7 +367,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
         """The unreachable nodes that it cannot start without, while it waits in the queue."""
         return self.unreachable if self.state is State.SCHEDULING else None
 
-    def moving(self, task: TaskRecord) -> TransferProgress | None:
+    def current_transfer(self, task: TaskRecord) -> TransferProgress | None:
         """Return the current transfer of a task: data before the task runs, or its output after it has ended."""
         if self.state.is_final or task.transfer is None:
             return None
@@ -511,7 +511,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """The sentence without the name of the group or task. An event of an older version may contain only the whole one."""
+        """The sentence without the name of the group or task, as far as an event of an older version allows this."""
         from distflow.state.event_text import event_text  # noqa: PLC0415  see above
 
         text = event_text(self.details, group=None, task=None)

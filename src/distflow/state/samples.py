@@ -1,6 +1,6 @@
 """Resource samples of attempts: the use of CPU, memory, disk, network and GPUs, read from the mirrored ``output.samples``.
 
-``runtime.guard.sampler`` describes the format. The file comes from a node, so everything else in it is ignored.
+``runtime.guard.sampler`` describes the format. The file comes from a node, so lines that are not valid are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAIL_BYTES = 96 << 10
 """Enough for the sampler's header, which is repeated, and for some minutes of a task with 8 GPUs."""
 _MOST_BYTES = 32 << 20
 _MOST_VALUES = 8 << 20
-"""Values that are read of one file. Three weeks of a task with 8 GPUs have a fourth of them."""
+"""The maximum number of values to read from one file. A task with 8 GPUs writes a fourth of them in three weeks."""
 _RECENT = 20
 
 
@@ -115,7 +115,7 @@ def _read(source: LogSource, start: int, most: int | None = None) -> Samples | N
     except OSError:
         return None
     lines = data.split(b"\n")[1 if start else 0 :]
-    if most is not None:  # a later header has the columns of an earlier one, and more
+    if most is not None:  # a later header has all columns of an earlier header
         headers = [line for line in lines if line.startswith(b"{")]
         lines = headers[-1:] + [line for line in lines if line.startswith(b"[")][-most:]
     times, series, limits = parse_samples(lines)
@@ -185,7 +185,7 @@ def _number(value: object) -> float | None:
 
 
 def thinned(samples: Samples, most: int) -> Samples:
-    """Return at most ``most`` samples, each the mean of consecutive samples, with the time of the last of them."""
+    """Return at most ``most`` samples, each the mean of consecutive samples, with the time of the last sample."""
     count = len(samples.times)
     if count <= most:
         return samples

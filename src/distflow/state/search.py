@@ -1,4 +1,4 @@
-"""The filters of ``list``, and their SQL. Pure."""
+"""The filters of ``distflow workflow list``, and their conversion to SQL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = r"\(([^)]*)\)|([^(]+)"
 
 
 class Search(Struct, frozen=True, kw_only=True):
-    """The conditions for a workflow to be found; empty ones hold for all workflows."""
+    """The conditions of a search for workflows. Empty conditions hold for all workflows."""
 
     ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
     """Pairs of state and reason, one of which must match: an empty list matches no workflow, ``None`` matches all."""

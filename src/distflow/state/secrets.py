@@ -1,4 +1,4 @@
-"""Values of ``--set-env`` and of credentials: one file of mode 0600 per workflow, outside the store, removed at its end."""
+"""Values of ``--set-env`` and of credentials: one file of mode 0600 for each workflow, outside the store, until it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEING_SUBMITTED_S = 3600.0
 _KEY = "gang.key"
 _KEY_BYTES = 32
 _RECORD = b"record\0"
-"""The prefix of signed records. Nodes know the tokens of their gangs, but no token can be the signature of a record."""
+"""The prefix of signed records. Without it, a gang's token, which its nodes have, could be the signature of a record."""
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
@@ -47,9 +47,9 @@ def remove_secrets(folder: Path, workflow: str) -> None:
 
 
 def gang_token(folder: Path, gang: str) -> Secret:
-    """Return the token of one attempt of a gang. It is the same at every call, and useless for any other gang.
+    """Return the token of one attempt of a gang: the same at every call, and not valid for any other gang.
 
-    It is derived from a key in ``folder``, which is created if there is none (HMAC, RFC 2104).
+    It is derived from a key in ``folder``, which is created if it does not exist (HMAC, RFC 2104).
     """
     return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
 
@@ -85,7 +85,7 @@ def _key(folder: Path) -> bytes:
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
     """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed."""
-    # The files are listed first, so that they do not include those of workflows that are submitted meanwhile.
+    # List the files first, so that they do not include files of workflows that are submitted in the meantime.
     files = [*folder.glob("*.json"), *folder.glob(".new-*")]
     unfinished, known = store.uuids(are_unfinished=True), store.uuids()
     for file in files:

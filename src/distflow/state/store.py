@@ -1,7 +1,7 @@
 """The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
 
-Each writer has its own part, so that no writer can undo another's changes. Submission inserts workflows, ``request_cancel``
-adds a row of its own, and only the supervisor that holds the lock saves progress. Readers never wait for it.
+Each writer has its own rows, so that no writer can undo another's changes. Submission inserts workflows, ``request_cancel``
+adds a row to a separate table, and only the supervisor that holds the lock saves progress. Readers never wait for it.
 
 The store reads its own older and newer versions: unknown fields of records are ignored. The schema is numbered (``PRAGMA
 user_version``) and migrated step by step.
@@ -121,7 +121,7 @@ class Store:
         self._copy = None
         self.is_read_only = False
         """Whether the file cannot be written; this object then reads a copy."""
-        with self._errors(), opening.alone(path.parent):
+        with self._errors(), opening.exclusive(path.parent):
             if opening.is_read_only(path):
                 self._copy = opening.copy_to_read(path)
             self._db = opening.connect(Path(self._copy.name) / path.name if self._copy else path)
@@ -210,7 +210,7 @@ class Store:
             )
 
     def count_delivery(self, notice: Notice) -> int:
-        """Record that a process begins to deliver a notification; return how many have done so, including this one."""
+        """Record that a process begins to deliver a notification. Return the number of such deliveries, including this one."""
         with self._transaction():
             key = _notice_key(notice)
             self._db.execute(f"UPDATE notices SET deliveries = deliveries + 1 WHERE {_NOTICE}", key)  # noqa: S608  a constant
@@ -232,7 +232,7 @@ class Store:
             self._write_events([event])
 
     def tag(self, workflow: str, *, add: Iterable[str] = (), remove: Iterable[str] = ()) -> tuple[str, ...]:
-        """Remove tags from a workflow (uuid), add others, and return its tags after that."""
+        """Remove and add tags of a workflow (uuid), and return its new tags."""
         with self._transaction():
             self._db.executemany("DELETE FROM tags WHERE workflow = ? AND tag = ?", [(workflow, tag) for tag in remove])
             self._db.executemany("INSERT OR IGNORE INTO tags VALUES (?,?)", [(workflow, tag) for tag in add])
@@ -269,7 +269,7 @@ class Store:
         """Return every workflow that the supervisor still has work for, oldest first, with its groups.
 
         They include workflows that have ended, but left attempts on an unreachable node that must be stopped. Records that
-        cannot be read, because another version of distflow wrote them, are skipped so that they do not block the others.
+        cannot be read, because another version of distflow wrote them, are skipped so that they do not block other workflows.
         """
         found = []
         with self._transaction("DEFERRED"):
@@ -285,7 +285,7 @@ class Store:
     def has_news(self) -> bool:
         """Return whether another process has written since the last call; True for the first call.
 
-        Raises ``StoreTooNew`` if it was a newer version of distflow that has upgraded the store.
+        Raises ``StoreTooNew`` if a newer version of distflow has upgraded the store.
         """
         with self._errors():
             before, (self._version,) = self._version, self._db.execute("PRAGMA data_version").fetchone()
@@ -340,7 +340,7 @@ class Store:
             return decode(row[0], Pool)
 
     def notify_targets(self, workflow: str) -> tuple[NotifyTarget, ...]:
-        """Return whom to notify of a workflow (uuid)."""
+        """Return the entries of ``notify`` for a workflow (uuid), including those of the configuration and the profile."""
         with self._errors():
             row = self._db.execute("SELECT notify FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             if row is None or row[0] is None:
@@ -476,14 +476,14 @@ class Store:
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         if version > STORE_FORMAT:
             raise StoreTooNew(
-                f"{self.path} was written by a newer distflow (format {version}, this one knows {STORE_FORMAT})",
+                f"{self.path} was written by a newer distflow (format {version}; this version reads up to {STORE_FORMAT})",
                 hint="install that version again, or point DISTFLOW_STATE at another directory",
             )
         return version
 
     @contextmanager
     def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
-        """Write (or read, in ``DEFERRED`` mode) a consistent state during writes of others (sqlite.org/isolation.html)."""
+        """Isolate the block's writes, or its reads in ``DEFERRED`` mode, from other processes (sqlite.org/isolation.html)."""
         if self.is_read_only and mode == "IMMEDIATE":
             raise opening.state_error(self.path, OSError("it cannot be written"))
         with self._errors():
@@ -504,7 +504,7 @@ class Store:
             raise opening.state_error(self.path, error) from error
 
 
-_WORK, _STRAYS, _NOTHING = 1, 2, 0
+_WORK, _ORPHANS, _NOTHING = 1, 2, 0
 
 
 def _work_left(record: WorkflowRecord) -> int:
@@ -512,7 +512,7 @@ def _work_left(record: WorkflowRecord) -> int:
     tasks = [task for group in record.groups for task in group.attempts]
     if not (record.state.is_final and all(task.log_complete for task in tasks)):
         return _WORK
-    return _STRAYS if any(task.orphan is not None for task in tasks) else _NOTHING
+    return _ORPHANS if any(task.orphan is not None for task in tasks) else _NOTHING
 
 
 def _notice_key(notice: Notice) -> tuple[str, int, str, str]:

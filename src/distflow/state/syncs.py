@@ -19,7 +19,7 @@ from distflow.state.directory import is_locked, lock_at_once, state_errors, writ
 __all__ = ["Sync", "Syncs"]
 
 _STOP_S = 10.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _KEPT_S = 14 * 86400.0
 
 
@@ -32,9 +32,9 @@ class Sync:
     workflow_id: str
     task: str
     local: str
-    """The watched files: an absolute path, as rsync takes it."""
+    """The watched files: an absolute path in rsync's syntax."""
     remote: str
-    """The destination, as rsync takes it: relative to the task's working directory, or absolute."""
+    """The destination in rsync's syntax: relative to the task's working directory, or absolute."""
     options: tuple[str, ...] = ()
     """Options of rsync."""
     connect_timeout_s: int = 60
@@ -45,7 +45,7 @@ class Sync:
     reconcile_s: float
     """Seconds after which files are copied even if no change was seen, or if the changes do not end."""
     max_log_size: int
-    """The maximum size of the log, and of the rotated one, in bytes."""
+    """The maximum size of the log, and of the rotated log, in bytes."""
     pid: int = 0
     synced_at: float | None = None
     """When the last successful copy ended."""
@@ -97,10 +97,10 @@ class Syncs:
         for signum in (signal.SIGTERM, signal.SIGKILL):
             self._signal(sync, signum)
             pause = threading.Event()
-            for _ in range(round(_STOP_S / _LOOK_S)):
+            for _ in range(round(_STOP_S / _POLL_S)):
                 if not self.is_running(sync):
                     return
-                pause.wait(_LOOK_S)
+                pause.wait(_POLL_S)
 
     def forget(self, now: float) -> None:
         """Remove the files of processes that ended long ago."""

@@ -1,4 +1,4 @@
-"""The interface of stores, and the selection of objects by a URL. Pure; the keys of a store are not trusted."""
+"""The interface of stores, and the selection of objects by a URL. Keys that a store returns are not trusted."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LONGEST_NAME = 255
 
 Sink = Callable[[bytes], None]
 Progress = Callable[[int, int], None]
-"""Takes the number of bytes done, and the number of all bytes."""
+"""Takes the number of transferred bytes, and the total number of bytes."""
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Take a report of progress, and do nothing."""
+    """Ignore a report of progress."""
 
 
 def part_size(size: int) -> int:
@@ -46,7 +46,7 @@ class Entry:
     size: int
     """Bytes."""
     tag: str = ""
-    """Differs when the content differs (an ETag, a generation, a time). Empty if the store has none."""
+    """A value that changes with the content (an ETag, a generation, a time). Empty if the store has none."""
     md5: str = ""
     """MD5 of the content, hexadecimal, or as in S3 the MD5 of the MD5s of its parts (``<md5>-<parts>``). Empty if unknown."""
     modified: float | None = None
@@ -54,12 +54,12 @@ class Entry:
 
 
 class Store(Protocol):
-    """One container, accessed with one set of credentials. It knows nothing of local files, regexes or retries.
+    """One container, accessed with one set of credentials. Its callers select objects and retry requests.
 
     Contract, which tests/integration/storage/test_stores.py checks for every implementation:
 
-    1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. It returns no
-       entries when there are none, and raises ``StorageMissing`` when the container does not exist.
+    1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. The result may
+       be empty. ``find`` raises ``StorageMissing`` when the container does not exist.
     2. ``read`` passes the content from a byte offset to ``sink``, in pieces.
     3. ``write`` stores a whole file or nothing, and replaces an object that has the key.
     4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes the
@@ -91,7 +91,7 @@ class Store(Protocol):
         """Check that objects at the key may be listed. Raises ``StorageError`` if not."""
 
     def check_writable(self, key: str) -> None:
-        """Check that objects can be written below the key, and leave nothing there. Raises ``StorageError`` if not."""
+        """Check that objects can be written below the key, and leave no object. Raises ``StorageError`` if not."""
 
     def close(self) -> None:
         """Release connections."""
@@ -107,7 +107,7 @@ class SelectedObject:
 
 
 def compile_regex(regex: str) -> re.Pattern[str] | None:
-    """Return the pattern; ``None`` for an empty one, which matches everything. Raises ``InputError``."""
+    """Return the pattern; ``None`` for an empty ``regex``, which matches everything. Raises ``InputError``."""
     try:
         return re.compile(regex) if regex else None
     except (re.error, OverflowError, RecursionError) as error:
@@ -133,16 +133,16 @@ def select(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[
 
 
 def select_existing(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[SelectedObject, ...]:
-    """Return the same as ``select``. Raises ``StorageMissing`` when there is no object at the URL at all."""
+    """Return the result of ``select``. Raises ``StorageMissing`` when no object is at or below the URL."""
     found = list(entries)
     selected = select(url, found, regex)
     if not selected and not select(url, found):
-        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows what there is")
+        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows the existing objects")
     return selected
 
 
 def check_names(url: StorageUrl, objects: Sequence[SelectedObject]) -> None:
-    """Refuse names that cannot be files below a directory, each and together. Raises ``StorageError``."""
+    """Raise ``StorageError`` if one directory cannot contain files with all of these names."""
     names = {one.name for one in objects}
     for one in objects:
         why = why_not_a_file(one.name, names)

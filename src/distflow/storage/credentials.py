@@ -1,4 +1,4 @@
-"""Credentials for stores, the form in which a node gets them, and the driver options made from them. Pure."""
+"""Credentials for stores, their encoding for nodes, and the options of drivers that contain them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRIVER_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_")
 SECRET_VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING",
 )  # fmt: skip
-"""Those of them that must not be shown."""
+"""Variables of drivers whose values must not be shown."""
 
 _LOCATION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 _KEY_VARIABLES = {
@@ -63,14 +63,14 @@ def ambient_credentials(profile: str) -> Credentials | None:  # noqa: ARG001  th
     return None
 
 
-# -- the form in which a node gets them -------------------------------------------------------------------------------
+# -- credentials for a node -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Credentials, or environment variables with the same meaning, for one transfer by a node.
 
-    They are sent through a pipe to one process of the node, and written to no file there.
+    They are sent through a pipe to one process of the node, which never writes them to a file.
     """
 
     credentials: Credentials | None = None

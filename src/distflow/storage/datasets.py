@@ -3,7 +3,7 @@
 ::
 
     <base>/claims/<name>/<n>.<upload id>   reserves the number; kept, so that no number is used twice
-    <base>/data/<name>/<n>/<path>          the files; a version that adds to another one may share its files
+    <base>/data/<name>/<n>/<path>          the files; a version that adds to another version may share its files
     <base>/versions/<name>/<n>.json        the manifest, written last: with it, the version exists and is complete
     <base>/turns/<name>/<upload id>        a lock of the upload that adds to the dataset, held while it writes the manifest
 
@@ -44,7 +44,7 @@ _SHOWN = 100
 """Characters of a path that an error message shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
-"""A turn that is older was abandoned: a turn takes only two small reads and two small writes."""
+"""A turn that is older is an abandoned one, because a turn needs only two small reads and two small writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class File:
     size: int
     sha256: str
     number: int
-    """The version whose data directory holds it."""
+    """The version whose data directory contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +109,15 @@ class Datasets:
 
     def manifest(self, name: str, number: int | None = None) -> Manifest:
         """Return the content of a version, the latest one if no number is given. Raises ``NotFound``."""
-        there = [one.number for one in self.versions(name)]
-        if not there:
+        existing = [one.number for one in self.versions(name)]
+        if not existing:
             raise NotFound(
                 f"there is no dataset `{name}` in {self._base}", hint="`distflow dataset list` shows the existing datasets"
             )
         if number is None:
-            number = there[-1]
-        if number not in there:
-            known = ", ".join(str(one) for one in there[-10:])
+            number = existing[-1]
+        if number not in existing:
+            known = ", ".join(str(one) for one in existing[-10:])
             raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"existing versions: {known}")
         return self._load(name, number)
 
@@ -141,17 +141,16 @@ class Datasets:
     def update(
         self, name: str, files: Sequence[Source], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
     ) -> Manifest:
-        """Write a new version: the files of another one (of ``name``, with or without its number), and ``files`` over them.
+        """Write a new version with the files of an existing one, replaced or extended by ``files``.
 
-        Files of the other version are not written again. ``upload_id`` is as in ``add``. Without a number, the new version has
-        also the files that others add at the same time. Raises ``StorageError``, and ``NotFound``
-        if the version does not exist.
+        ``name`` is the dataset with the number of that version, or without a number for the latest one, which includes files
+        that other uploads add at the same time. Existing files are not written again. ``upload_id`` is as in ``add``. Raises
+        ``StorageError``, and ``NotFound`` if the version does not exist.
         """
         plain, wanted = parse_dataset(name)
         self.manifest(plain, wanted)  # fails before anything is uploaded
         number = self._claim(plain, upload_id)
-        there = [one.number for one in self.versions(plain)]
-        if number in there:
+        if any(one.number == number for one in self.versions(plain)):
             return self.manifest(plain, number)
         listed = self._send(plain, number, files, on_progress)
         with self._turn(plain, upload_id):
@@ -163,9 +162,10 @@ class Datasets:
             manifest = Manifest(name=plain, number=number, created=at, files=whole)
             self._put(manifest)
             if not any(one.number == old.number for one in self.versions(plain)):
-                # Its remover has not seen that the new version shares its files.
+                # The process that removed it may also have removed files that the new version shares.
                 self.remove(plain, number)
-                raise StorageError(f"version {old.number} of the dataset `{plain}` was removed during the update")
+                message = f"version {old.number} of the dataset `{plain}` was removed during the update"
+                raise StorageError(message, hint="update another version")
         return manifest
 
     def _send(self, name: str, number: int, files: Sequence[Source], on_progress: Progress) -> tuple[File, ...]:
@@ -213,16 +213,16 @@ class Datasets:
     def remove(self, name: str, number: int) -> None:
         """Remove a version: first its manifest, then its files that no other version shares. Its number is not used again."""
         parse_dataset(name)
-        there = any(one.number == number for one in self.versions(name))
-        gone = self._load(name, number).files if there else ()
+        is_listed = any(one.number == number for one in self.versions(name))
+        files = self._load(name, number).files if is_listed else ()
         self._retries.call(lambda: self._store.delete(self._manifest(name, number).key))
-        held = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
-        for at in sorted({number, *(one.number for one in gone)}):
+        shared = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
+        for at in sorted({number, *(one.number for one in files)}):
             data = self._data(name, at)
             found = select(data, self._retries.call(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]
-            own = {one.path for one in gone if one.number == at}
-            doomed = [one for one in found if (at, one.name) not in held and (at == number or one.name in own)]
-            delete(self._store, data, doomed, retries=self._retries)
+            own = {one.path for one in files if one.number == at}
+            unused = [one for one in found if (at, one.name) not in shared and (at == number or one.name in own)]
+            delete(self._store, data, unused, retries=self._retries)
 
     def _data(self, name: str, number: int) -> StorageUrl:
         return self._base.below(f"{_DATA}/{name}/{number}")
@@ -242,7 +242,7 @@ class Datasets:
 
     @contextmanager
     def _turn(self, name: str, upload_id: str) -> Iterator[None]:
-        """Be the only upload that adds to a dataset while the block runs."""
+        """Run the block while no other upload adds to the dataset."""
         mine = self._base.below(f"{_TURNS}/{name}/{upload_id}")
         try:
             while True:
@@ -275,8 +275,8 @@ class Datasets:
                 self._retries.call(lambda claim=claim: self._store.delete(claim.key))  # type: ignore[misc]
                 self._retries.canceled.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that two writers do not collide again
                 continue
-            there = [one.number for one in self.versions(name)]
-            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *there, *taken]) + 1}.{upload_id}"), "")
+            existing = [one.number for one in self.versions(name)]
+            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *existing, *taken]) + 1}.{upload_id}"), "")
         raise StorageUnreachable(f"{self._base}: could not reserve a version number of `{name}`: too many concurrent uploads")
 
     def _names(self, below: str) -> list[tuple[str, float | None]]:
@@ -306,7 +306,7 @@ class Datasets:
 
 
 def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
-    """Return a manifest after checking all of it: other users of the store may have written it."""
+    """Return a manifest after checking all of it, because other users of the store may have written it."""
     created = body["created"]
     if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
         raise ValueError("`created` is not a time")
@@ -343,7 +343,7 @@ def _text(manifest: Manifest) -> str:
 
 
 def _not_replaced(old: Sequence[File], new: Sequence[File]) -> list[File]:
-    """Return the old files that no new file replaces, under the same path or as a directory in one of the two paths."""
+    """Return the old files that no new file replaces: by the same path, or by a path with a directory where a file was."""
     names = {one.path for one in new}
     folders = {folder for one in new for folder in _folders(one.path)}
     return [
@@ -357,5 +357,5 @@ def _folders(path: str) -> list[str]:
 
 
 def _is_alive(since: float | None, now: float | None) -> bool:
-    """Whether a turn that began at ``since`` may still be held; both are times of the store."""
+    """Return whether a turn that began at ``since`` may still be held. Both times are from the store's clock."""
     return since is None or now is None or now - since < _LONGEST_TURN_S

@@ -1,4 +1,4 @@
-"""Failures of stores: drivers' exceptions as errors of distflow, and retries.
+"""Convert the exceptions of drivers to errors of distflow, and retry requests to stores.
 
 Exceptions of drivers are recognized by their class names, so that no driver has to be imported.
 """
@@ -45,10 +45,10 @@ class TransferCanceled(Exception):
 
 
 class Retries:
-    """How often a request to a store is retried, and whether the transfer was canceled."""
+    """Repeats the requests of a transfer while the store is unreachable, unless the transfer is canceled."""
 
     def __init__(self, canceled: threading.Event | None = None, pauses_s: Sequence[float] = _PAUSES_S) -> None:
-        """Wait ``pauses_s`` between attempts, which makes one attempt more than pauses; ``canceled`` ends everything."""
+        """Wait ``pauses_s`` between attempts: the number of attempts is one more. ``canceled`` cancels the transfer."""
         self.canceled = canceled or threading.Event()
         self._pauses_s = pauses_s
 
@@ -58,7 +58,7 @@ class Retries:
             raise TransferCanceled
 
     def call(self, request: Callable[[], _R], transferred: Callable[[], int] = lambda: 0) -> _R:
-        """Return what ``request`` returns, after retries if the store is unreachable.
+        """Return the result of ``request``, after retries if the store is unreachable.
 
         An attempt after which ``transferred`` has grown does not count as a failure. Raises the error of the last attempt.
         """
@@ -93,7 +93,7 @@ def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "free space there, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = "free space there, or choose another directory" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         named = error.filename if isinstance(error.filename, str) else os.fspath(path)
         raise StorageError(f"{named}: {error.strerror or error}", hint=hint) from error
 
@@ -113,10 +113,11 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
     if names & _NO_KEYS:
         return no_credentials(where, text)
     if names & _REFUSED or code in (401, 403):
-        hint = f"check the credentials and what they allow; {_KEYS_HINTS[scheme]}" if scheme in _KEYS_HINTS else ""
+        hint = f"check the credentials and their permissions; {_KEYS_HINTS[scheme]}" if scheme in _KEYS_HINTS else ""
         return StorageRefused(f"{where}: refused: {text}", hint=hint)
     if names & _MISSING or code == 404:
-        return StorageMissing(f"{where}: there is no such bucket or object", hint="`distflow data list` shows what there is")
+        hint = "`distflow data list` shows the existing objects"
+        return StorageMissing(f"{where}: there is no such bucket or object", hint=hint)
     if names & _INVALID or getattr(error, "errno", None) in _INVALID_NUMBERS:
         return StorageError(f"{where}: the store does not accept the request: {text}")
     return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")

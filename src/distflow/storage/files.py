@@ -1,4 +1,4 @@
-"""Local files: which files to upload, their checksums, the names of incomplete files, and directories as a store."""
+"""Local files: find files to upload, compute checksums, name incomplete files, and use a directory as a store."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def find_sources(
 ) -> tuple[Source, ...]:
     """Return the files at and below some paths whose names ``regex`` matches from their start.
 
-    Names of files in a directory begin with the name of the directory; not with ``contents``. Links are followed. Raises
-    ``StorageError`` for two files with the same name, for unreadable files, for links that form a loop, and for anything that
-    is neither a file nor a directory (``only_files`` skips these).
+    Names of files in a directory begin with the name of the directory, unless ``contents`` is set. Links are followed. Raises
+    ``StorageError`` for two files with the same name, unreadable files, links that form a loop, and paths that are neither
+    files nor directories (``only_files`` skips these).
     """
     pattern = compile_regex(regex)
     found: dict[str, Source] = {}
     for path in paths:
         with local_errors(path):
-            # `.` and `..` stand for directories that have names.
+            # The directory of `.` and `..` has a real name.
             own = path.resolve().name if path.name in ("", "..") else path.name
             top = "" if contents and path.is_dir() else own
             for one in _walk(path, top, (), only_files=only_files):
@@ -94,7 +94,7 @@ def part_name(token: str) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Whether this is the name of an incomplete file."""
+    """Return whether this is the name of an incomplete file."""
     return re.fullmatch(r"\.[0-9a-f]{16}\.distflow-part", name) is not None
 
 

@@ -1,12 +1,12 @@
 """The service with which a node transfers data itself: outputs of tasks to stores, and inputs from stores to tasks.
 
-It runs as the services of ``runtime`` do, with the node's Python, out of an archive of its own
+Like the services of ``runtime``, it runs with the node's Python, but from a separate archive
 (``machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports it, and the supervisor
 relays the data. Only the imports at the top of this module must work with an old Python.
 
-Standard input: one line with the request; its credentials stay in memory. Standard output: every second a line
-``{"done": n, "total": m}``, at last ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
-The service ends with its connection, and when it receives nothing for long. See docs/agent-protocol.md.
+Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
+every second, and finally ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
+The service ends with its connection, and when it receives nothing for a long time. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def serve(root: str, _umask: int) -> None:
 def _outcome(root: str, request: dict[str, Any], reporter: _Reporter) -> dict[str, Any]:
     if sys.version_info < _OLDEST_PYTHON:
         version = sys.version.split(maxsplit=1)[0]
-        return {"relay": f"{sys.executable} is Python {version} (for direct transfers, set its `python` to 3.10 or newer)"}
+        return {"relay": f"{sys.executable} is Python {version} (for direct transfers, set `python` to 3.10 or newer)"}
     from distflow.errors import DistflowError, StorageRefused, StorageUnreachable  # noqa: PLC0415  an old Python cannot import it
     from distflow.shell import mask  # noqa: PLC0415
     from distflow.storage.credentials import Identity  # noqa: PLC0415
@@ -133,7 +133,7 @@ def _missing_package(*packages: str) -> str:
 
 
 def _use_identity(identity: Identity) -> None:
-    """Authenticate as the submitter, with none of the credentials that this node may have."""
+    """Authenticate as the submitter. Ignore credentials that this node may have."""
     from distflow.storage.credentials import DRIVER_VARIABLES  # noqa: PLC0415
 
     for name in [one for one in os.environ if one.startswith(DRIVER_VARIABLES)]:
@@ -143,7 +143,7 @@ def _use_identity(identity: Identity) -> None:
 
 
 class _Reporter:
-    """Reports progress regularly, even without any: a failed write shows that the connection has ended."""
+    """Reports progress every second, even if nothing changed, because a failed write shows that the connection has ended."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,7 +1,7 @@
 """Files of SSH servers as a store, for ``sftp://``.
 
-Connections use the OpenSSH configuration, keys and known hosts, as connections to nodes do. An unknown host key is refused, and
-nothing is ever added to known_hosts.
+Connections use the OpenSSH configuration, keys and known hosts, like connections to nodes. An unknown host key is refused, and
+known_hosts is never changed.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class SftpStore:
 
     @contextlib.contextmanager
     def _session(self, key: str) -> Iterator[Any]:
-        """Lend an SFTP session to the block. A session on a broken connection is not used again."""
+        """Provide an SFTP session to the block. A session on a broken connection is not used again."""
         with self._slots:
             with self._errors(key):
                 link, client = self._client()
@@ -295,7 +295,7 @@ def _make_folders(client: Any, path: str) -> None:
         try:
             client.mkdir(one)
         except OSError as error:
-            # Another transfer may have made it.
+            # Another transfer may have created it.
             if not _is_folder(client, one):
                 raise StorageError(
                     f"the directory {one} cannot be created on the SSH server: {error}",

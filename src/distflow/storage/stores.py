@@ -1,4 +1,4 @@
-"""Open the store of a URL, and check what its credentials allow."""
+"""Open the store of a URL, and check the permissions of its credentials."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_credentials(url: StorageUrl, credentials_for: CredentialsFor = ambient
 
 
 def check_access(store: Store, url: StorageUrl, access: Access, *, retries: Retries | None = None) -> None:
-    """Return when the store allows the access, after trying it. Raises ``StorageError``.
+    """Try the access, and raise ``StorageError`` if the store does not allow it.
 
     For WRITE and DELETE an empty object is written below the URL, and removed.
     """

@@ -1,4 +1,4 @@
-"""Inputs and outputs of tasks at URLs and in datasets, and the archives in which they travel through this machine.
+"""Inputs and outputs of tasks at URLs and in datasets, and archives for relaying them through this machine.
 
 An archive depends only on names, contents and times. Its name is its SHA-256, as for the outputs that nodes pack.
 """
@@ -83,10 +83,10 @@ def fetch_input(
     retries: Retries | None = None,
     on_progress: Progress = ignore_progress,
 ) -> TransferResult:
-    """Fetch an input so that the directory ``files`` holds exactly it; files of an earlier attempt are continued.
+    """Fetch an input to the directory ``files``, which then contains no other files.
 
-    A dataset gets a directory of its name. A URL without objects is an empty directory. Raises ``StorageError`` and
-    ``TransferCanceled``.
+    Incomplete files of an earlier call are continued. The files of a dataset are in a directory with its name. The directory
+    is empty for a URL without objects. Raises ``StorageError`` and ``TransferCanceled``.
     """
     with local_errors(files):
         files.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class Delivery:
     paths: Sequence[str] = ()
     """For a dataset: the parts of the output to upload; empty: all of it."""
     is_update: bool = False
-    """For a dataset: whether to add to a version, the named one or the latest."""
+    """For a dataset: whether to add to an existing version: the named version, or else the latest one."""
     upload_id: str = ""
     """For a dataset: the same for every retry of this delivery."""
     at: float = 0.0
@@ -172,7 +172,7 @@ def deliver(
     for path in delivery.paths:
         if not (top / path).exists():
             raise StorageError(f"dataset {delivery.dataset}: the output has no `{path}`")
-    # The name of the output directory means nothing to a user: `.` stands for its contents.
+    # Users do not know the name of the output directory, so `.` means its contents.
     is_whole = not delivery.paths or any(top / path == top for path in delivery.paths)
     tops = [top] if is_whole else [top / path for path in delivery.paths]
     files = find_sources(tops, delivery.regex, contents=is_whole, only_files=True)
@@ -205,9 +205,9 @@ class Archive:
 
 
 def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: Path, retries: Retries) -> Archive:
-    """Pack the files that ``fetch`` brings into a directory, as a blob.
+    """Pack the files that ``fetch`` writes to a directory, and store the archive as a blob.
 
-    ``scratch`` belongs to this transfer alone; files of an earlier attempt in it are reused. Raises ``StorageError`` and
+    Only this transfer uses ``scratch``, and reuses files of an earlier attempt in it. Raises ``StorageError`` and
     ``TransferCanceled``.
     """
     files, part = scratch / "files", scratch / "archive"

@@ -1,6 +1,6 @@
 """Transfers between local files and a store: find, download, upload and delete, several objects at once.
 
-A file is complete and has the right checksum, or it does not get its name. Content that is already there is not sent again.
+A file gets its name only when it is complete and has the right checksum. Content that the destination has is not sent again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TransferResult:
     """The result of a transfer."""
 
     files: int = 0
-    """Files that are at their destination now."""
+    """The number of files that are now at their destination."""
     size: int = 0
-    """Their bytes."""
+    """The size of these files in bytes."""
     skipped: int = 0
-    """Files of them that were already there."""
+    """The number of these files that were at their destination before."""
 
 
 def find(
@@ -56,7 +56,7 @@ def find(
 ) -> tuple[SelectedObject, ...]:
     """Return the objects that a URL selects and whose relative paths ``regex`` matches.
 
-    Raises ``StorageMissing`` when there is no object at the URL at all, unless ``may_be_empty``.
+    Raises ``StorageMissing`` when no object is at or below the URL, unless ``may_be_empty``.
     """
     found = (retries or Retries()).call(lambda: store.find(url.key))
     return select(url, found, regex) if may_be_empty else select_existing(url, found, regex)
@@ -67,7 +67,7 @@ def find_removable(
 ) -> tuple[SelectedObject, ...]:
     """Return the objects that ``delete`` removes at a URL and whose relative paths ``regex`` matches.
 
-    Raises ``StorageMissing`` when there is no object at the URL at all.
+    Raises ``StorageMissing`` when no object is at or below the URL.
     """
     return select_existing(url, (retries or Retries()).call(lambda: store.find_removable(url.key)), regex)
 
@@ -116,7 +116,8 @@ def download(
     objects = tuple(one for one in found if checksums is None or one.name in checksums)
     missing = sorted(set(checksums or ()) - {one.name for one in objects})
     if missing:
-        raise StorageError(f"{url.below(missing[0])} is missing from the store", hint="a part of this version was removed")
+        message = f"{url.below(missing[0])} is missing from the store: a part of this version was removed"
+        raise StorageError(message, hint="upload the version again")
     check_names(url, objects)
     counter = _ByteCounter(sum(one.entry.size for one in objects), on_progress)
     with local_errors(target):
@@ -147,7 +148,7 @@ def download(
 
 
 def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, Path]:
-    """Return the path of each file, after its directory was made; no link in ``target`` leads out of it."""
+    """Create the directory of each file, and return their paths. Raises ``StorageError`` if a link leads out of ``target``."""
     paths = {}
     known: set[str] = set()
     for one in objects:
@@ -172,16 +173,16 @@ class _Download:
         self._entry = entry
         self._path = path
         self._sha256 = sha256
-        # The incomplete file belongs to this content only: other content under the same key gets another file.
+        # The name of the incomplete file depends on the content's tag, so that only the same content is continued.
         token = hashlib.sha256(f"{self._shown}\0{path.name}\0{entry.tag}\0{entry.size}".encode("utf-8", "surrogateescape"))
         self._part = path.with_name(part_name(token.hexdigest()[:16]))
         self._retries = retries
         self._counter = counter
         self._counted = 0
-        """Bytes of it that the counter includes."""
+        """The bytes of this download that the counter includes."""
 
     def is_complete(self) -> bool:
-        """Whether the file is complete from an earlier download."""
+        """Return whether an earlier download has completed the file."""
         if not self._path.is_file() or self._path.is_symlink():
             return False
         if self._sha256:
@@ -233,7 +234,7 @@ class _Download:
         if size != self._entry.size:
             self._retry(f"received {size:,} of {self._entry.size:,} bytes", keep=size < self._entry.size)
         if not has_content(self._part, self._entry):
-            # The checksum in a list may not be one of the content, or be absent: ask for this object.
+            # A list may have no checksum, or a value that is not a checksum of the content. Request it for this object.
             now = self._store.stat(self._entry.key)
             if now.tag != self._entry.tag or now.size != self._entry.size:
                 self._retry("it was changed during the download", keep=False)
@@ -320,14 +321,14 @@ class _ByteCounter:
         on_progress(0, total)
 
     def add(self, count: int) -> None:
-        """Count some more bytes; a negative number when they have to be sent again."""
+        """Count more bytes; a negative number when bytes must be sent again."""
         with self._lock:
             self.done += count
             self._on_progress(min(self.done, self.total), self.total)
 
 
 def _for_all(items: Sequence[_T], act: Callable[[_T], _R], at_once: int, retries: Retries) -> list[_R]:
-    """Call ``act`` for all items, ``at_once`` at a time. The first failure cancels the rest, and is raised after they ended."""
+    """Call ``act`` for all items, ``at_once`` at a time. The first failure cancels the other calls, and is then raised."""
     with ThreadPoolExecutor(max_workers=max(1, min(at_once, len(items) or 1)), thread_name_prefix="data") as workers:
         futures = [workers.submit(act, item) for item in items]
         try:

@@ -23,7 +23,7 @@ __all__ = ["WebStore"]
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
 _TRANSIENT = {408, 425, 429}
-"""Status codes that may go away after a retry, in addition to those from 500."""
+"""Status codes below 500 after which a retry may succeed. It may also succeed after all codes from 500."""
 
 
 class WebStore:
@@ -45,24 +45,24 @@ class WebStore:
 
     def stat(self, key: str) -> Entry:
         """Return the file as the server describes it. Raises ``StorageError`` when the server does not report its size."""
-        # A URL that is signed for GET would be refused for HEAD.
-        with self._get({}) as answer:
-            size = answer.headers.get("Content-Length", "")
-            if not re.fullmatch("[0-9]{1,18}", size) or answer.headers.get("Content-Encoding", "identity") != "identity":
+        # Use GET, because a server would refuse HEAD for a URL that is signed for GET.
+        with self._get({}) as response:
+            size = response.headers.get("Content-Length", "")
+            if not re.fullmatch("[0-9]{1,18}", size) or response.headers.get("Content-Encoding", "identity") != "identity":
                 raise StorageError(
                     f"{self._url}: the server does not report the size of the file, so a truncated download would go unnoticed",
                     hint="use a server that sends `Content-Length` without compression, or another store, such as `s3://`",
                 )
-            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-            return Entry(key=key, size=int(size), tag=tag, modified=_seconds(answer.headers.get("Last-Modified")))
+            tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+            return Entry(key=key, size=int(size), tag=tag, modified=_seconds(response.headers.get("Last-Modified")))
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Pass the content from byte ``start`` to ``sink``; skip bytes before it if the server cannot."""
-        with self._get({"Range": f"bytes={start}-"} if start else {}) as answer:
-            skip = start if answer.status != http.client.PARTIAL_CONTENT else 0
+        """Pass the content from byte ``start`` to ``sink``. Skip the bytes before ``start`` if the server ignores ``Range``."""
+        with self._get({"Range": f"bytes={start}-"} if start else {}) as response:
+            skip = start if response.status != http.client.PARTIAL_CONTENT else 0
             while True:
                 with self._errors():
-                    piece = answer.read(_PIECE_BYTES)
+                    piece = response.read(_PIECE_BYTES)
                 if not piece:
                     return
                 passed, skip = piece[:skip], max(0, skip - len(piece))
@@ -99,11 +99,11 @@ class WebStore:
     def _get(self, headers: dict[str, str]) -> Iterator[Any]:
         with self._errors():
             request = urllib.request.Request(self._address, headers={"Accept-Encoding": "identity", **headers})  # noqa: S310
-            answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  only the schemes of READ_ONLY
+            response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  only the schemes of READ_ONLY
         try:
-            yield answer
+            yield response
         finally:
-            answer.close()
+            response.close()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -311,7 +311,7 @@ def test_progress_of_an_output_is_kept_during_its_transfer(is_good: bool) -> Non
     driver.seen.append(Collecting(at=1.0, key=key, is_packed=True, done=5, total=9, bytes_per_s=1.0))
     driver.settle()
     top = group(driver, "top")
-    moving = top.moving(top.task("t0"))
+    moving = top.current_transfer(top.task("t0"))
     assert moving is not None
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
     # Progress is not an answer: the command is still in flight.

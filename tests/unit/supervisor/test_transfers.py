@@ -392,7 +392,7 @@ def test_progress_of_a_transfer_is_in_the_task() -> None:
         driver.seen.append(seen)
         driver.settle()
         group = driver.group()
-        moving = group.moving(group.tasks[0])
+        moving = group.current_transfer(group.tasks[0])
         assert moving is not None
         assert (moving.sent, moving.total, moving.url) == (5, 9, url)
         end_transfer(driver, command, digest="d0")
@@ -403,8 +403,8 @@ def test_progress_of_a_transfer_is_in_the_task() -> None:
 @pytest.mark.parametrize(
     ("op", "regex", "words"),
     [
-        ("fetch/0", "x", "nothing at s3://b/in is matched by `x`: the directory of its input is empty"),
-        ("fetch/0", "", "there is nothing at s3://b/in: the directory of its input is empty"),
+        ("fetch/0", "x", "no file at s3://b/in matches `x`: the directory of its input is empty"),
+        ("fetch/0", "", "there is no file at s3://b/in: the directory of its input is empty"),
         ("write/0", "", "nothing is written to s3://b/in: there is no file"),
         ("write/0", "x", "nothing is written to s3://b/in: `x` matches nothing"),
     ],

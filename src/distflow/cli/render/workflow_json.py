@@ -235,7 +235,7 @@ def _transfer_json(files: TransferProgress) -> dict[str, object]:
 def _task_json(
     plan: GroupPlan, group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None, usage: Usage | None
 ) -> dict[str, object]:
-    moving = group.moving(task)
+    moving = group.current_transfer(task)
     failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
     return {
         "name": task.name,

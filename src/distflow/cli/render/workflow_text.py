@@ -383,7 +383,7 @@ def _task_row(
 
 
 def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", after: str = "") -> str:
-    files = group.moving(task)
+    files = group.current_transfer(task)
     if files is None:
         return ""
     if files.image:
