@@ -217,7 +217,7 @@ def test_labels_tags_priorities_and_times_are_searched(store: Store) -> None:
     assert ids(tags=["bad", "none"]) == ["digits-3"]
 
 
-def test_tags_are_taken_off_and_then_put_on(store: Store) -> None:
+def test_tags_are_removed_before_others_are_added(store: Store) -> None:
     record = submit(store, workflow())
     assert store.tag(record.uuid, add=["b", "a", "b"]) == ("a", "b")
     assert store.tag(record.uuid, add=["a"], remove=["a", "b", "never there"]) == ("a",)

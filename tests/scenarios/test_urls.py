@@ -143,7 +143,7 @@ def test_an_input_url_with_nothing_below_it_is_an_empty_directory(cli: Cli, s3: 
         done = cli.run("workflow", "submit", spec, "--wait")
         assert done.code == 0, done.err
         assert [line for line in done.out.splitlines() if line.startswith("[only]")] == [f"[only] {found}"]
-        warning = "Warning: only: there is nothing at s3://b/state: the directory of its input is empty"
+        warning = "Warning: only: there is no file at s3://b/state: the directory of its input is empty"
         assert (warning in cli.run("workflow", "query", f"scratch-{number}").out) is (found == "0")
     assert (bucket / "state" / "state").read_text() == "step 1\n"
 

@@ -82,7 +82,7 @@ def test_a_number_is_never_used_again(base: tuple[StorageUrl, Path], tmp_path: P
     assert [one.number for one in datasets.versions("a")] == [3]
 
 
-def test_a_version_that_was_begun_is_not_there_and_is_gone_on_with(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_an_incomplete_version_is_not_listed_and_is_continued(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
     retries = quickly()
     source = files(tmp_path / "a", x=b"1" * 1000, y=b"2" * 1000)
@@ -167,7 +167,7 @@ def test_a_manifest_that_another_user_wrote(change: dict[str, object], base: tup
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"created": ' + "9" * 400 + "}", '{"created": NaN, "files": []}', "\xff"])
-def test_a_manifest_that_no_decoder_likes(text: str, base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_decoded(text: str, base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
     datasets.add("a", files(tmp_path / "a", x=b"1"), upload_id="m1", at=0.0)
@@ -292,7 +292,7 @@ def test_no_files_are_lost_when_several_add_at_the_same_time(base: tuple[Storage
     assert held(at(url), "a", None, tmp_path / "got") == names
 
 
-def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+def test_an_abandoned_turn_expires(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     if url.scheme != "file":
         pytest.skip("times of the server cannot be set")

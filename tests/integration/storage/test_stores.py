@@ -76,7 +76,7 @@ def test_written_objects_are_found_and_read(place: tuple[StorageUrl, Path], tmp_
     assert [one.key for one in store.find(entry.key)] == [entry.key]
 
 
-def test_nothing_there_is_no_error_and_one_that_is_asked_for_is(place: tuple[StorageUrl, Path]) -> None:
+def test_an_empty_url_is_no_error_and_a_missing_object_is(place: tuple[StorageUrl, Path]) -> None:
     url, _ = place
     store = open_store(url)
     store.check_writable(url.key)
@@ -420,7 +420,7 @@ def test_a_damaged_download_is_fetched_again(s3: S3Server, tmp_path: Path) -> No
     assert (store.starts, tree(tmp_path / "got")) == ([0, 0], {"a": b"0123"})
 
 
-def test_somebody_may_call_it_off(s3: S3Server, tmp_path: Path) -> None:
+def test_a_download_can_be_canceled(s3: S3Server, tmp_path: Path) -> None:
     make(s3.bucket("halt"), a=b"0" * 100, b=b"0" * 100)
     url = parse_url("s3://halt")
     retries = quickly()
@@ -616,7 +616,7 @@ def test_a_signed_url_is_escaped_and_never_shown(blank: str, answering: Callable
 
 
 @pytest.mark.parametrize("size", ["many", "-5", "9" * 5000, "5, 5"])
-def test_a_web_server_that_tells_no_size_is_refused_in_words(answering: Callable[..., Answering], size: str) -> None:
+def test_a_web_server_that_reports_no_size_is_refused(answering: Callable[..., Answering], size: str) -> None:
     server = answering(lambda *_: (200, {"Content-Length": size}, b"hello"))
     url = parse_url(f"{server.url}/a")
     with pytest.raises(StorageError, match="does not report the size"):

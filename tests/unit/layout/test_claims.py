@@ -109,7 +109,7 @@ def test_a_variable_that_is_computed_is_unknown(arithmetic: str) -> None:
     assert found.claims["offset"].known is Known.RUNTIME
 
 
-def test_comparing_sets_nothing() -> None:
+def test_a_comparison_is_not_an_assignment() -> None:
     script = "O=8\n(( O == 8 && O <= 9 && O != 3 )) && python3 train.py --offset $O --size 4 --world_size 16"
     assert values(shell(script)) == [RANKS]
 
@@ -180,7 +180,7 @@ def test_the_words_of_an_array_are_read(script: str) -> None:
     assert claims == {"nnodes": "2", "node_rank": "1", "nproc_per_node": "8"}
 
 
-def test_what_is_not_known_of_an_array_is_known_to_be_so() -> None:
+def test_an_unknown_part_of_an_array_stays_unknown() -> None:
     (item,) = read_claims(shell("A=(--nnodes 2 --node_rank $(hostname))\ntorchrun ${A[@]} train.py")).invocations
     assert (item.claims["nnodes"].value, item.claims["node_rank"].known) == ("2", Known.RUNTIME)
 

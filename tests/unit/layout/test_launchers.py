@@ -33,7 +33,7 @@ def test_a_python_command_is_taken_apart(words: list[str], expected: PythonComma
         ([], "`` is not a Python interpreter"),
     ],
 )
-def test_any_other_is_refused_with_the_reason(words: list[str], reason: str) -> None:
+def test_other_commands_are_refused_with_the_reason(words: list[str], reason: str) -> None:
     found = python_command(words)
     assert isinstance(found, str)
     assert reason in found

@@ -38,7 +38,7 @@ def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
     assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 requested, after placing a, b",)}
 
 
-def test_what_is_not_known_is_not_counted() -> None:
+def test_unknown_resources_are_not_checked() -> None:
     asked = [Demand(task="a", gpus=8, cpus=64, memory=2**40, platform="h100")]
     assert isinstance(place(asked, [Free(node="n")], shared=False), Placement)
 
@@ -65,7 +65,7 @@ def test_each_reason_is_given_in_words() -> None:
     assert reasons(place([asked], [], shared=False)) == {"a": ("the pool has no nodes",)}
 
 
-def test_labels_are_held_against_those_of_the_nodes() -> None:
+def test_labels_are_compared_with_labels_of_nodes() -> None:
     nodes = [Free(node="n0"), Free(node="n1", labels={"rack": "r2"}), Free(node="n2", labels={"rack": "r1"})]
     asked = Demand(task="a", labels={"rack": "r1"})
     assert place([asked], nodes, shared=False) == Placement(nodes={"a": "n2"})
@@ -101,7 +101,7 @@ def test_a_world_that_fits_is_never_refused(asked: list[int], free: list[int]) -
     st.lists(st.tuples(GPUS, st.sampled_from(["w", "v", None])), min_size=1, max_size=5),
     st.lists(GPUS, min_size=1, max_size=4),
 )
-def test_tasks_of_several_worlds_fit_beside_each_other(asked: list[tuple[int, str | None]], free: list[int]) -> None:
+def test_gangs_of_several_worlds_are_placed_if_possible(asked: list[tuple[int, str | None]], free: list[int]) -> None:
     demands = [demand(f"t{index}", gpus, spread) for index, (gpus, spread) in enumerate(asked)]
     nodes = [Free(node=f"n{index}", gpus=gpus) for index, gpus in enumerate(free)]
 
@@ -148,7 +148,7 @@ def nodes_of(placed: object) -> list[str]:
 RACKS = [node("a1", rack="r1"), node("b1", rack="r2"), node("a2", rack="r1"), node("b2", rack="r2"), node("b3", rack="r2")]
 
 
-def test_a_gang_stands_in_one_unit() -> None:
+def test_a_gang_runs_in_one_rack() -> None:
     assert nodes_of(place_near(gang(2, RACK), RACKS, shared=False)) == ["a1", "a2"]
     assert nodes_of(place_near(gang(3, RACK), RACKS, shared=False)) == ["b1", "b2", "b3"]
 
@@ -157,32 +157,32 @@ def test_without_topology_nothing_changes() -> None:
     assert nodes_of(place_near(gang(3), RACKS, shared=False)) == ["a1", "b1", "a2"]
 
 
-def test_what_is_required_is_never_given_up() -> None:
+def test_required_requests_are_never_dropped() -> None:
     left = place_near(gang(4, RACK), RACKS, shared=False)
     assert not isinstance(left, Placement)
     assert [one.task for one in left] == ["t3"]
     assert "a1: rack r1, r2 requested" in left[0].reasons
 
 
-def test_what_is_preferred_is_given_up_where_there_is_no_room() -> None:
+def test_preferred_requests_are_dropped_if_there_is_no_room() -> None:
     preferred = TopologyRequest(key="rack", required=False)
     assert nodes_of(place_near(gang(3, preferred), RACKS, shared=False)) == ["b1", "b2", "b3"]
     assert len(nodes_of(place_near(gang(5, preferred), RACKS, shared=False))) == 5
 
 
-def test_the_last_preferred_is_given_up_first() -> None:
+def test_the_last_preferred_request_is_dropped_first() -> None:
     nodes = [node("a", zone="z1", rack="r1"), node("b", zone="z2", rack="r2"), node("c", zone="z2", rack="r3")]
     wishes = (TopologyRequest(key="zone", required=False), TopologyRequest(key="rack", required=False))
     assert nodes_of(place_near(gang(2, *wishes), nodes, shared=False)) == ["b", "c"]
 
 
-def test_groups_have_units_of_their_own() -> None:
+def test_each_topology_group_has_its_own_rack() -> None:
     left, right = TopologyRequest(key="rack", group="left"), TopologyRequest(key="rack", group="right")
     demands = [*gang(2, left), *(Demand(task=f"u{number}", gpus=8, near=(right,), spread="train") for number in range(3))]
     assert nodes_of(place_near(demands, RACKS, shared=False)) == ["a1", "a2", "b1", "b2", "b3"]
 
 
-def test_tasks_without_a_wish_stand_anywhere() -> None:
+def test_tasks_without_topology_run_on_any_node() -> None:
     demands = [*gang(2, RACK), Demand(task="helper")]
     assert nodes_of(place_near(demands, [node("x"), *RACKS], shared=False)) == ["a1", "a2", "x"]
 
@@ -193,7 +193,7 @@ def test_a_label_that_no_node_has_is_named() -> None:
     assert left[0].reasons == ("no node has the label `zone`, which its `topology` requests",)
 
 
-def test_a_pool_of_one_node_is_one_unit() -> None:
+def test_a_pool_of_one_node_satisfies_topology_requests() -> None:
     assert nodes_of(place_near(gang(2, ZONE, gpus=4), [node("local")], shared=True)) == ["local", "local"]
 
 

@@ -36,7 +36,7 @@ def test_every_placeholder_is_filled_but_the_directory() -> None:
     assert bound.setup == "module load cuda"
 
 
-def test_the_nodes_environment_stands_below_the_plans() -> None:
+def test_the_plan_overrides_the_nodes_environment() -> None:
     bound = bind(group_plan(), BINDING, workflow_id="w-7", nodes=NODES)["t1"]
     assert bound.environment["SITE"] == "west"
     assert bound.environment["MASTER_ADDR"] == "10.0.0.1"

@@ -95,7 +95,7 @@ def test_a_task_that_is_alone_is_no_member() -> None:
     assert not any(name.startswith("VH_") for name in launch.environment)
 
 
-def test_our_calls_answer_as_valohais(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_return_the_same_as_valohais(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = plan_of(GANG.replace("ENV", ""))
     monkeypatch.setenv("VH_CONFIG_DIR", str(written(bound(group)["worker-3"], tmp_path)))
     calls.flush_state()
@@ -124,7 +124,7 @@ def test_ranks_follow_the_ids_as_numbers_or_as_texts(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"config": {}, "members": [{}]}'])
-def test_without_the_file_a_task_is_alone(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_file_a_task_is_not_distributed(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     if text is not None:
         (tmp_path / "distributed.json").write_text(text)
@@ -163,7 +163,7 @@ def test_valohais_own_package_reads_the_files(tmp_path: Path, monkeypatch: pytes
     valohai.distributed.flush_state()
 
 
-def test_a_plan_that_knows_no_members_gives_none() -> None:
+def test_an_older_plan_without_members_has_no_files() -> None:
     """A plan that an earlier distflow stored."""
     group = plan_of(GANG.replace("ENV", ""))
     old = replace(group, launches=tuple(replace(launch, member=None) for launch in group.launches))
@@ -275,5 +275,5 @@ def test_the_answer_has_the_form_of_the_real_program(tools: Path, program: str) 
         ["curl http://@@ADDRESS:master@@:80/ --header 'host: x' /usr/bin/host my.host host.txt host=1"],
     ],
 )
-def test_who_looks_up_no_task_gets_no_tools(texts: list[str]) -> None:
+def test_tasks_that_look_up_no_address_get_no_tools(texts: list[str]) -> None:
     assert name_tools(texts) == ()

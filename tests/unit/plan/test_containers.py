@@ -43,7 +43,7 @@ def test_without_a_runtime_or_an_image_there_is_no_container() -> None:
     assert container_of(replace(LAUNCH, image=None), replace(node("n"), container="auto"), fill) is None
 
 
-def test_what_is_ignored_is_told_once_and_only_where_it_is() -> None:
+def test_an_ignored_key_is_reported_once() -> None:
     spec, problems = load_spec_text(SPEC, "spec.yaml", Path.cwd())
     assert problems == ()
     boxed, plain = replace(node("n1"), container="docker"), node("n2")

@@ -38,7 +38,7 @@ def test_variables_and_directories() -> None:
         (launch(names=("OTHER",)), "OTHER of --set-env"),
     ],
 )
-def test_what_is_missing_is_named(given: Launch, said: str) -> None:
+def test_the_error_names_the_missing_value(given: Launch, said: str) -> None:
     with pytest.raises(LookupError, match=f"^{said}$"):
         given_secrets(given, STORED)
 

@@ -65,7 +65,7 @@ def test_every_size_is_a_plan_of_its_own() -> None:
         assert size.launch("worker-0").ranks == group.launch("worker-0").ranks
 
 
-def test_an_attempt_is_told_of_those_that_run() -> None:
+def test_an_attempt_gets_only_the_tasks_that_run() -> None:
     group = _compiled()[1].groups[0].sized(3)
     tasks = {one.task: TaskBinding(node=one.task, address=f"10.0.0.{at}") for at, one in enumerate(group.launches)}
     binding = Binding(tasks=tasks, port=29500, link_port=29501, leased_at=0.0)
@@ -79,14 +79,14 @@ def test_an_attempt_is_told_of_those_that_run() -> None:
     assert "worker-1" not in shown
 
 
-def test_the_picture_says_who_may_be_left_out() -> None:
+def test_the_picture_marks_tasks_that_may_be_left_out() -> None:
     world = _compiled()[1].groups[0].world
     assert world is not None
     noted = [line.split()[0] for line in draw_world(world).splitlines() if line.endswith("may be left out")]
     assert noted == ["worker-1", "worker-2"]
 
 
-def test_a_pool_with_room_for_the_least_will_do() -> None:
+def test_a_pool_with_room_for_the_smallest_size_is_enough() -> None:
     spec, plan = _compiled()
     small = pool(node("n0", gpus=4), node("n1"))
     placement, problems = propose_placement(plan, small, spec, Severity.ERROR)

@@ -38,7 +38,7 @@ def test_a_task_of_one_rank_is_that_rank() -> None:
     assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "0", "2")
 
 
-def test_the_layout_is_told_in_our_words_too() -> None:
+def test_the_layout_is_in_variables_of_distflow() -> None:
     environment = _environment()
     assert environment["DISTFLOW_RANK_OFFSET"] == "8"
     assert environment["DISTFLOW_RANK_SIZE"] == "8"
@@ -58,11 +58,11 @@ def test_threads_are_shared_among_the_processes() -> None:
     assert _environment(OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
 
 
-def test_what_the_spec_gives_wins() -> None:
+def test_variables_of_the_spec_override_others() -> None:
     assert _environment(MASTER_PORT="29500", NCCL_SOCKET_IFNAME="ib0")["MASTER_PORT"] == "29500"
 
 
-def test_a_task_without_a_world_knows_of_none() -> None:
+def test_a_task_without_a_world_has_no_variables_of_one() -> None:
     environment = task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given={})
     assert not {name for name in environment if name.startswith(("PET_", "MASTER_", "NCCL_", "RANK", "WORLD"))}
 

@@ -73,7 +73,7 @@ def test_every_row_of_the_tables_has_a_golden_and_a_word_in_the_schema() -> None
         assert f'"{name}"' in schema_text(), name
 
 
-def test_what_the_spec_gives_wins_over_the_framework() -> None:
+def test_variables_of_the_spec_override_the_framework() -> None:
     text = (GOLDENS / "jax.yaml").read_text().replace("lead: true,", "lead: true, environment: {JAX_NUM_PROCESSES: '7'},")
     spec, _ = load_spec_text(text, "spec.yaml", GOLDENS)
     worlds, _ = check_layout(spec)

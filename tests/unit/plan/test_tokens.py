@@ -74,7 +74,7 @@ def test_paths_in_their_relative_form_lie_where_the_task_starts(
     assert set(found) == expected
 
 
-def test_both_forms_of_a_path_mean_one_file() -> None:
+def test_the_absolute_and_relative_form_of_a_path_are_one_file() -> None:
     texts = [("", "bash tmp/a.sh; cat /tmp/a.sh /conf/b.yaml conf/b.yaml"), ("conf/b.yaml", "conf/b.yaml")]
     in_work = relative_paths([("/tmp/a.sh", False), ("conf/b.yaml", False)], texts)
     rewrite = rewriter(None, None, list(in_work.items()), in_work=in_work)
@@ -85,12 +85,12 @@ def test_both_forms_of_a_path_mean_one_file() -> None:
     assert place_of("/other", in_work) == "files/other"
 
 
-def test_what_a_file_says_of_itself_moves_it_nowhere() -> None:
+def test_a_path_in_its_own_file_does_not_count() -> None:
     assert relative_paths([("/train.py", False)], [("/train.py", "usage: python3 train.py"), ("", "python3 /train.py")]) == {}
 
 
 @pytest.mark.parametrize(("text", "expected"), [("echo > tmp/x", True), ("ls ./tmp/", True), ("ls /tmp/x a/tmp/ tmpx", False)])
-def test_a_task_that_names_tmp_has_one(text: str, expected: bool) -> None:
+def test_a_task_that_uses_tmp_gets_it(text: str, expected: bool) -> None:
     assert uses_tmp([("", text)]) is expected
 
 
@@ -130,7 +130,7 @@ def test_exactly_the_injected_paths_are_rewritten(text: str, expected: str) -> N
     assert rewriter(None, None, FILES)(text) == expected
 
 
-def test_directories_of_osmos_containers_are_those_of_the_attempt() -> None:
+def test_directories_of_osmos_containers_become_directories_of_the_attempt() -> None:
     rewrite = rewriter(None, None, FILES)
     assert rewrite("ls /osmo/data/output /osmo/data/input/0/x 'a=/osmo/run/workspace'") == (
         "ls @@ATTEMPT_DIR@@/output @@ATTEMPT_DIR@@/input/0/x 'a=@@ATTEMPT_DIR@@/work'"

@@ -142,7 +142,7 @@ def test_a_hostfile_without_hosts_is_a_finding(text: str) -> None:
     )
 
 
-def test_a_file_of_something_else_is_not_told_line_by_line() -> None:
+def test_a_file_of_another_kind_has_few_findings() -> None:
     said = refusal("this is no hostfile\n" * 1000)
     assert said.startswith("hosts: error: this file does not look like a hostfile")
     assert said.count("error:") == 4
@@ -158,7 +158,7 @@ def test_any_text_is_hosts_or_findings(text: str) -> None:
     assert hosts or problems
 
 
-def test_files_that_are_none_are_one_finding(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_hostfile_is_one_finding(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2 << 20)
@@ -225,7 +225,7 @@ def test_a_pool_may_name_a_hostfile(tmp_path: Path) -> None:
     assert [(node.name, node.user, node.gpus) for node in pool.nodes] == [("gpu1", "ubuntu", 2), ("gpu2", "me", 8)]
 
 
-def test_the_findings_of_a_pools_hostfile_stand_beside_those_of_the_configuration(tmp_path: Path) -> None:
+def test_findings_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("gpu1 slots=x\n")
     text = (
         "default_pool: a\npools:\n  a: {backend: ssh, hostfile: hosts, nodes: [x]}\n  b: {backend: local, hostfile: hosts}\n"

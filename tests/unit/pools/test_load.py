@@ -106,7 +106,7 @@ def test_the_file_is_looked_for_up_to_the_home(tmp_path: Path) -> None:
     assert find_configuration(home / "a", environ(home)) == own
 
 
-def test_outside_of_both_only_the_directory_itself_counts(tmp_path: Path) -> None:
+def test_outside_of_home_and_repositories_only_the_working_directory_counts(tmp_path: Path) -> None:
     # /tmp belongs to everybody: what lies there must not decide what runs.
     written(tmp_path)
     (tmp_path / "a").mkdir()
@@ -194,7 +194,7 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
     assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=named), MACHINE).file == named
 
 
-def test_a_directory_of_that_name_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_directory_named_like_the_configuration_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "distflow.yaml").mkdir()
     with pytest.raises(ProblemsFound, match="this is a directory"):
         load_configuration(tmp_path, environ(tmp_path), MACHINE)

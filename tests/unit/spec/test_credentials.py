@@ -24,7 +24,7 @@ def spec_of(*credentials: str) -> WorkflowSpec:
     return load_spec_text(text, "spec.yaml", Path())[0]
 
 
-def test_what_there_is_can_be_named() -> None:
+def test_existing_credentials_can_be_used() -> None:
     spec = spec_of("wandb: {WANDB_API_KEY: api_key, ENTITY: entity}", "deploy: /run/secrets/deploy")
     assert not check_credentials(spec, KNOWN)
     uses = spec.groups[0].tasks[0].credentials
@@ -43,13 +43,13 @@ def test_what_there_is_can_be_named() -> None:
         ("store: {A: access_key}", "tasks cannot use the credential `store`", "its type is DATA"),
     ],
 )
-def test_what_there_is_not_is_said_where_it_stands(entry: str, message: str, hint: str) -> None:
+def test_a_missing_credential_is_reported_at_its_line(entry: str, message: str, hint: str) -> None:
     (problem,) = check_credentials(spec_of(entry), KNOWN)
     assert (str(problem.where), problem.message, problem.severity) == ("spec.yaml:7", message, Severity.ERROR)
     assert hint in problem.hint
 
 
-def test_unknown_ones_can_be_warnings_where_none_are_known() -> None:
+def test_unknown_credentials_can_be_warnings() -> None:
     (problem,) = check_credentials(spec_of("wandb: {A: api_key}"), {}, severity=Severity.WARNING)
     assert problem.severity is Severity.WARNING
     assert problem.hint == "set it: `distflow credential set wandb --payload-file KEY=FILE`"

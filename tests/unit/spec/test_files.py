@@ -234,7 +234,7 @@ def test_a_blob_that_a_power_cut_shortened_is_stored_again(folder: Path, monkeyp
     assert (folder / "blobs" / one.digest).stat().st_ino in synced
 
 
-def test_text_is_told_from_other_content(folder: Path) -> None:
+def test_text_is_distinguished_from_other_content(folder: Path) -> None:
     for data, text in ((b"{{output}}\n", "{{output}}\n"), (b"\0\1", None), (b"\xff", None), (b"x" * ((1 << 20) + 1), None)):
         (folder / "what").write_bytes(data)
         assert bundle(folder).text == text
@@ -269,7 +269,7 @@ def test_both_names_of_one_file_are_sent(folder: Path) -> None:
         assert {name: file.read() for name, file in files.items() if file} == {"first": b"data", "sub/second": b"data"}
 
 
-def test_what_holds_no_data_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_sockets_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "what").mkdir()
     (folder / "what" / "data").write_text("data")
     os.mkfifo(folder / "what" / "pipe")
@@ -291,7 +291,7 @@ def test_a_gitignore_with_a_line_that_means_nothing_holds_for_the_rest(folder: P
 
 
 @pytest.mark.parametrize("is_directory", [False, True])
-def test_what_does_not_fit_is_an_error_and_leaves_nothing(folder: Path, is_directory: bool) -> None:
+def test_a_file_that_is_too_large_is_an_error_and_leaves_no_part(folder: Path, is_directory: bool) -> None:
     path = folder / "what" / "big" if is_directory else folder / "what"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(os.urandom(5_000_000))
@@ -305,14 +305,14 @@ def test_what_does_not_fit_is_an_error_and_leaves_nothing(folder: Path, is_direc
     assert list((folder / "blobs").iterdir()) == []
 
 
-def test_a_file_of_the_store_that_is_gone_when_it_is_looked_at_does_no_harm(folder: Path) -> None:
+def test_a_blob_that_is_removed_while_sizes_are_read_does_no_harm(folder: Path) -> None:
     (folder / "what").write_bytes(b"a" * 100)
     (folder / "blobs").mkdir()
     (folder / "blobs" / "another.part").symlink_to(folder / "gone")
     assert bundle(folder).size == 100
 
 
-def test_distflow_train_goes_along_when_a_task_needs_it(folder: Path) -> None:
+def test_distflow_train_is_sent_if_a_task_needs_it(folder: Path) -> None:
     text = "workflow: {name: w, tasks: [{name: t, launcher: LAUNCHER, command: [python3, train.py]}]}"
     for launcher, sent in (("spawn", [LIBRARY]), ("torchrun", [])):
         (folder / "spec.yaml").write_text(text.replace("LAUNCHER", launcher))
@@ -346,7 +346,7 @@ def python(interpreter: str, folder: Path, text: str, *, path: str = "") -> str:
     return done.stdout.strip()
 
 
-def test_it_is_the_same_each_time_and_holds_sources_only() -> None:
+def test_the_library_archive_is_reproducible_and_has_only_sources() -> None:
     assert library_archive() == library_archive()
     with tarfile.open(fileobj=io.BytesIO(library_archive())) as archive:
         names = archive.getnames()
@@ -359,7 +359,7 @@ def test_a_bare_interpreter_can_import_it(tmp_path: Path) -> None:
     assert python(BARE, unpacked(tmp_path), text) == f"{__version__} False"
 
 
-def test_a_distflow_that_is_installed_is_found_behind_it(tmp_path: Path) -> None:
+def test_an_installed_distflow_is_found_after_the_archive(tmp_path: Path) -> None:
     installed = Path(__file__).parents[3] / "src"
     folder = unpacked(tmp_path / "lib")
     text = "import distflow.errors, distflow.train.heartbeat as d; print(distflow.errors.__file__); print(d.__file__)"

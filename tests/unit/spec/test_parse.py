@@ -157,7 +157,7 @@ def test_a_group_may_lift_the_workflows_timeout() -> None:
     assert loaded(text).groups[0].timeouts.exec_s is None
 
 
-def test_empty_tasks_beside_groups_are_as_in_osmo() -> None:
+def test_empty_tasks_next_to_groups_are_accepted_as_in_osmo() -> None:
     text = "workflow: {name: j, tasks: [], groups: [{name: g, tasks: [{name: a, command: [x]}]}]}"
     assert isinstance(loaded(text).groups[0], GroupSpec)
 
@@ -219,7 +219,7 @@ def test_a_local_file_without_permission_is_found(tmp_path: Path) -> None:
         only_task("files: [{path: a.py, localpath: a.py}]", tmp_path)
 
 
-def test_what_is_done_with_outputs_is_kept_in_words() -> None:
+def test_destinations_of_outputs_are_described() -> None:
     assert only_task("outputs: [{url: s3://b/o}, {dataset: {name: m}}]").outputs == ("upload to s3://b/o", "store as dataset m")
 
 
@@ -229,7 +229,7 @@ def test_warnings_come_with_a_spec_that_can_be_used() -> None:
     assert [problem.severity for problem in problems] == [Severity.WARNING]
 
 
-def test_warnings_are_told_beside_errors() -> None:
+def test_warnings_are_reported_with_errors() -> None:
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text("workflow: {name: j, tasks: [{name: a, cacheSize: 1Gi, comand: [x]}]}", "f", Path("/"))
     assert {problem.severity for problem in caught.value.problems} == {Severity.WARNING, Severity.ERROR}
@@ -242,7 +242,7 @@ def test_names_of_secrets_are_kept_and_checked() -> None:
         load_spec_text(text, "f", Path("/"), environment_names=["3x"])
 
 
-def test_wrong_names_are_told_beside_a_broken_document() -> None:
+def test_wrong_names_are_reported_with_a_broken_document() -> None:
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text("a: [", "f", Path("/"), environment_names=["3x"])
     assert len(caught.value.problems) == 2
@@ -255,7 +255,7 @@ def test_standard_input_is_a_spec_too() -> None:
         load_spec("-")
 
 
-def test_the_same_finding_in_an_alias_is_told_once() -> None:
+def test_a_finding_in_an_alias_is_reported_once() -> None:
     text = "workflow:\n  name: j\n  tasks:\n  - &a {name: a, command: [x], exitActions: {FAIL: x}}\n  - {<<: *a, name: b}\n"
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text(text, "f", Path("/"))

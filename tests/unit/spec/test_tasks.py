@@ -57,14 +57,14 @@ def load() -> WorkflowSpec:
     return spec
 
 
-def test_they_are_read_from_task_group_and_workflow() -> None:
+def test_retries_and_exit_actions_of_task_group_and_workflow() -> None:
     helpers, never, counts = load().groups
     assert helpers.retry == Retry(limit=3, backoff_s=5.0, max_backoff_s=3600.0) == counts.retry
     assert never.retry == Retry(limit=0, backoff_s=7200.0, max_backoff_s=7200.0)
     assert helpers.tasks[2].exit_actions == ExitActions(complete=((3, 3), (5, 6)), reschedule=((1, 1),))
 
 
-def test_a_reschedule_without_effect_is_told_once_per_entry() -> None:
+def test_a_reschedule_without_effect_is_one_warning_for_each_entry() -> None:
     helper, one = unused_reschedules(load(), ())
     assert helper.as_text() == (
         "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect:"

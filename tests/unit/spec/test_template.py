@@ -118,7 +118,7 @@ def test_an_option_that_changes_nothing_is_refused() -> None:
         ("{{ '{{' }}", "{{"),
     ],
 )
-def test_tokens_go_through(written: str, left: str) -> None:
+def test_rendering_keeps_tokens(written: str, left: str) -> None:
     assert rendered(f"default-values: {{n: 2}}\nx: {written}\ny: {{{{ n }}}}") == f"\nx: {left}\ny: 2"
 
 
@@ -182,7 +182,7 @@ def test_marks_of_lines_never_change_what_a_template_computes() -> None:
     assert rendered(text) == "\nTrue 3\nTrue"
 
 
-def test_characters_for_private_use_stay() -> None:
+def test_private_use_characters_are_kept() -> None:
     assert rendered("\U000f0000t0\U000f0001 {{ 1 }} \ue0b0") == "\U000f0000t0\U000f0001 1 \ue0b0"
 
 

@@ -33,7 +33,7 @@ def test_a_credential_is_kept_for_its_owner_only(tmp_path: Path) -> None:
     assert "hidden-value" not in repr(found)
 
 
-def test_a_folder_that_is_not_there_holds_none(tmp_path: Path) -> None:
+def test_a_missing_directory_has_no_credentials(tmp_path: Path) -> None:
     kept = Credentials(tmp_path / "nothing")
     assert kept.all() == ()
     assert kept.find("wandb") is None

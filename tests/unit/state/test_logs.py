@@ -200,7 +200,7 @@ def test_an_attempt_that_begins_later_is_followed_from_its_first_line(tmp_path: 
     assert Follower(sources, begin, last=1).seen == [["a2"], ["again 1", "again 2"]]
 
 
-def test_text_waits_one_look_for_its_time(tmp_path: Path) -> None:
+def test_text_waits_one_poll_for_its_time(tmp_path: Path) -> None:
     """The mirror brings the text and its times one after the other."""
     one = logged(tmp_path, "a", (1.0, b"one\n"))
     index = one.folder / "output.idx"
@@ -225,7 +225,7 @@ def test_text_waits_one_look_for_its_time(tmp_path: Path) -> None:
     assert [(line.time, line.text) for line in taken] == [(1.0, "one"), (2.0, "two")]
 
 
-def test_text_whose_time_never_comes_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_text_without_a_time_is_shown_after_a_poll(tmp_path: Path) -> None:
     one = source(tmp_path, "a")
     one.folder.mkdir(parents=True)
     (one.folder / "output.log").write_bytes(b"one\n")

@@ -41,7 +41,7 @@ def test_lines_that_count(line: str, found: object) -> None:
         '{"step": 1, "a": ' + "[" * 5000 + "]" * 5000 + "}",
     ],
 )  # fmt: skip
-def test_all_other_lines_are_passed_over(line: str) -> None:
+def test_other_lines_are_ignored(line: str) -> None:
     assert parse_metric(line) is None
 
 
@@ -94,10 +94,10 @@ def test_names_without_end_do_not_fill_the_memory() -> None:
     assert found.values["loss"] == 1999
 
 
-def test_one_rank_can_be_asked_for() -> None:
+def test_metrics_of_one_rank_can_be_requested() -> None:
     said = lines(("a", 0, {"step": 1, "rank": 0}), ("a", 0, {"step": 1, "rank": 1}), ("a", 0, {"step": 1}))
     assert [metric.rank for metric in read_metrics(said, rank=1)] == [1]
 
 
-def test_texts_are_no_numbers() -> None:
+def test_texts_are_not_numbers() -> None:
     assert [number(value) for value in (1, 0.5, True, "nan", None)] == [1.0, 0.5, 1.0, None, None]

@@ -23,7 +23,7 @@ from unit.state.stored import T0, workflow
 HOUR = 3600.0
 
 
-def test_what_is_kept_is_for_its_owner(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_stored_secrets(tmp_path: Path) -> None:
     write_secrets(tmp_path, "one", {"TOKEN": Secret("hidden")})
     write_secrets(tmp_path, "two", {})
     assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
@@ -32,7 +32,7 @@ def test_what_is_kept_is_for_its_owner(tmp_path: Path) -> None:
     assert read_secrets(tmp_path, "two") == {}
 
 
-def test_what_a_killed_supervisor_or_submit_left_is_swept(tmp_path: Path) -> None:
+def test_secrets_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     folder.mkdir()
     with Store(tmp_path / "store.sqlite3") as store:

@@ -28,7 +28,7 @@ def made(folder: Path) -> Syncs:
     return syncs
 
 
-def test_there_is_one_for_each_task_and_nobody_else_reads_it(tmp_path: Path) -> None:
+def test_each_task_has_one_process_and_only_the_owner_reads_its_files(tmp_path: Path) -> None:
     syncs = made(tmp_path)
     handle = syncs.take(SYNC)
     assert handle is not None
@@ -46,7 +46,7 @@ def test_there_is_one_for_each_task_and_nobody_else_reads_it(tmp_path: Path) -> 
     assert (modes, stat.S_IMODE((tmp_path / "rsync").stat().st_mode)) == ({0o600}, 0o700)
 
 
-def test_who_only_looks_whether_one_is_at_work_keeps_none_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_the_lock_does_not_prevent_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs = made(tmp_path)
     reader = os.open(tmp_path / "rsync" / "a1-main.lock", os.O_RDWR | os.O_CREAT, 0o600)
     flock = fcntl.flock
@@ -99,7 +99,7 @@ def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypa
         assert stranger.returncode == 0
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rsync").write_text("")
     with pytest.raises(StateError, match="cannot use the state directory"):
         made(tmp_path)

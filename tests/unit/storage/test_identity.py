@@ -31,12 +31,12 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "key
         ("az://c/x", {"AZURE_STORAGE_ACCOUNT_NAME": "name"}, None),
     ],
 )
-def test_an_environment_is_told_when_it_says_who_we_are(url: str, environ: dict[str, str], told: set[str] | None) -> None:
+def test_an_environment_with_credentials_is_an_identity(url: str, environ: dict[str, str], told: set[str] | None) -> None:
     found = identity_of(parse_url(url), None, environ)
     assert (None if found is None else set(found.environment)) == told
 
 
-def test_credentials_win_and_come_as_they_were() -> None:
+def test_credentials_override_the_environment_and_survive_encoding() -> None:
     credentials = Credentials(
         access_key_id="id", access_key=Secret("k1"), override_url="http://x", region="r", addressing_style="path"
     )
@@ -46,7 +46,7 @@ def test_credentials_win_and_come_as_they_were() -> None:
     assert (found.credentials, set(found.environment)) == (credentials, {*WHERE})
 
 
-def test_what_is_no_secret_is_not_masked() -> None:
+def test_only_secrets_are_masked() -> None:
     found = identity_of(parse_url("azure://name/c/x"), None, AZURE | WHERE)
     assert found is not None
     assert [one.reveal() for one in found.secrets] == ["key"]

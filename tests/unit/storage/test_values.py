@@ -28,12 +28,12 @@ def test_keys_are_relative_to_the_url() -> None:
     assert names("s3://b", "d/x", "a") == ["a", "d/x"]
 
 
-def test_an_object_of_the_name_is_meant_alone() -> None:
+def test_a_url_with_the_exact_name_of_an_object_selects_only_it() -> None:
     assert names("s3://b/d/x.pt", "d/x.pt", "d/x.pt/more") == ["x.pt"]
     assert names("s3://b/d/x.pt/", "d/x.pt", "d/x.pt/more") == ["more"]
 
 
-def test_what_stands_for_a_folder_is_left_out() -> None:
+def test_folder_markers_are_left_out() -> None:
     assert names("s3://b/d", "d/", "d/sub/", "d/sub/a") == ["sub/a"]
 
 
@@ -69,7 +69,7 @@ def test_a_file_cannot_be_a_directory_too() -> None:
     check_names(url, select(url, entries("d/a", "d/ab/c")))
 
 
-def test_parts_are_told_from_files_of_people() -> None:
+def test_incomplete_files_are_recognized_by_name() -> None:
     assert is_part(part_name("0123456789abcdef"))
     assert not is_part("model.part")
 
@@ -160,7 +160,7 @@ def test_secrets_are_masked_in_what_drivers_say() -> None:
     assert caught.value.__suppress_context__
 
 
-def test_what_is_not_the_drivers_passes() -> None:
+def test_errors_that_are_not_the_drivers_pass_unchanged() -> None:
     for error in (TransferCanceled(), InputError("x")):
         with pytest.raises(type(error)), driver_errors("s3://b/x"):
             raise error
