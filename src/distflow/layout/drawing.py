@@ -55,9 +55,9 @@ def rank_text(start: int, stop: int) -> str:
 
 def draw_world(world: World) -> str:
     """Return the picture of a correct layout."""
-    sure = len(world.smaller[-1].tasks) if world.smaller else len(world.tasks)
+    kept = len(world.smaller[-1].tasks) if world.smaller else len(world.tasks)
     bars = [
-        Bar(name=item.task, offset=item.offset, size=item.size, note="may be left out" if item.node_rank >= sure else "")
+        Bar(name=item.task, offset=item.offset, size=item.size, note="may be left out" if item.node_rank >= kept else "")
         for item in world.tasks
     ]
     return draw(bars, world.world_size)

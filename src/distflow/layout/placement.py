@@ -178,7 +178,7 @@ def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]
 
 
 def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
-    """Return a complete placement found by backtracking, tasks with the fewest nodes first; empty if none was found."""
+    """Search for a complete placement, beginning with tasks that fit on the fewest nodes; empty if none was found."""
     if len({demand.spread for demand in demands}) == 1 and demands[0].spread is not None:
         return {}  # the matching was exact
     fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]

@@ -79,7 +79,7 @@ class StartCommand:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of every task of a world. Variables of the spec override them."""
+    """Variables in addition to the variables that every task of a world gets. Variables of the spec override them."""
     files: tuple[PlannedFile, ...] = ()
 
 

@@ -63,7 +63,7 @@ def manifest_objects(
 ) -> list[dict[str, Any]]:
     """Return the manifests as objects, with the arguments and errors of ``kubernetes_manifests``."""
     if kind == "trainjob" and len(plan.groups) > 1:
-        message = f"a TrainJob has one group of tasks, and this workflow has {len(plan.groups)}"
+        message = f"a TrainJob has one group of tasks, but this workflow has {len(plan.groups)}"
         raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
     specs = {group.name: group for group in spec.groups}
     found: list[dict[str, Any]] = []

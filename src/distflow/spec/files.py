@@ -442,7 +442,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
 
 
 def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the entries to send of a directory, with their names relative to ``root``. A directory comes before its entries.
+    """Yield the entries of a directory that are sent, with names relative to ``root``. A directory comes before its entries.
 
     ``folder`` is the relative name of the directory with a slash at its end, or empty. ``rules`` are the patterns of ignored
     files, each with the directory that it applies to, in the same form.

@@ -326,7 +326,7 @@ def _parse_topology(resource: View) -> tuple[TopologyRequest, ...]:
         if any(other.key == near.key for other in found):
             entry.add(
                 f"`topology` has the key `{near.key}` twice",
-                "keep one entry: a task belongs to one group for each key",
+                "keep one entry: a task can belong to only one group for each key",
                 key="key",
             )
         found.append(near)

@@ -100,7 +100,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def socket(self) -> Path:
-        """The socket on which the supervisor is woken."""
+        """The socket through which other processes wake the supervisor."""
         return self.path / "supervisor.sock"
 
     def ensure(self) -> StateDirectory:

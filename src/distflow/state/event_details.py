@@ -184,7 +184,7 @@ class GroupRescheduled(_State):
     attempt: int = 0
     """The number of the next attempt, counted from 1; 0 in a record of an older distflow."""
     attempts: int = 0
-    """The largest number of attempts."""
+    """The maximum number of attempts."""
     wait_s: float = 0.0
     """Seconds until that attempt begins."""
     next: str = ""

@@ -176,7 +176,7 @@ class _Reader:
                 yield line, is_whole
 
     def has_torn_line(self) -> bool:
-        """Return whether a line that has not ended lacks its beginning, unless it is a progress bar, whose end is enough."""
+        """Return whether a line that has not ended lacks its beginning. For a progress bar, the end is enough."""
         return any(not one.is_whole and b"\r" not in one.data for one in self._pending.values())
 
     def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
@@ -397,9 +397,9 @@ def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float
 
 
 def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_bytes: int = sys.maxsize) -> int:
-    """Return an offset after which the requested number of lines is complete.
+    """Return an offset from which a reader gets at least the ``last`` lines complete.
 
-    It reads larger and larger parts of the end, but no more than ``most_bytes``.
+    To find it, larger and larger parts of the end are read, up to ``most_bytes``.
     """
     if last is None:
         return 0

@@ -1,8 +1,8 @@
 """Metrics that programs print as lines of JSON, read from the mirrored logs.
 
-A line counts if it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``. Such lines are
-printed by ``distflow.train.report``, and any program may print them. All other output is ignored. A launcher's prefix such as
-``[default0]:`` (torchrun's ``--tee``) may precede the object.
+A line counts if it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``.
+``distflow.train.report`` prints such lines, and any other program may do so. All other output is ignored. A launcher's prefix
+such as ``[default0]:`` (torchrun's ``--tee``) may precede the object.
 """
 
 from __future__ import annotations

@@ -479,7 +479,7 @@ class WorkflowRecord(Struct, frozen=True, kw_only=True):
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Something that happened, as the store records it."""
+    """An event of a workflow, as the store records it."""
 
     at: float
     workflow: str

@@ -43,7 +43,7 @@ class Search(Struct, frozen=True, kw_only=True):
 
 
 def label_globs(selector: str) -> tuple[str, ...]:
-    """Return the patterns of a label selector, one of which must match. ``*`` matches any text, ``(a|b)`` one of several.
+    """Return the patterns of a label selector, one of which must match. ``*`` matches any text, ``(a|b)`` one of the texts.
 
     Raises ``ValueError`` if the selector is not valid.
 

@@ -3,8 +3,8 @@
 Each writer has its own rows, so that no writer can undo another's changes. Submission inserts workflows, ``request_cancel``
 adds a row to a separate table, and only the supervisor that holds the lock saves progress. Readers never wait for it.
 
-The store reads its own older and newer versions: unknown fields of records are ignored. The schema is numbered (``PRAGMA
-user_version``) and migrated step by step.
+Records of older and newer versions of distflow can be read: unknown fields are ignored. The schema is numbered (``PRAGMA
+user_version``) and migrated step by step. A newer schema is refused.
 """
 
 from __future__ import annotations

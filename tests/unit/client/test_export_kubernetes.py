@@ -156,7 +156,7 @@ def test_a_train_job_has_one_group_and_the_settings_of_its_runtime(folder: Path,
     assert (train_job["spec"]["trainer"]["numNodes"], train_job["spec"]["trainer"]["numProcPerNode"]) == (2, 1)
     assert run(["workflow", "export", str(SPECS / "pipeline.yaml"), "--to", "trainjob"]) == 2
     assert re.search(
-        r"pipeline.yaml:\d+: error: a TrainJob has one group of tasks, and this workflow has 3", capsys.readouterr().err
+        r"pipeline.yaml:\d+: error: a TrainJob has one group of tasks, but this workflow has 3", capsys.readouterr().err
     )
     (folder / "distflow.yaml").write_text(json.dumps(CONFIGURATION).replace('"queue"', '"scheduler": "volcano", "queue"'))
     assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2

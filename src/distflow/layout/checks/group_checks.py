@@ -92,7 +92,7 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
     ordered = sorted(members, key=lambda member: not member.claims.task.lead)
     is_numbered = any(member.invocation and member.invocation.launcher in ("torchrun", "rank") for member in members)
     if is_numbered and len(group.tasks) > 1 and not is_shared(ordered):
-        return None, [*_worlds_of_their_own(ordered), *_tokens(claims, None)]
+        return None, [*_separate_worlds(ordered), *_tokens(claims, None)]
     if not ordered:
         return None, _tokens(claims, None)
     if is_numbered:
@@ -210,7 +210,7 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     return [Problem(where=later.where, message=message, hint="start the ranks of all tasks of a group in the same way")]
 
 
-def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
+def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
     """Return a warning if several tasks run torchrun without any flag that connects them."""
     if len(members) < 2:
         return []
@@ -277,7 +277,7 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
 
 
 def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
-    """Return a problem for each task that uses a token of the layout which has no value for this task."""
+    """Return a problem for each task with a rank token that cannot be replaced."""
     problems = []
     inside = {item.task for item in world.tasks} if world is not None else set()
     own = {"rank_offset", "rank_size", "node_rank"}

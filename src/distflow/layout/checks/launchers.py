@@ -1,4 +1,4 @@
-"""Check launchers: the commands that they start for each rank, and the checkpoints of groups that restart."""
+"""Check that launchers and frameworks can start the commands of tasks, and that checkpoints fit the restarts of a group."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
     """Return a problem for each task whose command its launcher or framework cannot start."""
-    problems = _both(group)
+    problems = _launcher_and_framework(group)
     for item in claims:
         starter = _starter(group, item.task)
         if not problems and starter is not None:
@@ -78,7 +78,7 @@ def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
     ]
 
 
-def _both(group: GroupSpec) -> list[Problem]:
+def _launcher_and_framework(group: GroupSpec) -> list[Problem]:
     framework = group.framework
     if framework is None or framework.value == "pytorch":
         return []

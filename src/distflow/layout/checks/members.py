@@ -1,4 +1,4 @@
-"""A task that takes part in a world: its effective claims, and texts about them for messages."""
+"""``Member``, a task of a world with its effective claims, and the parts of messages about it."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _claimed(members: Sequence[Member]) -> dict[int, int]:
 
 
 def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
-    """Return every member's node rank: members without one take the lowest free ones, the lead first."""
+    """Return every member's node rank. Members without a stated node rank take the lowest free ones, the lead first."""
     free = (rank for rank in range(2 * len(members) + 1) if rank not in set(claimed.values()))
     return [claimed[index] if index in claimed else next(free) for index in range(len(members))]
 

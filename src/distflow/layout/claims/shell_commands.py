@@ -70,7 +70,7 @@ class Word:
 
     @property
     def literal(self) -> str:
-        """The text of a word without variables; empty if there is one."""
+        """The text of a word without variables; empty for a word with variables."""
         return "".join(part for part in self.parts if isinstance(part, str)) if not self.has_variables else ""
 
     @property
