@@ -553,7 +553,7 @@ def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
     bench.backend.close()
 
 
-def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_backend_aborts_running_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
     def endless(*_: object, progress: Callable[[bool, int, int], None], **__: object) -> None:
@@ -572,7 +572,7 @@ def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch
     bench.backend.collect(bench.key())
     assert bench.await_one(Collecting).is_packed is False
     bench.backend.close()
-    wait_until(lambda: ended == ["let go"], 20)
+    wait_until(lambda: ended == ["the supervisor closes its connections"], 20)
 
 
 def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

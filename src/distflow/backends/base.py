@@ -71,7 +71,7 @@ class AttemptKey:
     """One attempt of a task, and its node."""
 
     workflow: str
-    """uuid"""
+    """The workflow's uuid."""
     group: str
     task: str
     attempt: int
@@ -156,7 +156,7 @@ class NodeUp(_Observed):
     memory: int | None = None
     platform: str | None = None
     machine: str = ""
-    """Equal for nodes that share their lease files: pool entries of one machine. Empty if unknown."""
+    """Id of the machine: nodes with the same id share their lease files. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +167,11 @@ class NodeDown(_Observed):
     node: str
     error: str
     since: float | None = None
-    """Time of the last message. ``None`` if the node has not answered since it was last reported down, or never."""
+    """Time of the last message. ``None`` if the node has sent none since it was last reported down."""
     needs_action: bool = False
     """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
     is_engine_away: bool = False
-    """Whether the engine that allocated the node cannot be asked either. Then nothing tells that the node has failed."""
+    """Whether the engine that allocated the node is unreachable too. Then it is unknown whether the node has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,13 @@ class Leased(_Observed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(_Observed):
-    """A gang did not get everything, so it holds nothing."""
+    """A gang's lease request failed, so the gang holds nothing."""
 
     workflow: str
     group: str
     attempt: int
     nodes: Mapping[str, str]
-    """Reason of each node that refused or did not answer."""
+    """Node → reason, for each node that refused or did not answer."""
     is_final: bool = False
     """Whether trying again would not help."""
     reason: Reason = Reason.START_ERROR
@@ -221,7 +221,7 @@ class VenvProgress(_OfAttempt):
     """The Python environment of the task is being built on its node. The attempt does not exist yet."""
 
     message: str
-    """The last line of the tool that builds it."""
+    """The last output line of the tool that builds it."""
     seconds: float
 
 
@@ -236,7 +236,7 @@ class VenvBuilt(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VenvFailed(_OfAttempt):
-    """The task's node has no Python environment."""
+    """The Python environment could not be built on the task's node."""
 
     message: str
     is_final: bool
@@ -263,7 +263,7 @@ class Prepared(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(_OfAttempt):
-    """The node refused, and trying again would not help."""
+    """The attempt cannot be prepared, and trying again would not help."""
 
     message: str
     is_image: bool = False
@@ -289,7 +289,7 @@ class Started(_OfAttempt):
     started_at: float
     """Time of the node's clock."""
     clock: Clock | None = None
-    """Offset of the node's clock from ours; ``None`` if it was not measured."""
+    """Offset of the node's clock from this machine's; ``None`` if it was not measured."""
     directory: str = ""
     """The attempt's directory on the node."""
 
@@ -309,7 +309,7 @@ class Ended(_OfAttempt):
     end: Mapping[str, object]
     """The node's record (``docs/agent-protocol.md``, ``End``). Its times are those of the node's clock."""
     clock: Clock | None = None
-    """Offset of the node's clock from ours; ``None`` if it was not measured."""
+    """Offset of the node's clock from this machine's; ``None`` if it was not measured."""
     has_files: bool | None = None
     """Whether there are files in its ``{{output}}``; ``None`` if that is not known."""
 
@@ -340,7 +340,7 @@ class Collecting(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected(_OfAttempt):
-    """The output or a checkpoint is here, as a tar in the blob store."""
+    """The output or a checkpoint is in this machine's blob store, as a tar archive."""
 
     checkpoint: CheckpointRef | None = None
     digest: str
@@ -350,7 +350,7 @@ class Collected(_OfAttempt):
     left_out: tuple[str, ...] = ()
     """Names of files that an archive cannot contain (sockets, pipes, devices)."""
     is_everywhere: bool = False
-    """Whether it was not copied here, because all nodes of the pool see it on a shared file system."""
+    """Whether it stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,11 +409,11 @@ class LogSink(Protocol):
     """Receives the output of attempts. It may be called from several threads, but from one at a time for each file."""
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
-        """Return the newest mirrored file of the output (``log``) or its index (``idx``), and its length in bytes."""
+        """Return the newest mirrored file of the output (``log``) or of its index (``idx``), and the file's length in bytes."""
         ...
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
-        """Store ``data`` at ``offset`` of a file. Data may arrive again.
+        """Store ``data`` at ``offset`` of a file. The same data may arrive again.
 
         Raises ``OSError`` if there is no room, and ``ValueError`` if it is not a file of the output.
         """
@@ -424,12 +424,12 @@ class LogSink(Protocol):
         ...
 
     def beat(self, key: AttemptKey, at: float) -> None:
-        """Record an attempt's heartbeat at ``at``, in seconds since the epoch by our clock. Never raises."""
+        """Record an attempt's heartbeat at ``at``, in seconds since the epoch by this machine's clock. Never raises."""
         ...
 
 
 NO_EXIT_CODES: Mapping[Any, int] = MappingProxyType({})
-"""Of attempts, and of allocations of cluster engines."""
+"""An empty mapping, as a default for parameters."""
 
 
 class Backend(Protocol):
@@ -440,13 +440,13 @@ class Backend(Protocol):
     1. Only ``deliver`` blocks. All observations, answers included, go to the backend's sink.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``, and every ``build_venv`` by ``VenvBuilt`` or
        ``VenvFailed``, unless it is canceled. Every other command is answered by an observation of its
-       attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the connection broke. All commands may be repeated: they
-       then report the current state.
+       attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the connection broke. All commands may be repeated: a
+       repeated command reports the current state.
     3. A lease is all or nothing.
     4. ``Ended`` is reported only when no process of the attempt remains, and again after a reconnection.
     5. The log sink gets all output of every watched attempt in order. Then ``LogComplete`` is reported.
     6. ``collect`` may be repeated while it is running; it is then answered once.
-    7. Times from a node are reported with ``clock``: the offset of the node's clock from ours, and its uncertainty.
+    7. Times from a node are reported with ``clock``: the offset of the node's clock from this machine's, with its uncertainty.
     8. ``close`` may be called twice, never raises, and stops no task.
     """
 
@@ -468,13 +468,13 @@ class Backend(Protocol):
         ended: Collection[str] | None = None,
         exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
     ) -> None:
-        """Give back the allocations of all other gangs that this backend has requested, where an engine chooses the nodes.
+        """Release this backend's allocations of all gangs that are not in ``gangs``, if an engine chooses the nodes.
 
         Args:
-            gangs: The attempts of groups that wait for nodes or still need theirs; task and node are empty.
-            ended: Workflows (uuids) that have ended. They and those of ``gangs`` may have left allocations that an earlier
-                process requested. ``None``: do not look for those.
-            exit_codes: The exit codes of gangs that have ended by themselves, for the engine's accounting. Like ``gangs``.
+            gangs: The attempts of groups that wait for nodes or still need theirs. Their keys have no task and no node.
+            ended: The uuids of ended workflows. Allocations that an earlier process requested for them, or for the workflows
+                of ``gangs``, are released too. ``None``: do not search for such allocations.
+            exit_codes: The exit codes of gangs that ended by themselves, for the engine's accounting. Keys as in ``gangs``.
 
         """
         ...

@@ -40,7 +40,7 @@ def preload(names: Iterable[str]) -> None:
 def require_supported(pool: Pool) -> None:
     """Raise ``InputError`` if this version of distflow, or this operating system, does not have the pool's backend."""
     if pool.backend not in BACKENDS:
-        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"available: {', '.join(BACKENDS)}")
+        raise InputError(f"this version of distflow has no backend `{pool.backend}`", hint=f"available: {', '.join(BACKENDS)}")
     if pool.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise InputError(
             f"pool {pool.name} needs the package `kubernetes`, which is not installed",
@@ -54,7 +54,7 @@ def require_supported(pool: Pool) -> None:
 
 
 def unknown_hosts(pool: Pool) -> Mapping[str, str]:
-    """Return the nodes whose host name does not exist, each with that name. The lookup takes at most about 2 s."""
+    """Return node → host name, for nodes whose host name cannot be resolved. The lookup takes at most about 2 s."""
     if pool.backend != "ssh":
         return {}
     from distflow.backends.machines.connection import destination  # noqa: PLC0415  only a hostfile needs it

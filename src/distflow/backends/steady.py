@@ -20,7 +20,7 @@ class SteadyTime:
     """Seconds since the epoch (UTC) that only move forward."""
 
     def __init__(
-        self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = _elapsed  # noqa: TID251  asked once
+        self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = _elapsed  # noqa: TID251  read once
     ) -> None:  # fmt: skip
         """Read the machine's clock once."""
         self._elapsed = elapsed

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from distflow.backends.machines.backend import transport_of
-from distflow.backends.machines.inspection import Asked, TaskStacks, collect_stacks
+from distflow.backends.machines.inspection import InspectedTask, TaskStacks, collect_stacks
 from distflow.backends.machines.session import Exit, Session, Size, open_session
 from distflow.client.client import Client
 from distflow.client.workflows import choose_tasks
@@ -247,7 +247,7 @@ def read_stacks(
         )
     pool = client.store.pool(record.uuid)
     asked = [
-        Asked(
+        InspectedTask(
             task=one.name,
             group=group,
             attempt=attempt_name(record.uuid, group, one.name, one.attempt),

@@ -24,7 +24,7 @@ def test_a_mac_can_submit_but_run_no_tasks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--hostfile" in (caught.value.hint or "")
 
 
-def test_an_unknown_backend_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(InputError, match="no backend 'cloud'") as caught:
+def test_the_error_for_an_unknown_backend_lists_the_backends() -> None:
+    with pytest.raises(InputError, match="no backend `cloud`") as caught:
         require_supported(pool("cloud"))
     assert caught.value.hint == "available: local, ssh, slurm, kubernetes, ray"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.inspection import Asked, TaskStacks
+from distflow.backends.machines.inspection import InspectedTask, TaskStacks
 from distflow.cli.render.stacks import collective_lines, stacks_json, stacks_text
 from distflow.cli.render.tables import Paint
 from distflow.pools.model import Node
@@ -24,7 +24,7 @@ def process(pid: int, *calls: str, rank: int | None = None, error: str | None = 
 def task(name: str, *processes: dict[str, Any], tool: str | None = "/bin/py-spy", rule: int = 0, error: str = "") -> TaskStacks:
     node = Node(name=f"n-{name}", host="h", root="~/.distflow", python="/opt/python")
     seen = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
-    return TaskStacks(asked=Asked(task=name, group="g", attempt="a", node=node), seen=seen, error=error)
+    return TaskStacks(asked=InspectedTask(task=name, group="g", attempt="a", node=node), seen=seen, error=error)
 
 
 def shown(*tasks: TaskStacks) -> str:
@@ -123,7 +123,7 @@ def rank_reports(
         there = {"number": number, "operation": operation, "is_over": is_over, "entered": entered}
         told.append({"rank": rank, "groups": [{"name": "0 default_pg", "ranks": [*world], **there}]})
     seen: dict[str, Any] = {"tool": None, "processes": [], "collectives": told}
-    return TaskStacks(asked=Asked(task=name, group=group, attempt="a", node=node), seen=seen)
+    return TaskStacks(asked=InspectedTask(task=name, group=group, attempt="a", node=node), seen=seen)
 
 
 def shown_collectives(*tasks: TaskStacks) -> str:

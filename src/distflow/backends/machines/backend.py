@@ -1,7 +1,7 @@
 """The backend for plain machines: one agent per node, and gang leases across nodes.
 
-It knows nodes, attempts and the agent protocol (``docs/agent-protocol.md``), but no states and no policy. Each node has one
-connection (``connection``), which reconnects by itself. This module distributes commands over them.
+It handles nodes, attempts and the agent protocol (``docs/agent-protocol.md``), but neither states nor policy. Each node has
+one connection (``connection``), which reconnects by itself. This module sends each command to the connection of its node.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _BUILD_THREADS = 64
 _INLINE = 64 << 10
 """Largest file that is sent within the launch, in bytes. Larger ones are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
-"""Timeout for unpacking and copying staged files. A dead node is detected by its silence, long before."""
+"""Timeout for unpacking and copying staged files. A dead node is detected long before, because its heartbeats stop."""
 _REPORT_INTERVAL_S = 5.0
 _PAUSE_S = 1.0
 _TORCH_S = 30.0
@@ -83,7 +83,7 @@ class MachinesBackend:
     def __init__(
         self, pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink, open_transport: Callable[[Node], Transport] | None = None
     ) -> None:
-        """Create the backend without connecting. ``open_transport``: if the pool does not tell how to reach its nodes."""
+        """Create the backend without connecting. ``open_transport`` replaces ``transport_of``."""
         self._open_transport = open_transport or partial(transport_of, pool)
         self._pool = pool
         self._blobs = blobs
@@ -94,7 +94,7 @@ class MachinesBackend:
         self._halts: dict[AttemptKey, threading.Event] = {}
         """Events of attempts that are being prepared. An event is set if its attempt is stopped or prepared again."""
         self._torch_checked: set[tuple[str | None, ...]] = set()
-        """The Pythons of nodes that have torch."""
+        """Settings of tasks (see ``_check_torch``) with which the node's Python has torch."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
         self._builds: dict[AttemptKey, _VenvBuild] = {}
@@ -134,7 +134,7 @@ class MachinesBackend:
         """Close the connections to nodes that are no longer part of the pool."""
         dropped = [connection for name in names if (connection := self._connections.pop(name, None)) is not None]
         for connection in dropped:
-            # It waits for threads that may be waiting for the caller.
+            # `close` waits for threads, and these may be waiting for the caller.
             threading.Thread(target=connection.close, name=f"close {connection.node.name}", daemon=True).start()
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
@@ -154,7 +154,7 @@ class MachinesBackend:
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage large files, then write the launch record, in a thread, because that may take minutes.
 
-        An earlier try that is still running reports nothing more: its connection has broken, or its lease is a different one.
+        An earlier try that is still running reports nothing more: its connection broke, or it belongs to an earlier lease.
         """
         self._halt(key)
         halt = threading.Event()
@@ -234,10 +234,7 @@ class MachinesBackend:
             halt.set()
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
-        """Whether every node of the pool already sees a blob.
-
-        Small files must be here anyway, because the launch contains them.
-        """
+        """Return whether every node of the pool has a blob already. False for small ones, which launch records contain."""
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
@@ -287,7 +284,7 @@ class MachinesBackend:
                 raise _Unwanted
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
-            return  # it is being stopped, and its end will be reported; or the next try reports the result
+            return  # the stop or the next try reports the result
         except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if not halt.is_set():
                 self._not_prepared(key, error, halt)
@@ -310,12 +307,12 @@ class MachinesBackend:
                 self._sink(VenvProgress(at=now(), key=key, message=plain(message), seconds=seconds))
 
         try:
-            build.check()  # it may have waited for a thread
+            build.check()  # it may have been canceled while it waited for a thread
             tool, seconds = self._connections[key.node].build_venv(venv, progress, build.opened)
         except _Unwanted:
             return
         except NodeUnreachable as error:
-            build.halt.wait(_PAUSE_S)  # a restarting sshd refuses connections without delay
+            build.halt.wait(_PAUSE_S)  # a restarting sshd refuses connections at once: do not retry in a busy loop
             seen: VenvFailed | VenvBuilt = VenvFailed(at=now(), key=key, message=error.message, is_final=False)
         except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if isinstance(error, AgentError):
@@ -336,7 +333,7 @@ class MachinesBackend:
 
     def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
-            # The next try follows at once, and a restarting sshd refuses connections without delay.
+            # The supervisor retries at once, and a restarting sshd refuses at once: avoid a busy loop.
             halt.wait(_PAUSE_S)
             self._sink(Unanswered(at=now(), key=key))
         elif isinstance(error, _Relay):
@@ -360,15 +357,15 @@ class MachinesBackend:
         self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
     ) -> None:
         """Let the node fetch those inputs that it can fetch itself."""
-        for one in launch.downloads:
-            identity = secrets.stores.get(one.number)
+        for download in launch.downloads:
+            identity = secrets.stores.get(download.number)
             if identity is None:
-                raise _Relay(one.number, "its credentials are no longer available")
-            arrival = InputRequest(url=one.url, regex=one.regex, dataset=one.dataset)
+                raise _Relay(download.number, "its credentials are no longer available")
+            request = InputRequest(url=download.url, regex=download.regex, dataset=download.dataset)
             try:
-                connection.bring(key, arrival, one.path, identity, progress)
+                connection.bring(key, request, download.path, identity, progress)
             except RelayRequired as why:
-                raise _Relay(one.number, str(why)) from None
+                raise _Relay(download.number, str(why)) from None
 
     def _progress_callback(self, key: AttemptKey, halt: threading.Event) -> Progress:
         """Return a progress callback, which reports the transfer and ends it if the attempt is no longer wanted."""
@@ -400,7 +397,7 @@ class MachinesBackend:
         container: Container,
         login: tuple[str, Secret] | None,
     ) -> None:
-        """Pull the task's image on its node, and report regularly that this continues, because its progress is unknown."""
+        """Pull the task's image on its node, and report regularly that this continues: the progress is unknown."""
         pulled = threading.Event()
 
         def report() -> None:
@@ -410,13 +407,13 @@ class MachinesBackend:
         threading.Thread(target=report, name=f"image of {key.name}", daemon=True).start()
         try:
             env, path = dict(launch.environment), connection.path_prepend()
-            given = {"login": {"registry": login[0], "auth": login[1].reveal()}} if login else {}
-            connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path, **given)
+            extra = {"login": {"registry": login[0], "auth": login[1].reveal()}} if login else {}
+            connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path, **extra)
         finally:
             pulled.set()
 
     def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
-        """Raise ``InputError`` if the node's Python surely has no torch. A successful check is not repeated."""
+        """Raise ``InputError`` if the node's Python certainly lacks torch. A successful check is not repeated."""
         environment = dict(launch.environment)
         checked = (
             launch.node,
@@ -429,19 +426,19 @@ class MachinesBackend:
         if checked in self._torch_checked or ATTEMPT_DIR in environment.get("PYTHONPATH", ""):
             return
         try:
-            said = connection.request(
+            answer = connection.request(
                 "run", argv=[launch.argv[0], "-c", TORCH_PROBE], env=environment, path_prepend=connection.path_prepend(),
                 shell_prelude=launch.setup, venv=launch.venv, limit_s=_TORCH_S, timeout_s=_TORCH_S + 10.0,
             )  # fmt: skip
         except AgentError:
-            return  # the start itself will show what is wrong
-        why = why_no_torch(said, in_venv=launch.venv is not None)
+            return  # the start will report the error
+        why = why_no_torch(answer, in_venv=launch.venv is not None)
         if why:
             raise InputError(f"`launcher: torchrun` cannot start: {why}")
         self._torch_checked.add(checked)
 
     def _content(self, file: PlannedFile) -> dict[str, str]:
-        """Return a file's content: text filled in here, data that is small enough, or a reference to a staged blob."""
+        """Return a file's content: its text, its data as base64 if it is small, or a reference to a staged blob."""
         if file.blob is None:
             return {"text": file.text or ""}
         if file.size <= _INLINE:
@@ -452,13 +449,13 @@ class MachinesBackend:
         if error.kind == "not_found":
             # Runner and keeper gave up waiting or were killed: the lease is lost.
             self._connections[key.node].report(key, {"phase": "absent"})
-        elif error.kind != "conflict":  # the attempt has ended, and its status reports why, which is not always a failure
+        elif error.kind != "conflict":  # in a conflict, the attempt has ended, and its status reports the reason
             is_image = error.kind == "image_pull"
             self._sink(PrepareFailed(at=now(), key=key, message=error.message, is_image=is_image))
 
 
 class _Unwanted(Exception):
-    """The attempt whose files are being copied is no longer wanted."""
+    """The attempt or the Python environment is no longer needed."""
 
 
 class _VenvBuild:
@@ -474,7 +471,7 @@ class _VenvBuild:
             raise _Unwanted
 
     def opened(self, close: Callable[[], None]) -> None:
-        """Note how to end the build's connection."""
+        """Store the function that closes the build's connection. Raises ``_Unwanted`` if the build was canceled."""
         self._close = close
         self.check()
 
@@ -486,7 +483,7 @@ class _VenvBuild:
 
 
 class _Relay(Exception):
-    """A node cannot fetch an input itself."""
+    """This machine must relay an input, because the node cannot fetch it."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(number, why)
@@ -512,7 +509,7 @@ def transport_of(pool: Pool, node: Node) -> Transport:
     if pool.backend == "local":
         return LocalTransport(node.name)
     if pool.is_allocated:
-        from distflow.backends.allocated.engines import open_transport  # noqa: PLC0415  it uses the modules of this package
+        from distflow.backends.allocated.engines import open_transport  # noqa: PLC0415  circular import
 
         return open_transport(pool, node)
     return load_ssh()(node.name, destination_of(pool, node))

@@ -1,6 +1,6 @@
-"""Workflows, processes and files that remain on nodes: find them, and remove them.
+"""Find and remove workflows, processes and files that remain on nodes.
 
-Each function asks one node. Errors of the node are in the result, and never raised.
+Each function handles one node. Errors of the node are in the result, and never raised.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 _PATIENCE_S = 3600.0
-"""Timeout for listing or removing millions of files. A dead node is detected by its silence, long before."""
+"""Timeout for listing or removing millions of files. A dead node is detected long before, because its heartbeats stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class CleanedVenv:
     """A removed Python environment."""
 
     file: str
-    """Its requirements file; empty if it was not complete."""
+    """Its requirements file; empty if the environment was incomplete."""
     size: int
     """Bytes."""
     unused_s: float
@@ -223,7 +223,7 @@ class FoundAttempt:
     """The phase of the agent protocol's ``status``."""
     pid: int | None
     started_at: float | None
-    """Time of our clock if the node's clock was measured."""
+    """Seconds since the epoch, by this machine's clock if the node's clock was measured."""
     directory: str
 
 
@@ -239,7 +239,7 @@ class FoundWorkflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """The workflows on one node, or why it could not be asked."""
+    """The workflows on one node, or why the request failed."""
 
     pool: Pool
     node: str
@@ -264,7 +264,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
 def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
     uuid, memo = _text(one["uuid"]), one["memo"]
     if not isinstance(memo, str):
-        raise TypeError("`memo` is not a text")
+        raise TypeError("`memo` is not a string")
     attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
     return FoundWorkflow(uuid=uuid, memo=memo, attempts=attempts)
 
@@ -283,7 +283,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
-        raise ValueError("a name is too long, or holds characters that cannot be shown")
+        raise ValueError("a name is too long or contains control characters")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Questions to nodes: who holds their resources, and what the processes of running tasks do."""
+"""Queries to nodes: the holders of their resources, and the stacks of running tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distflow.errors import DistflowError
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport, fan_out
 
-__all__ = ["Asked", "Holder", "Holders", "TaskStacks", "ask_holders", "collect_stacks"]
+__all__ = ["Holder", "Holders", "InspectedTask", "TaskStacks", "ask_holders", "collect_stacks"]
 
 
 _HOLDERS_S = 60.0
@@ -25,9 +25,9 @@ class Holder:
 
     user: str
     attempt: str
-    """``<workflow uuid>/<group>/<task>/<n>``, unless its user wrote something else."""
+    """``<workflow uuid>/<group>/<task>/<n>``. Not trusted, because that user wrote it."""
     label: str = ""
-    """``<workflow id>/<task>``; empty if the lease does not contain them."""
+    """``<workflow id>/<task>``; empty if the lease does not contain it."""
     pid: int | None
     """Process id of the agent that leased it."""
     gpus: tuple[int, ...] = ()
@@ -39,11 +39,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """A node's answer, or why it could not be asked."""
+    """The holders of one node's resources, or why the query failed."""
 
     holders: tuple[Holder, ...] = ()
     foreign: tuple[tuple[int, str], ...] = ()
-    """GPUs with processes that distflow did not start, and descriptions of these."""
+    """GPUs that are used by processes that distflow did not start, each with a description of the processes."""
     error: str = ""
 
 
@@ -51,12 +51,12 @@ def ask_holders(pool: Pool, node: Node) -> Holders:
     """Query one node. If it is unreachable, the result contains an error; no exception is raised."""
     try:
         with link_to(pool, node) as link:
-            said = link.request("holders", lease_dir=node.lease_dir, timeout_s=_HOLDERS_S)
+            answer = link.request("holders", lease_dir=node.lease_dir, timeout_s=_HOLDERS_S)
     except DistflowError as error:
         return Holders(error=error.message)
     return Holders(
-        holders=tuple(Holder(**{**one, "gpus": tuple(one["gpus"]), "ports": tuple(one["ports"])}) for one in said["holders"]),
-        foreign=tuple((int(one["gpu"]), str(one["words"])) for one in said["foreign"]),
+        holders=tuple(Holder(**{**one, "gpus": tuple(one["gpus"]), "ports": tuple(one["ports"])}) for one in answer["holders"]),
+        foreign=tuple((int(one["gpu"]), str(one["words"])) for one in answer["foreign"]),
     )
 
 
@@ -64,7 +64,7 @@ _STACKS_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class InspectedTask:
     """A running task whose processes are inspected."""
 
     task: str
@@ -79,14 +79,15 @@ class Asked:
 class TaskStacks:
     """The state of one task, as its node reported it (``docs/agent-protocol.md``, ``stacks``), or why it is unknown."""
 
-    asked: Asked
+    asked: InspectedTask
+    """The task that was inspected."""
     seen: Mapping[str, Any] | None = None
     error: str = ""
 
 
-def collect_stacks(pool: Pool, asked: Sequence[Asked]) -> tuple[TaskStacks, ...]:
+def collect_stacks(pool: Pool, asked: Sequence[InspectedTask]) -> tuple[TaskStacks, ...]:
     """Return the state of each task, in order. Errors of nodes are in the result, and never raised."""
-    by_node: dict[str, list[Asked]] = {}
+    by_node: dict[str, list[InspectedTask]] = {}
     for one in asked:
         by_node.setdefault(one.node.name, []).append(one)
     nodes = {one.node.name: one.node for one in asked}
@@ -104,7 +105,7 @@ def collect_stacks(pool: Pool, asked: Sequence[Asked]) -> tuple[TaskStacks, ...]
     return tuple(found[one.task] for one in asked)
 
 
-def _of_node(pool: Pool, transport: Transport, asked: Sequence[Asked]) -> list[TaskStacks]:
+def _of_node(pool: Pool, transport: Transport, asked: Sequence[InspectedTask]) -> list[TaskStacks]:
     node = asked[0].node
     link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
     found = []

@@ -1,4 +1,4 @@
-"""Leases of whole gangs: every node is asked, and all leases are released if one node refuses."""
+"""Leases of whole gangs: each node gets a request, and if one refuses, all leases are released."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distflow.plan.model import Binding, TaskBinding
 __all__ = ["GangLease"]
 
 _NO_VENV = "no_venv"
-_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable", _NO_VENV})
-"""Kinds of temporary refusals."""
+_TEMPORARY = frozenset({"busy", "unreachable", _NO_VENV})
+"""Kinds of refusals after which another try may succeed."""
 
 
 class GangLease:
@@ -30,7 +30,7 @@ class GangLease:
         self._answers: dict[str, Mapping[str, Any] | DistflowError] = {}
 
     def begin(self) -> None:
-        """Ask every node."""
+        """Send the request to every node."""
         request = self._request
         for task, node in request.nodes.items():
             wanted, granted = request.gpus.get(task, 0), self._connections[node].granted_gpus
@@ -68,19 +68,19 @@ class GangLease:
 
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
         kinds = {answer.kind if isinstance(answer, AgentError) else "unreachable" for answer in refusals.values()}
-        is_worth_it = bool(kinds & _WORTH_ANOTHER_TRY)
+        is_temporary = bool(kinds & _TEMPORARY)
         without_venv = {
             task: self._request.nodes[task]
             for task, answer in refusals.items()
             if isinstance(answer, AgentError) and answer.kind == _NO_VENV
         }
-        keeps_place = is_worth_it and not without_venv  # other gangs may use the node while the environment is built
+        keeps_position = is_temporary and not without_venv  # other gangs may use the node while the environment is built
         for task in self._request.nodes:
             refusal = refusals.get(task)
             if not isinstance(refusal, AgentError) or refusal.kind == "internal":
                 # A node that did not answer may have leased anyway.
                 key = self._request.key(task)
-                self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_place else None)
+                self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_position else None)
         self._sink(
             LeaseRefused(
                 at=now(),
@@ -90,13 +90,13 @@ class GangLease:
                 nodes={
                     self._request.nodes[task]: answer.message for task, answer in refusals.items() if task not in without_venv
                 },
-                is_final=not is_worth_it,
+                is_final=not is_temporary,
                 without_venv=without_venv,
             )
         )
 
     def _waits(self, task: str) -> dict[str, Any]:
-        """Return what a task still waits for, so that its node keeps its place in the queue."""
+        """Return the resources that a task still waits for, so that its node keeps the task's position in the queue."""
         connection = self._connections[self._request.nodes[task]]
         wanted = {name: want for name, (want, _) in _wanted(self._request, task, connection.amounts).items()}
         label = f"{self._request.workflow_id}/{task}"
@@ -126,23 +126,20 @@ class GangLease:
                 binding=Binding(tasks=tasks, port=port, link_port=link_port, leased_at=at),
             )
         )
-        # Only now: reports about attempts that the supervisor does not know yet would be ignored.
+        # Watch them only now, because the supervisor ignores reports about attempts without a lease.
         for task, node in self._request.nodes.items():
             self._connections[node].watch(self._request.key(task))
 
 
-def _wanted(request: LeaseRequest, task: str, there: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return a task's requested amounts, each with the amount that is ``there``.
-
-    Resources that are not counted are left out.
-    """
-    asked = {"cpus": request.cpus.get(task, 0), "memory": request.memory.get(task, 0)}
-    return {name: (want, there[name]) for name, want in asked.items() if want and name in there}
+def _wanted(request: LeaseRequest, task: str, total: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return resource → (requested amount, ``total`` amount of the node), for the resources that the node counts."""
+    requested = {"cpus": request.cpus.get(task, 0), "memory": request.memory.get(task, 0)}
+    return {name: (want, total[name]) for name, want in requested.items() if want and name in total}
 
 
 def _checked(node: str, answer: Mapping[str, Any]) -> Mapping[str, Any] | AgentError:
-    """Return the answer, or a refusal if the answer does not consist of GPUs and ports."""
+    """Return the answer, or an error if its GPUs or ports are invalid."""
     gpus, ports = answer.get("gpu_ids") or [], [answer.get("port"), answer.get("link_port")]
     is_valid = isinstance(gpus, list) and all(type(gpu) is int and gpu >= 0 for gpu in gpus)
     is_valid = is_valid and all(port is None or (type(port) is int and 0 < port < 1 << 16) for port in ports)
-    return answer if is_valid else AgentError(node, "internal", "the answer to the lease request is not valid")
+    return answer if is_valid else AgentError(node, "internal", "the answer to the lease request has invalid GPUs or ports")

@@ -31,7 +31,7 @@ __all__ = ["Collector", "Deliverer"]
 
 
 _TRIES = 5
-"""Limit of consecutive connections that brought nothing while the node itself was connected."""
+"""Limit of consecutive connections that transferred nothing although the node's agent was connected."""
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
@@ -39,7 +39,7 @@ _LONGEST_PAUSE_S = 5.0
 _Slot = tuple[AttemptKey, int | None]
 
 
-class _One(NamedTuple):
+class _Transfer(NamedTuple):
     """An output or a checkpoint that is being collected."""
 
     key: AttemptKey
@@ -63,20 +63,20 @@ class Collector:
         self._lock = threading.Lock()
         self._under_way: set[_Slot] = set()
         self._broken: dict[_Slot, list[float]] = {}
-        """Times of consecutive connections that brought nothing (monotonic clock)."""
+        """Times (monotonic clock) at which consecutive connections ended that had transferred nothing."""
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Stop waiting."""
+        """Abort running transfers."""
         self._closing.set()
 
     def begin(self, key: AttemptKey, checkpoint: CheckpointRef | None) -> bool:
         """Reserve the transfer of an output. Returns False if it is running or waiting for a thread already."""
-        one = _One(key, checkpoint)
+        transfer = _Transfer(key, checkpoint)
         with self._lock:
-            if one.slot in self._under_way:
+            if transfer.slot in self._under_way:
                 return False
-            self._under_way.add(one.slot)
+            self._under_way.add(transfer.slot)
             return True
 
     def collect(
@@ -89,25 +89,25 @@ class Collector:
     ) -> None:
         """Copy the output of an attempt, or its directory ``place``, and report to the sink.
 
-        An archive for which ``stays`` returns True is not copied.
+        An archive stays on its node if ``stays(digest, size)`` returns True.
         """
-        one = _One(key, checkpoint)
-        reports = _ProgressReports(one, self._sink, self._closing)
+        transfer = _Transfer(key, checkpoint)
+        reports = _ProgressReports(transfer, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, reports.progress, place, stays)
         except NodeUnreachable as error:
-            self._broke_off(one, error, is_accident=reports.has_moved or not connection.is_up)
+            self._broke_off(transfer, error, is_accident=reports.has_moved or not connection.is_up)
         except AgentError as error:
-            self._give_up(one, error.detail)
+            self._give_up(transfer, error.detail)
         except DistflowError as error:
-            self._give_up(one, f"it cannot be fetched: {error}")
+            self._give_up(transfer, f"it cannot be fetched: {error}")
         except OSError as error:
-            self._give_up(one, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {error.strerror}")
+            self._give_up(transfer, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {error.strerror}")
         except Exception as error:  # noqa: BLE001  without a report from this thread, the group would wait forever
-            self._give_up(one, f"it cannot be fetched, unexpected error: {error!r}")
+            self._give_up(transfer, f"it cannot be fetched, unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         else:
-            self._done(one)
+            self._done(transfer)
             self._sink(
                 Collected(
                     at=now(), key=key, checkpoint=checkpoint, digest=fetched.digest, size=fetched.size,
@@ -115,36 +115,36 @@ class Collector:
                 )
             )  # fmt: skip
 
-    def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
+    def _broke_off(self, transfer: _Transfer, error: NodeUnreachable, *, is_accident: bool) -> None:
         at = time.monotonic()
         with self._lock:
-            # The supervisor decides how long to wait for a node that is gone.
-            self._broken[one.slot] = ends = [] if is_accident else [*self._broken.get(one.slot, ()), at]
-        # A restarting sshd accepts no connection while the agent's connection is still open.
+            # Other breaks do not count: the supervisor decides how long to wait for an unreachable node.
+            self._broken[transfer.slot] = ends = [] if is_accident else [*self._broken.get(transfer.slot, ()), at]
+        # While sshd restarts, it refuses new connections, but the agent's connection stays open.
         if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
-            self._give_up(one, f"it cannot be fetched because the connection ended {len(ends)} times: {error.detail}")
+            self._give_up(transfer, f"it cannot be fetched because the connection ended {len(ends)} times: {error.detail}")
             return
         self._closing.wait(min(_PAUSE_S * max(1, len(ends)), _LONGEST_PAUSE_S))
         with self._lock:
-            self._under_way.discard(one.slot)
-        self._sink(CollectUnanswered(at=now(), key=one.key, checkpoint=one.checkpoint))
+            self._under_way.discard(transfer.slot)
+        self._sink(CollectUnanswered(at=now(), key=transfer.key, checkpoint=transfer.checkpoint))
 
-    def _give_up(self, one: _One, message: str) -> None:
-        self._done(one)
-        self._sink(CollectFailed(at=now(), key=one.key, checkpoint=one.checkpoint, message=message))
+    def _give_up(self, transfer: _Transfer, message: str) -> None:
+        self._done(transfer)
+        self._sink(CollectFailed(at=now(), key=transfer.key, checkpoint=transfer.checkpoint, message=message))
 
-    def _done(self, one: _One) -> None:
+    def _done(self, transfer: _Transfer) -> None:
         with self._lock:
-            self._under_way.discard(one.slot)
-            self._broken.pop(one.slot, None)
+            self._under_way.discard(transfer.slot)
+            self._broken.pop(transfer.slot, None)
 
 
 class _ProgressReports:
     """Reports the progress of a transfer every second."""
 
-    def __init__(self, one: _One, sink: Sink, closing: threading.Event) -> None:
+    def __init__(self, transfer: _Transfer, sink: Sink, closing: threading.Event) -> None:
         self._closing = closing
-        self._one = one
+        self._transfer = transfer
         self._sink = sink
         self._was_packed = False
         self._first = 0
@@ -156,14 +156,14 @@ class _ProgressReports:
     def progress(self, is_packed: bool, done: int, total: int) -> None:
         """Record that ``done`` of ``total`` bytes are packed or copied. Aborts the transfer when the collector is closed."""
         if self._closing.is_set():
-            raise NodeUnreachable(self._one.key.node, "let go")
+            raise NodeUnreachable(self._transfer.key.node, "the supervisor closes its connections")
         if is_packed and not self._was_packed:
             self._was_packed, self._first = True, done
             self._pace.begin(done)
         self.has_moved = is_packed and done > self._first
         rate = self._pace.due(done)
         if rate is not None:
-            key, checkpoint = self._one
+            key, checkpoint = self._transfer
             self._sink(
                 Collecting(
                     at=now(), key=key, checkpoint=checkpoint, is_packed=is_packed, done=done, total=total, bytes_per_s=rate
@@ -201,7 +201,7 @@ class Deliverer:
                 else:
                     tries += 1
                 furthest = max(furthest, progress.done)
-                # A restarting sshd accepts no connection while the agent's connection is still open.
+                # While sshd restarts, it refuses new connections, but the agent's connection stays open.
                 if tries >= _TRIES and time.monotonic() - since >= self._patience_s:
                     raise RelayRequired(f"{error.message} (tried {tries} times)") from error
             halt.wait(min(_PAUSE_S * max(1, tries), _LONGEST_PAUSE_S))

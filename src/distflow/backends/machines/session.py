@@ -1,4 +1,4 @@
-"""A command next to a running task, on the submitter's side: frames to and from the node's service."""
+"""The submitter's side of a command that runs next to a task: frames to and from the service on the node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How the command ended."""
+    """The end of the command."""
 
     code: int
     """The exit code as a shell reports it."""
@@ -57,7 +57,7 @@ class Exit:
 class Session:
     """A command that runs on a node.
 
-    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), and at last an ``Exit``. It
+    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), and finally an ``Exit``. It
        raises ``NodeUnreachable`` if the connection ends first.
     2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. They
        never raise: ``events`` reports that the command is gone.
@@ -65,7 +65,7 @@ class Session:
     """
 
     def __init__(self, transport: Transport, opened: Opened) -> None:
-        """Take over a service that has started."""
+        """Use a service that has started."""
         self._transport = transport
         self._channel = opened.channel
         self._stream = ServiceStream(
@@ -75,7 +75,7 @@ class Session:
         threading.Thread(target=self._send_sizes, name=f"session on {transport.name}", daemon=True).start()
 
     def events(self) -> Iterator[tuple[bool, bytes] | Exit]:
-        """Yield the command's output, and how it ended."""
+        """Yield the command's output, then its ``Exit``."""
         while True:
             kind, data = self.next_frame()
             if kind in (OUTPUT, ERRORS):
@@ -96,7 +96,7 @@ class Session:
             raise self._stream.broken_error()
         size, kind = FRAME.unpack(head)
         if size > LARGEST_FRAME:
-            raise self._malformed(f"a frame of {size} bytes")
+            raise self._malformed(f"a frame of {size} bytes is too long")
         data = self._stream.read(size)
         if len(data) < size:
             raise self._stream.broken_error()
@@ -108,11 +108,11 @@ class Session:
             self._send(INPUT, data[at : at + _PIECE])
 
     def end_input(self) -> None:
-        """Tell the command that there is no more input."""
+        """Close the command's standard input."""
         self._send(END_OF_INPUT, b"")
 
     def resize(self, size: Size) -> None:
-        """Tell the node that the terminal has another size."""
+        """Send the terminal's new size to the node."""
         self._sizes.put(size)
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ def open_session(
             {
                 "attempt": attempt,
                 "argv": list(argv),
-                # Not visible in an argv or on a disk of the node.
+                # Here, secrets appear neither in an argv nor on a disk of the node.
                 "secret_env": revealed(secrets),
                 "terminal": shape,
                 "plain": is_plain,

@@ -1,4 +1,4 @@
-"""What a node says of the workflows that lie there: understood only when names and numbers are what they must be."""
+"""Reading a node's report of its workflows, which is not trusted: names and numbers must be valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     return {"uuid": UUID, "memo": "", "attempts": [attempt]}
 
 
-def test_a_good_answer() -> None:
+def test_a_valid_answer() -> None:
     (attempt,) = _workflow(answer(), None).attempts
     assert (attempt.name, attempt.pid, attempt.started_at, attempt.directory) == (f"{UUID}/g/t/0", 7, 1.5, "/r/x")
 
@@ -29,6 +29,6 @@ def test_a_good_answer() -> None:
         {"phase": None},
     ],
 )  # fmt: skip
-def test_a_node_that_makes_names_up(changes: dict[str, Any]) -> None:
+def test_invalid_fields_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         _workflow(answer(**changes), None)

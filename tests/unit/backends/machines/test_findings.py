@@ -1,4 +1,4 @@
-"""What measurements mean: each rule with what it says, what it is silent about, and the sentence at the end."""
+"""Findings from measurements: each rule with and without a finding, and the summary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def probe(**changes: Any) -> dict[str, Any]:
 
 
 def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> Measured:
-    """A node with which all is well, but for what is said otherwise."""
+    """A healthy node, with the given fields changed."""
     given: dict[str, Any] = {
         "address": f"10.0.0.{name[-1]}",
         "interface": "eth0",
@@ -68,19 +68,19 @@ def alone(measured: Measured) -> list[tuple[str, str, str]]:
     return [(finding.grade.value, finding.about, finding.message) for finding in judge_node(measured)]
 
 
-def the_one(measured: Measured) -> Finding:
+def only_finding(measured: Measured) -> Finding:
     (finding,) = judge_node(measured)
     return finding
 
 
-def test_a_good_node_is_not_talked_about() -> None:
+def test_a_healthy_node_has_no_findings() -> None:
     assert alone(node()) == []
     assert alone(replace(node(gpus=8), gpus=tuple(map(gpu, range(8))))) == []
     assert list(judge_nodes([node("gpu1"), node("gpu2")])) == []
 
 
-def test_what_ssh_says_is_passed_on_with_its_remedy() -> None:
-    finding = the_one(node(error=HostKeyMismatch("gpu1", "its key has changed", hint="ssh-keygen -R gpu1")))
+def test_an_ssh_error_keeps_its_message_and_remedy() -> None:
+    finding = only_finding(node(error=HostKeyMismatch("gpu1", "its key has changed", hint="ssh-keygen -R gpu1")))
     assert (finding.grade, finding.about, finding.message, finding.hint) == (
         Grade.ERROR, "ssh", "its key has changed", "ssh-keygen -R gpu1",
     )  # fmt: skip
@@ -90,8 +90,8 @@ def test_what_ssh_says_is_passed_on_with_its_remedy() -> None:
     "about",
     ["root", "python"],
 )
-def test_why_an_agent_does_not_come_up(about: Literal["root", "python"]) -> None:
-    finding = the_one(node(error=BootstrapFailed("gpu1", "it does not", hint="do this", about=about)))
+def test_a_bootstrap_error_is_about_the_root_or_python(about: Literal["root", "python"]) -> None:
+    finding = only_finding(node(error=BootstrapFailed("gpu1", "it does not", hint="do this", about=about)))
     assert (finding.grade, finding.about, finding.message, finding.hint) == (Grade.ERROR, about, "it does not", "do this")
 
 
@@ -116,7 +116,7 @@ def test_why_an_agent_does_not_come_up(about: Literal["root", "python"]) -> None
         ({"logind": {"properties": ["b true", 'as 1 "root"', "as 0"]}}, ("warning", "login", "systemd kills all processes")),
     ],
 )
-def test_one_thing_that_is_not_well_is_one_finding(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
+def test_each_problem_is_one_finding(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
     ((grade, about, message),) = alone(node(probe=probe(**changes)))
     assert (grade, about) == expected[:2]
     assert message.startswith(expected[2])
@@ -134,7 +134,7 @@ def test_one_thing_that_is_not_well_is_one_finding(changes: dict[str, Any], expe
         {"root": {"free_bytes": 6 * GIB, "total_bytes": 100 * GIB}},
     ],
 )
-def test_what_does_no_harm_is_not_said(changes: dict[str, Any]) -> None:
+def test_harmless_settings_have_no_findings(changes: dict[str, Any]) -> None:
     assert alone(node(probe=probe(**changes))) == []
 
 
@@ -148,7 +148,7 @@ def test_what_does_no_harm_is_not_said(changes: dict[str, Any]) -> None:
         (None, 8, None),
         (8, 7, ("error", "the configuration says 8 GPUs, and the node reports 7")),
         (1, 0, ("error", "the configuration says 1 GPU, and the node reports 0")),
-        (4, 8, ("note", "4 GPUs of its 8 may be used")),
+        (4, 8, ("note", "the configuration allows 4 of its 8 GPUs")),
     ],
 )
 def test_gpus_are_compared_with_the_configuration(
@@ -156,19 +156,19 @@ def test_gpus_are_compared_with_the_configuration(
 ) -> None:
     torch = Torch(python="3.12.3", executable="/v/python", version="2.6.0", is_available=True, devices=found or 0)
     measured = replace(node(gpus=wanted, torch=torch), gpus=None if found is None else tuple(map(gpu, range(found))))
-    said = [(grade, message) for grade, about, message in alone(measured) if about == "gpus"]
-    assert len(said) == (expected is not None)
+    gpus = [(grade, message) for grade, about, message in alone(measured) if about == "gpus"]
+    assert len(gpus) == (expected is not None)
     if expected is not None:
-        assert said[0][0] == expected[0]
-        assert said[0][1].startswith(expected[1])
+        assert gpus[0][0] == expected[0]
+        assert gpus[0][1].startswith(expected[1])
 
 
-def test_a_driver_that_fails_is_said_in_its_own_words() -> None:
-    finding = the_one(node(gpus=8, gpu_error="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"))
+def test_a_failing_nvidia_smi_is_quoted() -> None:
+    finding = only_finding(node(gpus=8, gpu_error="NVIDIA-SMI has failed because it couldn't communicate with the driver"))
     assert finding.message.startswith("`nvidia-smi` fails: NVIDIA-SMI has failed")
 
 
-def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> None:
+def test_foreign_gpu_processes_are_a_warning_and_distflow_processes_a_note() -> None:
     apps = [GpuApp(gpu_uuid=f"GPU-{i}", pid=100 + i, name="python", used_mib=512) for i in range(3)]
     owners = {"100": {"user": "ada", "attempt": None}, "101": {"user": "me", "attempt": "u/g/t/0"}}
     measured = replace(
@@ -193,7 +193,7 @@ def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> N
         ({"devices": 1}, ("warning", "torch sees 1 of its 2 GPUs")),
     ],
 )
-def test_what_torch_lacks(torch: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_problems_of_torch(torch: dict[str, Any], expected: tuple[str, str]) -> None:
     good = node().torch
     assert good is not None
     ((grade, _, message),) = alone(replace(node(torch=replace(good, **torch)), gpus=(gpu(0), gpu(1))))
@@ -201,37 +201,37 @@ def test_what_torch_lacks(torch: dict[str, Any], expected: tuple[str, str]) -> N
     assert message.startswith(expected[1])
 
 
-def test_an_address_that_is_not_the_nodes_is_told_with_those_that_are() -> None:
+def test_the_finding_about_a_foreign_address_lists_the_own_addresses() -> None:
     facts = {
         "addresses": [
             {"address": "127.0.0.1", "interface": "lo"}, {"address": "::1", "interface": "lo"},
             {"address": "fe80::1", "interface": "eth0"}, {"address": "10.0.0.1", "interface": "eth0"},
         ]
     }  # fmt: skip
-    finding = the_one(node(address="203.0.113.7", is_address_own=False, facts=facts))
+    finding = only_finding(node(address="203.0.113.7", is_address_own=False, facts=facts))
     assert (finding.grade, finding.about) == (Grade.WARNING, "address")
     assert finding.hint == "set `address` to the one that the other nodes reach: 10.0.0.1 (eth0)"
-    assert the_one(node(listen_error="no port of x can be had")).grade is Grade.ERROR
+    assert only_finding(node(listen_error="cannot listen on x")).grade is Grade.ERROR
 
 
-# -- beside each other
+# -- comparisons of nodes
 
 
-def test_a_wrong_clock_is_told_and_a_slow_link_is_not() -> None:
+def test_a_wrong_clock_is_reported_but_not_an_uncertain_one() -> None:
     right, wrong = node("gpu1"), node("gpu2", clock=Clock(offset_s=-3.2, uncertainty_s=0.1))
     (finding,) = judge_nodes([right, wrong])
     assert (finding.nodes, finding.message) == (("gpu2",), "its clock is 3.2 s behind this machine's")
     assert list(judge_nodes([right, node("gpu2", clock=Clock(offset_s=2.0, uncertainty_s=1.5))])) == []
 
 
-def test_when_all_clocks_differ_alike_it_is_this_machines() -> None:
+def test_equal_offsets_of_all_clocks_blame_the_clock_of_this_machine() -> None:
     nodes = [node(f"gpu{i}", clock=Clock(offset_s=60 + i / 10, uncertainty_s=0.1)) for i in (1, 2)]
     (finding,) = judge_nodes(nodes)
-    assert finding.message == "their clocks agree with each other, and are 60.1 s before this machine's"
+    assert finding.message == "their clocks agree with each other, and are 60.1 s ahead of this machine's"
     assert "this machine's clock" in finding.hint
 
 
-def test_unlike_versions_are_told_once() -> None:
+def test_different_versions_are_reported_once() -> None:
     older = Torch(python="3.10.12", executable="/v/python", version="2.5.1")
     without = Torch(python="3.12.4", executable="/v/python")
     nodes = [node("gpu1"), node("gpu2", torch=older), node("gpu3"), node("gpu4", torch=without)]
@@ -240,16 +240,16 @@ def test_unlike_versions_are_told_once() -> None:
     assert torch.message == "torch differs: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
     (missing,) = judge_torch(nodes)
     assert (missing.grade, missing.nodes) == (Grade.WARNING, ("gpu4",))
-    assert missing.message == "torch is not installed for /v/python, and is on gpu1, gpu2, gpu3"
+    assert missing.message == "torch is not installed for /v/python; nodes with torch: gpu1, gpu2, gpu3"
 
 
-def test_where_no_node_has_torch_none_is_expected() -> None:
+def test_without_torch_on_any_node_its_absence_is_a_note() -> None:
     nodes = [node(name, torch=Torch(python="3.12.4", executable="/v/python")) for name in ("gpu1", "gpu2")]
     (note,) = folded(judge_torch(nodes))
     assert (note.grade, note.nodes, note.message) == (Grade.NOTE, ("gpu1", "gpu2"), "torch is not installed for /v/python")
 
 
-def test_a_node_that_needs_torch_and_lacks_it_cannot_take_part_and_the_remedy_names_a_python_that_has_it() -> None:
+def test_missing_torch_is_an_error_where_it_is_needed_and_the_remedy_names_a_python_with_torch() -> None:
     torch = Torch(python="3.12.4", executable="/v/python", others=("/opt/venv/bin/python", "/opt/b/bin/python"))
     found = verdict([node("gpu1", torch=torch)], [], torch_nodes=["gpu1"])
     (error,) = found.findings
@@ -282,7 +282,7 @@ def test_a_node_that_cannot_build_its_python_environment_is_reported(
     assert alone(replace(measured, venv=None)) == []
 
 
-def test_torch_that_is_missing_in_a_python_environment_belongs_into_its_requirements() -> None:
+def test_the_remedy_for_a_venv_without_torch_is_its_requirements_file() -> None:
     torch = Torch(python="3.12.4", executable="/r/venvs/1/env/bin/python", others=("/opt/venv/bin/python",))
     (missing,) = judge_torch([node(torch=torch, venv=Requirements(file="r.txt", lines=("numpy",)))])
     assert missing.hint == "add `torch` to r.txt"
@@ -301,26 +301,26 @@ def test_torch_that_is_missing_in_a_python_environment_belongs_into_its_requirem
         ([], ""),
     ],
 )
-def test_only_a_clear_answer_stops_a_start(answer: Any, why: str) -> None:
-    said = why_no_torch({"stdout": f"from the setup\n@@distflow-torch {json.dumps(answer)}\n"})
-    assert said.startswith(why)
-    assert bool(said) is bool(why)
+def test_torch_is_missing_only_after_a_valid_answer(answer: Any, why: str) -> None:
+    reason = why_no_torch({"stdout": f"from the setup\n@@distflow-torch {json.dumps(answer)}\n"})
+    assert reason.startswith(why)
+    assert bool(reason) is bool(why)
     assert why_no_torch({"stdout": "sh: python3: not found"}) == ""
 
 
-def test_one_machine_given_under_two_names_is_noted() -> None:
+def test_two_names_of_one_machine_are_a_note() -> None:
     nodes = [node(name, facts={"boot_id": boot}) for name, boot in (("gpu1", "a"), ("gpu2", "b"), ("gpu3", "a"), ("gpu4", ""))]
     (note,) = judge_nodes([*nodes, node("gpu5")])
     assert (note.grade, note.nodes) == (Grade.NOTE, ("gpu1", "gpu3"))
     assert "the same machine" in note.message
 
 
-def test_gpus_are_believed_without_nvidia_smi_when_their_devices_are_there() -> None:
+def test_gpus_are_counted_by_their_devices_without_nvidia_smi() -> None:
     assert alone(node(gpus=8, facts={"gpus": 8})) == []
     assert alone(node(gpus=8, facts={"gpus": 7}))[0][0] == "error"
 
 
-def test_gpus_that_are_not_to_be_checked_are_not() -> None:
+def test_check_capacity_false_skips_the_check_of_gpus() -> None:
     one = node(gpus=8, facts={"gpus": 0})
     assert alone(replace(one, node=replace(one.node, check_capacity=False))) == []
 
@@ -338,7 +338,7 @@ def test_gpus_that_are_not_to_be_checked_are_not() -> None:
         ({}, []),
     ],
 )
-def test_cpus_and_memory_that_are_configured_and_not_there(
+def test_fewer_cpus_or_less_memory_than_configured_is_an_error(
     configured: dict[str, int], expected: list[tuple[str, str, str]]
 ) -> None:
     one = node("gpu1", facts={"cpus": 32, "memory": 62 * GIB})
@@ -348,7 +348,7 @@ def test_cpus_and_memory_that_are_configured_and_not_there(
 
 
 @pytest.mark.parametrize(("gpus", "grade"), [(8, Grade.ERROR), (0, Grade.WARNING)])
-def test_entries_with_one_lease_directory_are_named(gpus: int, grade: Grade) -> None:
+def test_nodes_that_share_a_lease_directory_are_named(gpus: int, grade: Grade) -> None:
     facts = {"gpus": gpus, "machine": "machine a b 1 2", "boot_id": "b"}
     nodes = [node("gpu1", facts=facts), node("gpu2", facts=facts | {"machine": "machine c d 1 2", "boot_id": "d"})]
     assert list(judge_nodes(nodes)) == []
@@ -359,14 +359,14 @@ def test_entries_with_one_lease_directory_are_named(gpus: int, grade: Grade) -> 
     assert all_of_them.can_run is (not gpus)
     if gpus:
         assert all_of_them.text == "a gang cannot run on all 3 nodes: gpu1, gpu3 are the same machine, or share leases"
-    # Machines that share a directory over the network are not one machine, and take each other's GPUs for their own.
+    # Machines that share a lease directory over the network are different machines, whose leases collide.
     apart = [node(name, facts=facts | {"boot_id": name, "machine": "network nas:/x 7"}) for name in ("gpu1", "gpu2")]
     (found,) = judge_nodes(apart)
     assert (found.grade, found.nodes) == (grade, ("gpu1", "gpu2"))
     assert "they share the lease directory" in found.message
 
 
-def test_the_same_finding_about_many_nodes_is_one() -> None:
+def test_equal_findings_about_nodes_are_merged() -> None:
     notes = [Finding(grade=Grade.NOTE, about="name", nodes=(f"gpu{i}",), message="m", hint="h") for i in range(3)]
     error = Finding(grade=Grade.ERROR, about="ssh", nodes=("gpu9",), message="e")
     first, second = folded([*notes, error])
@@ -375,11 +375,11 @@ def test_the_same_finding_about_many_nodes_is_one() -> None:
     assert second.as_text() == "note: gpu0, gpu1, gpu2: m\n    h"
 
 
-# -- who reaches whom
+# -- connections between nodes
 
 
 def tries(count: int, **failed: str) -> list[Pair]:
-    """All pairs of gpu1 … gpuN; ``g1_g2="timeout"`` says how one went."""
+    """All pairs of gpu1 … gpuN; ``g1_g2="timeout"`` sets the result of gpu1 → gpu2."""
     names = [f"gpu{i}" for i in range(1, count + 1)]
     return [
         Pair(source=a, target=b, address=f"10.0.0.{b[-1]}", kind=failed.get(f"g{a[-1]}_g{b[-1]}", "ok"))
@@ -394,16 +394,16 @@ def reached(count: int, **failed: str) -> list[tuple[tuple[str, ...], str]]:
     return [(finding.nodes, finding.message) for finding in judge_pairs(nodes, tries(count, **failed))]
 
 
-def test_when_all_reach_each_other_nothing_is_said() -> None:
+def test_complete_connectivity_has_no_findings() -> None:
     assert reached(4) == []
 
 
-def test_one_pair_names_both() -> None:
+def test_a_failed_connection_names_both_nodes() -> None:
     assert reached(3, g1_g2="refused") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: connection refused")]
     assert reached(2, g1_g2="no_route") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: no route to host")]
 
 
-def test_a_node_that_is_cut_off_is_told_in_two_findings_and_not_in_six() -> None:
+def test_a_disconnected_node_has_two_findings_instead_of_six() -> None:
     failed = {f"g{i}_g4": "timeout" for i in (1, 2, 3)} | {f"g4_g{i}": "timeout" for i in (1, 2, 3)}
     assert reached(4, **failed) == [
         (("gpu4",), "it reaches none of the other nodes: no answer"),
@@ -412,14 +412,14 @@ def test_a_node_that_is_cut_off_is_told_in_two_findings_and_not_in_six() -> None
 
 
 @pytest.mark.parametrize("kind", ["refused", "timeout", "no_route", "no_name", "stranger"])
-def test_every_way_to_fail_has_words_and_a_remedy(kind: str) -> None:
+def test_every_kind_of_failure_has_a_message_and_a_remedy(kind: str) -> None:
     (finding,) = judge_pairs([node("gpu1"), node("gpu2")], tries(2, g1_g2=kind))
     assert finding.grade is Grade.ERROR
     assert kind not in finding.message.split(": ")[1] or kind == "refused"
     assert "address" in finding.hint
 
 
-def test_nodes_behind_one_forwarded_address_are_told_to_have_their_own() -> None:
+def test_nodes_with_the_same_address_must_get_their_own() -> None:
     nodes = [node(name, address="127.0.0.1") for name in ("gpu1", "gpu2")]
     pairs = [Pair(source="gpu1", target="gpu2", address="127.0.0.1", kind="refused")]
     pairs += [Pair(source="gpu2", target="gpu1", address="127.0.0.1", kind="stranger")]
@@ -428,7 +428,7 @@ def test_nodes_behind_one_forwarded_address_are_told_to_have_their_own() -> None
     assert finding.hint.startswith("127.0.0.1 is the same on every machine")
 
 
-def test_the_sentence_says_what_prevents_a_gang() -> None:
+def test_the_summary_names_what_prevents_a_gang() -> None:
     good = [node("gpu1"), node("gpu2"), node("gpu3")]
     assert verdict(good[:1], []).text == "1 node can run a gang"
     assert (verdict(good, tries(3)).text, verdict(good, tries(3)).can_run) == ("3 nodes can run a gang", True)
@@ -452,7 +452,7 @@ def test_the_sentence_says_what_prevents_a_gang() -> None:
 # -- measuring
 
 
-def test_the_probe_of_python_is_python_and_is_understood() -> None:
+def test_the_output_of_the_python_probe_is_parsed() -> None:
     done = subprocess.run([sys.executable, "-S", "-c", PYTHON_PROBE], capture_output=True, text=True, check=True)
     found = parse_python({"exit_code": 0, "stdout": "hello from a login\n" + done.stdout, "stderr": "", "seconds": 1.0})
     assert found.python == ".".join(str(part) for part in sys.version_info[:3])
@@ -471,7 +471,7 @@ def test_the_probe_of_python_is_python_and_is_understood() -> None:
         (1, "what?", ""),
     ],
 )
-def test_why_a_python_runs_no_agent(code: int, version: str, trouble: str) -> None:
+def test_reasons_why_a_python_cannot_run_an_agent(code: int, version: str, trouble: str) -> None:
     assert python_trouble(code, version) == trouble
 
 
@@ -481,15 +481,15 @@ def test_why_a_python_runs_no_agent(code: int, version: str, trouble: str) -> No
         (None, "", "", "it did not end within 120 s"),
         (127, "", "x\n/no/python: No such file or directory\n", "/no/python: No such file or directory"),
         (7, "", "", "exit code 7"),
-        (0, "@@distflow-python {", "", "its answer is damaged: @@distflow-python {"),
+        (0, "@@distflow-python {", "", "its answer is malformed: @@distflow-python {"),
     ],
 )
-def test_a_python_that_says_nothing_is_an_error_in_words(code: int | None, stdout: str, stderr: str, error: str) -> None:
+def test_a_python_without_a_valid_answer_is_an_error(code: int | None, stdout: str, stderr: str, error: str) -> None:
     found = parse_python({"exit_code": code, "stdout": stdout, "stderr": stderr, "seconds": 120.2})
     assert (found.python, found.error) == ("", error)
 
 
-def test_everything_that_is_measured_is_json() -> None:
+def test_all_measurements_are_in_the_json_output() -> None:
     from distflow.backends.machines.checks.checking import Checked
     from distflow.cli.render.nodes import check_json, check_text
     from distflow.cli.render.tables import Paint
@@ -508,7 +508,7 @@ def test_everything_that_is_measured_is_json() -> None:
     }  # fmt: skip
     text = check_text(checked, found, Paint())
     assert "2 × H100, 80 GiB" in text
-    assert "\x1b" not in text, "what a node says cannot write on a terminal"
+    assert "\x1b" not in text, "text of a node must not control the terminal"
 
 
 @pytest.mark.parametrize(
@@ -520,20 +520,20 @@ def test_everything_that_is_measured_is_json() -> None:
             "only 0.5 GiB of its 64.0 GiB",
         ),
         ({"shm": {"free_bytes": 1 << 26, "total_bytes": 1 << 26}}, "shm", "only 0.1 GiB of 0.1 GiB are free in /dev/shm"),
-        ({"limits": {"nofile": 256, "nproc": None, "memlock": None}}, "limits", "may open 256 files only"),
-        ({"limits": {"nofile": 1024, "nproc": 100, "memlock": None}}, "limits", "may have 100 processes and threads only"),
-        ({"limits": {"memlock": 1 << 26}, "has_rdma": True}, "limits", "may lock 0.1 GiB of memory only"),
+        ({"limits": {"nofile": 256, "nproc": None, "memlock": None}}, "limits", "may open only 256 files"),
+        ({"limits": {"nofile": 1024, "nproc": 100, "memlock": None}}, "limits", "may have only 100 processes and threads"),
+        ({"limits": {"memlock": 1 << 26}, "has_rdma": True}, "limits", "may lock only 0.1 GiB of memory"),
         ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"]}, "gpus", "1 GPU error in its kernel's log, the last: NVRM: Xid"),
     ],
 )
-def test_what_training_would_stumble_over_is_a_warning(changes: dict[str, Any], about: str, words: str) -> None:
-    found = the_one(node(probe=probe() | changes))
+def test_problems_for_training_are_warnings(changes: dict[str, Any], about: str, words: str) -> None:
+    found = only_finding(node(probe=probe() | changes))
     assert (found.grade, found.about) == (Grade.WARNING, about)
     assert words in found.message
     assert found.hint
 
 
-def test_conditions_that_are_well_are_silent() -> None:
+def test_sufficient_resources_have_no_findings() -> None:
     well = {
         "memory": {"available_bytes": 60 * GIB, "total_bytes": 64 * GIB},
         "shm": {"free_bytes": 2 * GIB, "total_bytes": 2 * GIB},
@@ -546,15 +546,15 @@ def test_conditions_that_are_well_are_silent() -> None:
 
 def test_a_gpu_with_memory_errors_is_named() -> None:
     torch = Torch(python="3.12.3", executable="/v/python", version="2.6.0", cuda="12.4", is_available=True, devices=2)
-    found = the_one(replace(node(torch=torch), gpus=(gpu(0), replace(gpu(1), ecc_errors=2))))
+    found = only_finding(replace(node(torch=torch), gpus=(gpu(0), replace(gpu(1), ecc_errors=2))))
     assert found.message.endswith("since its driver was loaded: GPU 1: 2")
 
 
-def test_an_all_reduce_that_fails_keeps_a_gang_from_running_and_a_slow_one_is_told() -> None:
+def test_a_failed_all_reduce_is_an_error_and_a_slow_one_a_warning() -> None:
     nodes = [node("gpu1"), node("gpu2")]
     names = ("gpu1", "gpu2")
     fast = AllReduce(nodes=names, times=((1 << 20, 0.001),))
-    assert fast.best == pytest.approx((1 << 20) / 0.001), "of two nodes, each link carries all of it once"
+    assert fast.best == pytest.approx((1 << 20) / 0.001), "with two nodes, each link carries the data once"
     assert verdict(nodes, tries(2), fast).can_run
     assert verdict(nodes, tries(2), fast).findings == ()
     slow = verdict(nodes, tries(2), AllReduce(nodes=names, times=((1 << 20, 1.0),)))
@@ -570,14 +570,14 @@ def _holding(name: str, **found: Any) -> Measured:
     return node(name, probe={**probe(), "paths": {"/data": seen}})
 
 
-def test_a_path_that_is_missing_or_unlike_is_named() -> None:
+def test_missing_and_different_paths_are_reported() -> None:
     alike = [_holding("gpu1"), _holding("gpu2")]
     assert [*judge_node(alike[0]), *judge_nodes(alike)] == []
     missing = _holding("gpu3", error="/data: No such file or directory")
     (found,) = judge_node(missing)
     assert (found.grade, found.about, found.nodes) == (Grade.ERROR, "path", ("gpu3",))
     assert found.message == "/data cannot be read: /data: No such file or directory"
-    # What cannot be read is said once, and not compared.
+    # An unreadable path is reported once, and not compared.
     assert list(judge_nodes([*alike, missing])) == []
     (unlike,) = judge_nodes([*alike, _holding("gpu3", files=1, bytes=GIB, digest="d2")])
     assert (unlike.grade, unlike.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))

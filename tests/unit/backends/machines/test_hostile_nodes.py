@@ -1,4 +1,4 @@
-"""A node may send anything: the link ends in good order, and what passes can be recorded."""
+"""Arbitrary messages of a node: the connection ends in order, and accepted observations can be stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distflow.protocol.names import Operation
 
 CORPUS = [json.loads(line) for line in Path("tests/corpora/agent_messages.jsonl").read_text().splitlines()]
-"""What a real agent said, with the operation that it answered."""
+"""Messages of a real agent, with the operations that they answer."""
 HOSTILE: list[Any] = [
     None, True, -1, 2**63 - 1, -(2**63), 1e308, -0.5, "", "x" * 5000, "\ud800", "../../etc/passwd", "9" * 400, [], {}, [[]],
     {"": {}}, [None], 1e12,
@@ -79,7 +79,7 @@ class Wire:
         self._pieces.put(b"")
 
 
-class Way:
+class WireTransport:
     """A transport over one wire."""
 
     name = "n1"
@@ -98,55 +98,55 @@ class Way:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What callbacks raised: nothing that a node sends may come to that."""
+    """Exceptions in callbacks. No message of a node may cause one, unless the test removes it."""
     shown: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: shown.append(arguments.exc_value))
     yield shown
     assert shown == []
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a message."""
+def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a message."""
     yield at
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
-        yield from places(inner, (*at, key))
+        yield from paths(inner, (*at, key))
 
 
-def changed(message: Any, place: tuple[Any, ...], value: object) -> Any:
-    """The message with something else in one place; ``KeyError`` for a value: nothing."""
-    if not place:
+def changed(message: Any, path: tuple[Any, ...], value: object) -> Any:
+    """Return the message with another value at a path; ``KeyError`` removes the value."""
+    if not path:
         return value
     copied = copy.deepcopy(message)
     inner = copied
-    for key in place[:-1]:
+    for key in path[:-1]:
         inner = inner[key]
     if value is KeyError:
-        del inner[place[-1]]
+        del inner[path[-1]]
     else:
-        inner[place[-1]] = value
+        inner[path[-1]] = value
     return copied
 
 
 @st.composite
 def mutations(draw: st.DrawFn) -> tuple[str, Any]:
-    """An operation and a message in which one or two things are not as they should be."""
+    """Return an operation and a message with one or two wrong values."""
     entry = draw(st.sampled_from(CORPUS))
     message = entry["message"]
     for _ in range(draw(st.integers(1, 2))):
-        place = draw(st.sampled_from(list(places(message))))
-        message = changed(message, place, copy.deepcopy(draw(st.sampled_from([*HOSTILE, KeyError]))) if place else {})
+        path = draw(st.sampled_from(list(paths(message))))
+        message = changed(message, path, copy.deepcopy(draw(st.sampled_from([*HOSTILE, KeyError]))) if path else {})
     return entry["op"], message
 
 
 class Observed:
-    """A connection to a node, without the network: what comes in, and what is seen of it."""
+    """A connection to a node without a network, and its observations."""
 
     def __init__(self) -> None:
         self.seen: list[Observation] = []
         wire = Wire()
         node = Node(name="n1", host="n1", root="~/distflow", python="python3")
-        transport: Any = Way(wire)
+        transport: Any = WireTransport(wire)
         self.connection = Connection(Pool(name="p", backend="ssh", nodes=(node,)), node, transport, self.seen.append, Mirror())
         self.wire = wire
         for entry in CORPUS:
@@ -158,7 +158,7 @@ class Observed:
 
 
 class Mirror:
-    """Takes output."""
+    """A log sink that checks its arguments."""
 
     def reached(self, _key: object, kind: str) -> tuple[str, int]:
         return f"output.{kind}", 0
@@ -185,7 +185,7 @@ def linked(observed: Observed, closed: list[NodeUnreachable]) -> AgentLink:
 
 @settings(max_examples=300, deadline=None)
 @given(mutations())
-def test_whatever_a_node_says_is_taken_refused_or_ends_the_connection(mutation: tuple[str, Any]) -> None:
+def test_a_wrong_message_is_accepted_refused_or_ends_the_connection(mutation: tuple[str, Any]) -> None:
     op, message = mutation
     observed, closed, answers = Observed(), list[NodeUnreachable](), list[object]()
     link = linked(observed, closed)
@@ -198,10 +198,10 @@ def test_whatever_a_node_says_is_taken_refused_or_ends_the_connection(mutation: 
 
     link.send(cast("Operation", op or "ping"), answered)
     if isinstance(message, dict) and "event" not in message:
-        message["id"] = 2  # of the first request behind the ping
+        message["id"] = 2  # the id of the first request after the ping
     observed.wire.send(json.dumps(message).encode() + b"\n")
     observed.wire.send(b"")
-    link._reader.join(20)  # quicker than looking again and again, a few hundred times
+    link._reader.join(20)  # faster than polling, in a few hundred examples
     assert len(closed) == len(answers) == 1
     for seen in observed.seen:
         if isinstance(seen, Ended):
@@ -211,7 +211,7 @@ def test_whatever_a_node_says_is_taken_refused_or_ends_the_connection(mutation: 
 
 
 @pytest.mark.parametrize("raw", RAW, ids=[str(raw[:40]) for raw in RAW])
-def test_a_message_that_cannot_be_read_ends_the_connection(raw: bytes) -> None:
+def test_a_malformed_message_ends_the_connection(raw: bytes) -> None:
     observed, closed, answers = Observed(), list[NodeUnreachable](), list[object]()
     link = linked(observed, closed)
     link.send("hello", answers.append, watch=[])
@@ -222,7 +222,7 @@ def test_a_message_that_cannot_be_read_ends_the_connection(raw: bytes) -> None:
     assert isinstance(answers[0], NodeUnreachable)
 
 
-def test_an_answer_that_the_caller_cannot_take_fails_the_request(bugs: list[object]) -> None:
+def test_an_answer_that_its_callback_cannot_handle_fails_the_request(bugs: list[object]) -> None:
     observed = Observed()
     link = linked(observed, [])
     observed.wire.send(b'{"id": 2, "ok": true, "port": null}\n')
@@ -236,7 +236,7 @@ def test_an_answer_that_the_caller_cannot_take_fails_the_request(bugs: list[obje
     link.close()
 
 
-def test_an_event_that_cannot_be_taken_ends_the_connection(bugs: list[object]) -> None:
+def test_an_event_that_cannot_be_handled_ends_the_connection(bugs: list[object]) -> None:
     wire, closed = Wire(), list[NodeUnreachable]()
 
     def fails(_event: object) -> None:
@@ -257,7 +257,7 @@ def test_an_event_that_cannot_be_taken_ends_the_connection(bugs: list[object]) -
         st.sampled_from(HOSTILE),
     ).map(lambda message: json.dumps(message).encode() + b"\n")
 )
-def test_what_a_service_says_is_a_line_or_an_error(raw: bytes) -> None:
+def test_output_of_a_service_is_a_valid_line_or_an_error(raw: bytes) -> None:
     wire: Any = Wire()
     wire.send(b"")
     stream = ServiceStream("n1", Opened(channel=wire, noise="", received=raw), "ended")
@@ -272,11 +272,11 @@ def test_what_a_service_says_is_a_line_or_an_error(raw: bytes) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([EXIT, REFUSED]), st.binary(max_size=100) | st.sampled_from([*RAW, b"{}", b'{"code": 1e308}']))
-def test_what_a_session_says_is_an_end_or_an_error(kind: int, content: bytes) -> None:
+def test_malformed_output_of_a_session_is_an_error(kind: int, content: bytes) -> None:
     wire: Any = Wire()
     wire.send(FRAME.pack(len(content), kind) + content)
     wire.send(b"")
-    transport: Any = Way(wire)
+    transport: Any = WireTransport(wire)
     session = Session(transport, Opened(channel=wire, noise="", received=b""))
 
     def talk() -> None:
@@ -290,9 +290,9 @@ def test_what_a_session_says_is_an_end_or_an_error(kind: int, content: bytes) ->
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=100) | st.sampled_from(RAW) | st.sampled_from(HOSTILE).map(lambda value: json.dumps(value).encode()))
-def test_what_a_stub_reports_is_an_error(content: bytes) -> None:
+def test_a_malformed_report_of_the_stub_is_an_error(content: bytes) -> None:
     wire = Wire()
-    transport: Any = Way(wire)
+    transport: Any = WireTransport(wire)
 
     def open_it(argv: list[str]) -> Wire:
         nonce = next(word for word in argv if word.startswith("distflow-"))
@@ -308,8 +308,8 @@ def test_what_a_stub_reports_is_an_error(content: bytes) -> None:
 @given(
     st.sampled_from(RAW) | st.sampled_from(HOSTILE).map(lambda value: json.dumps({"version": value, "devices": value}).encode())
 )
-def test_what_a_python_prints_is_taken_or_named_as_damaged(content: bytes) -> None:
-    said = {"exit_code": 0, "stdout": "@@distflow-python " + content.decode("utf-8", "replace"), "stderr": "", "seconds": 1.0}
-    found = parse_python(said)
+def test_malformed_output_of_a_python_has_valid_types(content: bytes) -> None:
+    answer = {"exit_code": 0, "stdout": "@@distflow-python " + content.decode("utf-8", "replace"), "stderr": "", "seconds": 1.0}
+    found = parse_python(answer)
     assert isinstance(found.python, str)
     assert isinstance(found.devices, int)

@@ -1,4 +1,4 @@
-"""The text of nvidia-smi, as machines print it."""
+"""Parsing the output of nvidia-smi."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_every_gpu_is_a_line() -> None:
     )
 
 
-def test_what_a_gpu_does_not_know_is_not_known() -> None:
+def test_values_that_a_gpu_does_not_report_are_none() -> None:
     (gpu,) = parse_gpus("0, GPU-1, NVIDIA GB10, 580.82, [N/A], [Not Supported], [N/A]\n")
     assert (gpu.name, gpu.driver, gpu.memory_mib, gpu.used_mib) == ("NVIDIA GB10", "580.82", None, None)
 
 
-def test_lines_that_are_something_else_are_no_gpus() -> None:
+def test_other_lines_are_ignored() -> None:
     text = (
         "WARNING: infoROM is corrupted at gpu 0000:3B:00.0\n"
         + EIGHT
@@ -38,7 +38,7 @@ def test_lines_that_are_something_else_are_no_gpus() -> None:
     assert parse_gpus("") == ()
 
 
-def test_processes_have_any_name() -> None:
+def test_process_names_may_contain_commas() -> None:
     assert parse_apps("GPU-1, 4711, /opt/venv/bin/python, 20480\nGPU-2, 12, a, b, [N/A]\n[Not Found], 1, x, 2\n") == (
         GpuApp(gpu_uuid="GPU-1", pid=4711, name="/opt/venv/bin/python", used_mib=20480),
         GpuApp(gpu_uuid="GPU-2", pid=12, name="a, b", used_mib=None),

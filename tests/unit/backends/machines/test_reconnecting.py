@@ -1,4 +1,4 @@
-"""When a node is tried again."""
+"""The times of tries to reconnect to a node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Clock:
 def _tries(
     lost_after_s: float, until_s: float, *, is_refused: bool = False, lasts_s: float = 0.0, dice: float = 1.0
 ) -> list[float]:
-    """Return when tries begin, in seconds since the node was heard last; each fails after ``lasts_s``."""
+    """Return when tries begin, in seconds since the node's last message; each fails after ``lasts_s``."""
     clock = _Clock()
     tries = Reconnecting(lost_after_s, clock=clock, jitter=lambda low, high: low + (high - low) * dice)
     tries.was_connected(0.0)
@@ -28,7 +28,7 @@ def _tries(
     while clock.at < 1000.0 + until_s:
         clock.at += tries.pause_s(is_refused=is_refused)
         begun.append(clock.at - 1000.0)
-        # One that is under way gives way to the last one.
+        # A running try is aborted for the last try.
         clock.at += min(lasts_s, tries.last_try_in_s or lasts_s)
     return begun
 
@@ -44,7 +44,7 @@ def test_a_node_is_tried_every_few_seconds_while_the_pool_waits_for_it(lost_afte
 @pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("lasts_s", [0.0, 10.0])
 @pytest.mark.parametrize("dice", [0.0, 0.3, 1.0])
-def test_a_node_is_always_tried_just_before_it_is_given_up(
+def test_the_last_try_begins_just_before_the_wait_ends(
     lost_after_s: float, is_refused: bool, lasts_s: float, dice: float
 ) -> None:
     times = _tries(lost_after_s, lost_after_s * 2, is_refused=is_refused, lasts_s=lasts_s, dice=dice)
@@ -54,7 +54,7 @@ def test_a_node_is_always_tried_just_before_it_is_given_up(
     assert last[0] == pytest.approx(lost_after_s - margin_s)
 
 
-def test_refused_logins_are_repeated_gently_and_yet_often_enough() -> None:
+def test_refused_logins_are_retried_rarely() -> None:
     times = _tries(120.0, 1800.0, is_refused=True, dice=0.5)
     assert times[:5] == pytest.approx([10.0, 30.0, 60.0, 90.0, 115.0])
     assert len(times) <= 15
@@ -65,7 +65,7 @@ def test_a_lost_node_is_tried_rarely() -> None:
     assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 30.0
 
 
-def test_a_silence_counts_from_the_last_heartbeat() -> None:
+def test_the_wait_begins_at_the_last_heartbeat() -> None:
     clock = _Clock()
     tries = Reconnecting(20.0, clock=clock, jitter=lambda *_: 1.0)
     clock.at += 500.0
@@ -74,7 +74,7 @@ def test_a_silence_counts_from_the_last_heartbeat() -> None:
     assert tries.last_try_in_s == pytest.approx(20.0 - 8.0 - 5.0)
 
 
-def test_a_node_whose_connections_break_at_once_is_tried_less_and_less() -> None:
+def test_pauses_grow_if_connections_break_at_once() -> None:
     clock = _Clock()
     tries = Reconnecting(120.0, clock=clock, jitter=lambda *_: 1.0)
     pauses = []

@@ -1,4 +1,4 @@
-"""Which of a node's addresses the others use."""
+"""The choice of a node's training address."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ def test_the_configured_address_wins() -> None:
     assert chosen(ETH0, IB0, configured="10.1.0.2", **everything) == ("10.1.0.2", "ib0")
 
 
-def test_then_the_one_that_was_reached() -> None:
+def test_the_reached_address_is_second() -> None:
     assert chosen(ETH0, IB0, reached="10.0.0.2", named=("10.1.0.2",), ssh_server="10.1.0.2") == ("10.0.0.2", "eth0")
 
 
-def test_a_reached_address_that_is_translated_on_the_way_has_the_interface_that_sshd_listens_on() -> None:
+def test_a_reached_nat_address_has_the_interface_of_sshd() -> None:
     assert chosen(ETH0, IB0, reached="203.0.113.7", ssh_server="10.0.0.2") == ("203.0.113.7", "eth0")
     assert chosen(ETH0, IB0, reached="203.0.113.7") == ("203.0.113.7", "")
 
 
-def test_then_the_one_of_its_name_if_the_node_owns_it() -> None:
+def test_an_own_address_of_the_host_name_is_third() -> None:
     assert chosen(ETH0, IB0, named=("10.9.9.9", "10.1.0.2"), ssh_server="10.0.0.2") == ("10.1.0.2", "ib0")
 
 
-def test_a_name_that_means_another_machine_here_is_not_believed() -> None:
+def test_a_foreign_address_of_the_host_name_is_ignored() -> None:
     assert chosen(ETH0, IB0, named=("10.9.9.9",), ssh_server="10.0.0.2") == ("10.0.0.2", "eth0")
 
 
-def test_then_the_one_at_which_sshd_accepted() -> None:
+def test_the_address_at_which_sshd_accepted_is_fourth() -> None:
     assert chosen(ETH0, IB0, ssh_server="10.1.0.2") == ("10.1.0.2", "ib0")
     assert chosen(ETH0_6, IB0, ssh_server="fd00::2") == ("fd00::2", "eth0")
 
 
-def test_the_zone_of_a_link_local_address_is_no_part_of_it() -> None:
+def test_the_zone_of_a_link_local_address_is_removed() -> None:
     local = {"interface": "eth0", "address": "fe80::2", "family": "inet6"}
     assert chosen(local, ssh_server="fe80::2%eth0") == ("fe80::2", "eth0")
 
 
-def test_then_the_only_ipv4_address() -> None:
+def test_the_only_ipv4_address_is_fifth() -> None:
     assert chosen(ETH0, ETH0_6) == ("10.0.0.2", "eth0")
 
 
-def test_of_several_none_is_guessed() -> None:
+def test_with_several_ipv4_addresses_the_host_is_used() -> None:
     assert chosen(ETH0, IB0) == ("gpu1", "")
     assert chosen(ETH0, IB0, host="10.1.0.2") == ("10.1.0.2", "ib0")
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1", "::1"])
 def test_loopback_addresses_come_after_all_others(loopback: str) -> None:
-    # A tunnel out of the node ends at its localhost; a name of the node may be a line of somebody's /etc/hosts.
+    # A tunnel ends at the localhost of the node, and a line in /etc/hosts may map its name to loopback.
     assert chosen(ETH0, named=(loopback,), ssh_server=loopback) == ("10.0.0.2", "eth0")
     assert chosen(ssh_server=loopback) == (loopback, "lo")
 
@@ -71,11 +71,11 @@ def test_a_forwarded_port_is_not_the_nodes_address() -> None:
     assert chosen(ETH0, reached="127.0.0.1", ssh_server="10.0.0.2") == ("10.0.0.2", "eth0")
 
 
-def test_hosts_of_one_machine_are_told_apart_by_their_loopback_addresses() -> None:
+def test_a_reached_loopback_address_of_the_node_itself_is_used() -> None:
     assert chosen(ETH0, reached="127.0.1.3", ssh_server="127.0.1.3") == ("127.0.1.3", "lo")
 
 
-def test_without_facts_the_host_is_all_there_is() -> None:
+def test_without_facts_the_host_is_used() -> None:
     assert choose_address(configured=None, reached=None, named=(), host="gpu1", facts={}) == ("gpu1", "")
 
 

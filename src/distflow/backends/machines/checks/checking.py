@@ -1,7 +1,6 @@
-"""Measuring the nodes of a pool before a gang runs on them: each by itself, then the connections between them.
+"""Measure the nodes of a pool before a gang runs on them: first each node, then the connections between them.
 
-A limited number of nodes is measured at once. Failed queries are values like the others. ``findings`` and ``network``
-interpret the measurements.
+The errors of failed queries are part of the measurements. ``findings`` and ``network`` interpret the measurements.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _Session:
         self.transport = transport_of(pool, node)
         self.link: AgentLink | None = None
         self.measured = Measured(node=node)
-        self.word = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self.port: int | None = None
 
     def close(self) -> None:
@@ -90,26 +89,26 @@ def check_pool(
 ) -> Checked:
     """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths`` are compared on all nodes: data that must be the same everywhere. With ``venv``, torch is looked for in that
-    Python environment if the node has it already.
+    ``paths``: directories and files that must have the same contents on all nodes. With ``venv``, torch is searched in that
+    Python environment, if the node has it already.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
     try:
-        _each(list(sessions.values()), lambda one: _ask(pool, one, paths, venv), lambda one: waiting.done(one.node.name))
-        asked = [session for session in sessions.values() if session.link is not None]
+        _each(list(sessions.values()), lambda one: _measure(pool, one, paths, venv), lambda one: waiting.done(one.node.name))
+        answering = [session for session in sessions.values() if session.link is not None]
         pairs: list[Pair] = []
         found: AllReduce | None = None
-        if asked:
+        if answering:
             progress("checking the connections between nodes")
-            _each(asked, _listen)
-            listening = [session for session in asked if session.port is not None]
+            _each(answering, _listen)
+            listening = [session for session in answering if session.port is not None]
             results: dict[str, list[Pair]] = {}
-            _each(asked, lambda one: results.update({one.node.name: _reach(one, listening)}))
-            pairs = [pair for session in asked for pair in results.get(session.node.name, [])]
+            _each(answering, lambda one: results.update({one.node.name: _reach(one, listening)}))
+            pairs = [pair for session in answering for pair in results.get(session.node.name, [])]
         if with_all_reduce:
             progress("running an all-reduce over all nodes")
-            found = _all_reduce(asked, pairs)
+            found = _all_reduce(answering, pairs)
     finally:
         for session in sessions.values():
             session.close()
@@ -132,21 +131,23 @@ class _Waiting:
         self._left = dict.fromkeys(nodes)
         self._total = len(self._left)
         self._progress = progress
-        self._tell()
+        self._report()
 
     def done(self, node: str) -> None:
         with self._lock:
             self._left.pop(node, None)
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._progress(f"{self._total - len(self._left)} of {self._total} nodes; waiting for {few(list(self._left)) or 'none'}")
 
 
 def _each(
-    sessions: Sequence[_Session], action: Callable[[_Session], None], done: Callable[[_Session], None] = lambda _: None
+    sessions: Sequence[_Session],
+    action: Callable[[_Session], None],
+    done: Callable[[_Session], None] = lambda _: None,
 ) -> None:
-    """Call ``action`` with every session. Errors become the measurement."""
+    """Call ``action`` with every session. An error replaces the node's measurements."""
     by_name = {session.node.name: session for session in sessions}
 
     def act(transport: Transport) -> None:
@@ -154,7 +155,7 @@ def _each(
         try:
             action(session)
         except DistflowError as error:
-            # A node that stopped answering counts as one that was never connected.
+            # Treat a node that stops answering like one that never answered.
             session.measured = Measured(node=session.node, error=error)
             if session.link is not None:
                 session.link.close()
@@ -164,7 +165,7 @@ def _each(
     fan_out([session.transport for session in sessions], act, limit=_AT_ONCE)
 
 
-def _ask(pool: Pool, session: _Session, paths: Sequence[str], venv: Requirements | None) -> None:
+def _measure(pool: Pool, session: _Session, paths: Sequence[str], venv: Requirements | None) -> None:
     node, transport = session.node, session.transport
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
@@ -180,14 +181,14 @@ def _ask(pool: Pool, session: _Session, paths: Sequence[str], venv: Requirements
     session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=watch.clock)
     session.measured = replace(session.measured, venv=venv, **_probed(link, node, paths, needs_venv=venv is not None))
     try:
-        said = run_python(session.measured, link, [PYTHON_PROBE], {}, limit_s=_PYTHON_S)
+        answer = run_python(session.measured, link, [PYTHON_PROBE], {}, limit_s=_PYTHON_S)
     except AgentError as error:
         if error.kind != "no_venv":
             raise
-        # The first workflow builds it. What the node's own Python has does not matter.
+        # The first workflow builds the environment, so the packages of the node's own Python do not matter.
         session.measured = replace(session.measured, lacks_venv=True)
     else:
-        session.measured = replace(session.measured, torch=parse_python(said))
+        session.measured = replace(session.measured, torch=parse_python(answer))
 
 
 def _probed(link: AgentLink, node: Node, paths: Sequence[str], *, needs_venv: bool) -> Mapping[str, Any]:
@@ -198,14 +199,14 @@ def _probed(link: AgentLink, node: Node, paths: Sequence[str], *, needs_venv: bo
     if gpus is None:
         return {"probe": probe}
     if gpus["exit_code"] != 0:
-        words = (gpus["stderr"].strip() or gpus["stdout"].strip()).splitlines()
-        late = "it does not answer" if gpus["exit_code"] is None else f"exit code {gpus['exit_code']}"
-        return {"probe": probe, "gpu_error": words[-1] if words else late}
+        lines = (gpus["stderr"].strip() or gpus["stdout"].strip()).splitlines()
+        fallback = "it does not answer" if gpus["exit_code"] is None else f"exit code {gpus['exit_code']}"
+        return {"probe": probe, "gpu_error": lines[-1] if lines else fallback}
     return {"probe": probe, "gpus": parse_gpus(gpus["stdout"]), "apps": parse_apps((apps or {}).get("stdout", ""))}
 
 
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
-    """Return a clearer error if the python is missing or too old."""
+    """Return an error that names the problem if the node's Python is missing or too old, else ``error``."""
     try:
         done = transport.run([*python_argv(node.python), "-c", _VERSION], timeout_s=_DIAGNOSE_S)
         found = (
@@ -216,27 +217,27 @@ def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> Boot
     why = python_trouble(done.exit_code, done.stdout.decode("utf-8", "replace"))
     if not why:
         return error
-    there = f"; {found} exists" if found and found != node.python else ""
-    return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{there}")
+    existing = f"; {found} exists" if found and found != node.python else ""
+    return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{existing}")
 
 
 def _listen(session: _Session) -> None:
     if session.link is None:
         return
     try:
-        said = session.link.request("listen", address=session.measured.address, word=session.word, limit_s=_LISTEN_S)
+        answer = session.link.request("listen", address=session.measured.address, word=session.token, limit_s=_LISTEN_S)
     except AgentError as error:
         session.measured = replace(session.measured, listen_error=error.detail)
         return
-    session.port = said["port"]
-    session.measured = replace(session.measured, is_address_own=said["is_own"] is not False)
+    session.port = answer["port"]
+    session.measured = replace(session.measured, is_address_own=answer["is_own"] is not False)
 
 
 def _reach(session: _Session, listening: Sequence[_Session]) -> list[Pair]:
     others = [one for one in listening if one is not session]
     if session.link is None or not others:
         return []
-    targets = [{"address": one.measured.address, "port": one.port, "word": one.word} for one in others]
+    targets = [{"address": one.measured.address, "port": one.port, "word": one.token} for one in others]
     results = session.link.request("reach", targets=targets, limit_s=_REACH_S, timeout_s=30.0 + _REACH_S * len(others))[
         "results"
     ]

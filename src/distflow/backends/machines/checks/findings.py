@@ -1,4 +1,4 @@
-"""Findings about measurements of nodes, each with a remedy. Pure.
+"""Pure functions that turn measurements of nodes into findings, each with a remedy.
 
 An error prevents a gang from running, a warning points to a likely surprise, and a note is information.
 """
@@ -57,7 +57,7 @@ class Finding:
 
     grade: Grade
     about: str
-    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
+    """The subject: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
     ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach``, ``all-reduce`` or ``slurm``."""
     nodes: tuple[str, ...]
     message: str
@@ -72,7 +72,7 @@ class Finding:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return a list of names that fits on a line."""
+    """Return the first names, and the number of the others."""
     more = len(names) - _FEW
     return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
@@ -105,26 +105,28 @@ def note(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
 def judge_node(measured: Measured) -> Iterator[Finding]:
     """Yield the findings about one node alone."""
     if measured.error is not None:
-        yield _out_of_reach(measured)
+        yield _unreachable(measured)
         return
     for rule in _RULES:
         yield from rule(measured)
 
 
 def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield the findings about nodes compared with each other: unintended differences, and clocks."""
+    """Yield findings that compare nodes: wrong clocks, shared machines, and differences of versions and files."""
     yield from _clocks(nodes)
     yield from _same_machine(nodes)
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
-    yield from _unlike("python", "Python", pythons)
-    yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
+    yield from _differing("python", "Python", pythons)
+    yield from _differing(
+        "torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version}
+    )
     cudas = {one.node.name: one.torch.cuda for one in nodes if one.torch and one.torch.cuda}
-    yield from _unlike("torch", "the CUDA of torch", cudas)
-    yield from _unlike("torch", "NCCL", {one.node.name: one.torch.nccl for one in nodes if one.torch and one.torch.nccl})
-    yield from _unlike("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
+    yield from _differing("torch", "the CUDA of torch", cudas)
+    yield from _differing("torch", "NCCL", {one.node.name: one.torch.nccl for one in nodes if one.torch and one.torch.nccl})
+    yield from _differing("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
     drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
-    yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
-    yield from _unlike_paths(nodes)
+    yield from _differing("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
+    yield from _differing_paths(nodes)
 
 
 def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ...]:
@@ -141,7 +143,7 @@ def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ..
 # -- one node
 
 
-def _out_of_reach(measured: Measured) -> Finding:
+def _unreachable(measured: Measured) -> Finding:
     error = measured.error
     message = error.detail if isinstance(error, NodeError) else str(error)
     hint = error.hint if error is not None else ""
@@ -188,14 +190,14 @@ def _leases(measured: Measured) -> Iterator[Finding]:
     if not leases:
         return
     if leases["error"]:
-        hint = "remove the file in its place, or set another `lease_dir`, the same for all users of the machine"
+        hint = "remove the file at this path, or set another `lease_dir`, the same for all users of the machine"
         yield error("leases", names, leases["error"], hint)
     elif _is_network(leases["file_system"]):
         yield warning(
             "leases",
             names,
             f"its lease directory {leases['path']} is on a network file system ({leases['file_system']}), "
-            "which mixes up the GPUs of different machines",
+            "so leases of different machines collide",
             "set `lease_dir` to a directory on a local disk of the machine",
         )
     elif leases.get("owner"):
@@ -224,7 +226,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
         message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
         yield error("gpus", names, message, "correct `gpus` (or the slots of the hostfile); `dmesg` shows lost GPUs")
     elif wanted is not None and wanted < len(measured.gpus):
-        yield note("gpus", names, f"{count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
+        yield note("gpus", names, f"the configuration allows {wanted} of its {count(len(measured.gpus), 'GPU')}", "")
     yield from _gpu_users(measured)
 
 
@@ -305,29 +307,29 @@ def _address(measured: Measured) -> Iterator[Finding]:
             for item in measured.facts.get("addresses") or ()
             if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
         ]
-        hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has none but loopback'}"
+        hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has only loopback addresses'}"
         yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
 
 
 def _name(measured: Measured) -> Iterator[Finding]:
-    said = measured.probe.get("names") or {}
-    addresses = said.get("addresses") or []
+    names = measured.probe.get("names") or {}
+    addresses = names.get("addresses") or []
     if addresses and all(re.match(r"127\.|::1$", address) for address in addresses) and measured.node.host != "localhost":
         yield note(
             "name",
             [measured.node.name],
-            f"its own name {said['hostname']} resolves to {', '.join(addresses)}",
-            "this does not affect gangs, because distflow passes addresses and interfaces itself; other launchers need "
-            "a line in its /etc/hosts",
+            f"its own name {names['hostname']} resolves to {', '.join(addresses)}",
+            "this does not affect gangs, because distflow passes addresses and interfaces itself; for other launchers, add "
+            "the node's address to its /etc/hosts",
         )
 
 
 def _login(measured: Measured) -> Iterator[Finding]:
-    said = measured.probe.get("logind") or {}
-    properties = [*said.get("properties", ()), "", "", ""]
+    logind = measured.probe.get("logind") or {}
+    properties = [*logind.get("properties", ()), "", "", ""]
     excluded, only = (re.findall(r'"([^"]*)"', text) for text in properties[1:3])
     user = str(measured.facts.get("user", ""))
-    if said.get("in_session") and properties[0] == "b true" and user not in excluded and (not only or user in only):
+    if logind.get("in_session") and properties[0] == "b true" and user not in excluded and (not only or user in only):
         yield warning(
             "login",
             [measured.node.name],
@@ -352,8 +354,8 @@ def _shm(measured: Measured) -> Iterator[Finding]:
     if shm and shm["free_bytes"] < _LEAST_MEMORY:
         message = f"only {amount(shm['free_bytes'])} of {amount(shm['total_bytes'])} are free in /dev/shm"
         hint = (
-            "workers of a DataLoader and NCCL share memory there: remove what is left in it, or as root "
-            "`mount -o remount,size=50% /dev/shm`; of a container, `--shm-size`"
+            "DataLoader workers and NCCL share memory there: remove leftover files, or as root run "
+            "`mount -o remount,size=50% /dev/shm`; for a container, set `--shm-size`"
         )
         yield warning("shm", [measured.node.name], message, hint)
 
@@ -361,23 +363,23 @@ def _shm(measured: Measured) -> Iterator[Finding]:
 def _limits(measured: Measured) -> Iterator[Finding]:
     limits, names = measured.probe.get("limits") or {}, [measured.node.name]
     files, processes, locked = limits.get("nofile"), limits.get("nproc"), limits.get("memlock")
-    where = "raise it in its /etc/security/limits.conf, or by `ulimit` in `setup`"
+    hint = "raise it in its /etc/security/limits.conf, or by `ulimit` in `setup`"
     if files is not None and files < _LEAST_FILES:
-        yield warning("limits", names, f"a process may open {count(files, 'file')} only (ulimit -n)", where)
+        yield warning("limits", names, f"a process may open only {count(files, 'file')} (ulimit -n)", hint)
     if processes is not None and processes < _LEAST_PROCESSES:
-        message = f"its user may have {count(processes, 'process', 'processes')} and threads only (ulimit -u)"
-        yield warning("limits", names, message, where)
+        message = f"its user may have only {count(processes, 'process', 'processes')} and threads (ulimit -u)"
+        yield warning("limits", names, message, hint)
     if locked is not None and measured.probe.get("has_rdma"):
-        message = f"a process may lock {amount(locked)} of memory only (ulimit -l), and it has InfiniBand or RoCE"
-        yield warning("limits", names, message, f"NCCL needs `unlimited` for them: {where}")
+        message = f"a process may lock only {amount(locked)} of memory (ulimit -l), and the node has InfiniBand or RoCE"
+        yield warning("limits", names, message, f"NCCL needs `unlimited` for its network: {hint}")
 
 
 def _gpu_health(measured: Measured) -> Iterator[Finding]:
     names = [measured.node.name]
     broken = [gpu for gpu in measured.gpus or () if gpu.ecc_errors]
     if broken:
-        said = ", ".join(f"GPU {gpu.index}: {gpu.ecc_errors}" for gpu in broken)
-        message = f"uncorrectable memory errors since its driver was loaded: {said}"
+        errors = ", ".join(f"GPU {gpu.index}: {gpu.ecc_errors}" for gpu in broken)
+        message = f"uncorrectable memory errors since its driver was loaded: {errors}"
         yield warning("gpus", names, message, "reset the GPU or reboot; if the errors return, replace the GPU")
     xids = measured.probe.get("xids") or []
     if xids:
@@ -398,11 +400,11 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
     wrong = {name: clock for name, clock in offsets.items() if abs(clock.offset_s) - clock.uncertainty_s > _CLOCK_S}
     values = [clock.offset_s for clock in wrong.values()]
     if len(wrong) > 1 and len(wrong) == len(offsets) and max(values) - min(values) <= _CLOCK_S:
-        message = f"their clocks agree with each other, and are {_off(values[0])} this machine's"
+        message = f"their clocks agree with each other, and are {_offset(values[0])} this machine's"
         yield warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
         return
     for name, clock in wrong.items():
-        message = f"its clock is {_off(clock.offset_s)} this machine's"
+        message = f"its clock is {_offset(clock.offset_s)} this machine's"
         hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
         yield warning("clock", [name], message, hint)
 
@@ -445,24 +447,26 @@ def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iter
     for one in nodes:
         if one.torch is None or not one.torch.python or one.torch.version or one.torch.error:
             continue
-        message = f"torch is not installed for {one.torch.executable}" + (f", and is on {few(having)}" if having else "")
+        message = f"torch is not installed for {one.torch.executable}" + (
+            f"; nodes with torch: {few(having)}" if having else ""
+        )
         grade = Grade.ERROR if one.node.name in needed else Grade.WARNING if having else Grade.NOTE
         hint = f"add `torch` to {one.venv.file}" if one.venv else torch_remedy(one.torch.others)
         yield Finding(grade=grade, about="torch", nodes=(one.node.name,), message=message, hint=hint)
 
 
-def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
+def _differing(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
     """Yield a finding when nodes differ in a version."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value or "", []).append(name)
     if len(groups) > 1:
-        said = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
-        hint = "all processes of a world should use the same" if grade is Grade.WARNING else ""
-        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} differs: {said}", hint=hint)
+        found = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
+        hint = "use the same on all nodes of a world" if grade is Grade.WARNING else ""
+        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} differs: {found}", hint=hint)
 
 
-def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
+def _differing_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
     """Yield a finding for each path whose contents differ between nodes that can read it."""
     by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
     for one in nodes:
@@ -472,17 +476,17 @@ def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
                 by_path.setdefault(path, {}).setdefault(same, []).append(one.node.name)
     for path, groups in by_path.items():
         if len(groups) > 1:
-            said = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
-            message = f"{path} has different contents: {'; '.join(said)}"
+            found = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
+            message = f"{path} has different contents: {'; '.join(found)}"
             everyone = [name for names in groups.values() for name in names]
-            yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy what differs")
+            yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy the files that differ")
 
 
-# -- words
+# -- text
 
 
-def _off(seconds: float) -> str:
-    return f"{abs(seconds):.1f} s {'before' if seconds > 0 else 'behind'}"
+def _offset(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'}"
 
 
 def _is_network(file_system: str) -> bool:

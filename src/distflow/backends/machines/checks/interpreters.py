@@ -1,4 +1,4 @@
-"""The Pythons that tasks get on the nodes of a pool, and the modules that they lack. Nothing is imported there to find out."""
+"""Find the Python that tasks use on each node of a pool, and its missing modules, without importing them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Interpreter:
     version: str
     executable: str
     missing: tuple[str, ...] = ()
-    """The modules that it lacks, of those that were asked for. Empty if its version is another one."""
+    """The required modules that it lacks. Empty if its version is not the required one."""
     others: tuple[str, ...] = ()
-    """Other Pythons on the node that have the version, or torch."""
+    """Other Pythons on the node that have the required version, or torch if that is missing."""
 
     def has_version(self, minor: str) -> bool:
         """Return whether its version is ``minor``, such as ``3.11``."""
@@ -67,7 +67,7 @@ def find_interpreters(
     variables: Mapping[str, str],
     venv: Requirements | None = None,
 ) -> list[Interpreter]:
-    """Ask nodes in parallel for the ``python3`` of a task. Nodes that do not answer soon are not in the result.
+    """Query nodes in parallel for the ``python3`` of a task. Nodes that do not answer soon are not in the result.
 
     Args:
         pool: The pool of the nodes.
@@ -78,42 +78,42 @@ def find_interpreters(
         venv: The packages of its Python environment. Its modules are not checked on nodes that have not built it yet.
 
     """
-    asked = json.dumps([version, list(modules)])
+    wanted = json.dumps([version, list(modules)])
     by_name = {node.name: node for node in nodes}
     transports = [transport_of(pool, node) for node in nodes]
 
-    def ask(transport: Transport) -> Interpreter | None:
+    def query(transport: Transport) -> Interpreter | None:
         node = by_name[transport.name]
         link = connect(transport, node.root, node.python, timeout_s=min(pool.connect_timeout_s, _CONNECT_S))
         try:
             request: dict[str, Any] = {
-                "argv": ["python3", "-c", _PROBE, asked], "env": {**node.environment, **variables},
+                "argv": ["python3", "-c", _PROBE, wanted], "env": {**node.environment, **variables},
                 "path_prepend": path_prepend(node, link.request("hello", watch=[])["facts"]),
                 "shell_prelude": node.setup, "limit_s": _PROBE_S, "timeout_s": _PROBE_S + 5.0,
             }  # fmt: skip
             try:
-                said = link.request("run", venv=venv and venv.digest(node.environment), **request)
+                answer = link.request("run", venv=venv and venv.digest(node.environment), **request)
             except AgentError as error:
                 if error.kind != "no_venv":
                     raise
                 # The environment will have the version of the Python that builds it.
                 request["argv"][-1] = json.dumps([version, []])
-                said = link.request("run", **request)
+                answer = link.request("run", **request)
         finally:
             link.close()
-        return _parsed(node.name, said, modules)
+        return _parsed(node.name, answer, modules)
 
     try:
-        outcomes = fan_out(transports, ask)
+        outcomes = fan_out(transports, query)
     finally:
         for transport in transports:
             transport.close()
     return [outcome.value for outcome in outcomes if outcome.value is not None]
 
 
-def _parsed(node: str, said: Mapping[str, Any], modules: Sequence[str]) -> Interpreter | None:
-    """Return a node's answer, or ``None`` if it did not understand the question."""
-    line = next((one for one in reversed(str(said.get("stdout")).splitlines()) if one.startswith(_MARK)), None)
+def _parsed(node: str, answer: Mapping[str, Any], modules: Sequence[str]) -> Interpreter | None:
+    """Return the interpreter in a node's answer, or ``None`` if the answer is malformed."""
+    line = next((one for one in reversed(str(answer.get("stdout")).splitlines()) if one.startswith(_MARK)), None)
     try:
         found = decode_object(line.removeprefix(_MARK)) if line else {}
     except ValueError:

@@ -34,29 +34,29 @@ _MARK = "@@distflow-python "
 PYTHON_PROBE = f"""
 import json, sys
 {FIND_OTHERS}
-said = {{"version": sys.version.split()[0], "executable": sys.executable}}
+answer = {{"version": sys.version.split()[0], "executable": sys.executable}}
 try:
     import torch
-    said["torch"] = torch.__version__
-    said["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
-    said["is_available"] = torch.cuda.is_available()
-    said["devices"] = torch.cuda.device_count()
+    answer["torch"] = torch.__version__
+    answer["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    answer["is_available"] = torch.cuda.is_available()
+    answer["devices"] = torch.cuda.device_count()
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        said["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except ModuleNotFoundError as error:
     if error.name != "torch":
-        said["error"] = repr(error)
-    said["others"] = other_pythons()
+        answer["error"] = repr(error)
+    answer["others"] = other_pythons()
 except BaseException as error:
-    said["error"] = repr(error)
-print("\\n{_MARK}" + json.dumps(said))
+    answer["error"] = repr(error)
+print("\\n{_MARK}" + json.dumps(answer))
 """
-"""Script for the node's configured python. ``parse_python`` reads its output."""
+"""Script for a node's configured Python. ``parse_python`` reads its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """The configured python of a node in the environment of tasks, and its torch."""
+    """A node's configured Python, started in the environment of its tasks, and the Python's torch."""
 
     python: str = ""
     """Version of Python; empty if it did not start."""
@@ -77,7 +77,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One node."""
+    """The measurements of one node."""
 
     node: Node
     error: DistflowError | None = None
@@ -91,12 +91,12 @@ class Measured:
     probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The result of ``probe``."""
     gpus: tuple[Gpu, ...] | None = None
-    """``None`` where there is no ``nvidia-smi``."""
+    """``None`` if the node has no ``nvidia-smi``."""
     gpu_error: str = ""
     """Error message of ``nvidia-smi``."""
     apps: tuple[GpuApp, ...] = ()
     torch: Torch | None = None
-    """``None`` if its Python was not asked."""
+    """``None`` if its Python was not queried."""
     venv: Requirements | None = None
     """The packages of the Python environment of its tasks."""
     lacks_venv: bool = False
@@ -104,12 +104,12 @@ class Measured:
     clock: Clock | None = None
     listen_error: str = ""
     is_address_own: bool = True
-    """Whether the training address belongs to the node, as far as binding to it shows."""
+    """Whether the training address belongs to the node, as far as an attempt to bind it shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One node's attempt to connect to another one."""
+    """One node's attempt to connect to another node."""
 
     source: str
     target: str
@@ -120,19 +120,19 @@ class Pair:
     ms: float | None = None
 
 
-def parse_python(said: Mapping[str, Any]) -> Torch:
+def parse_python(answer: Mapping[str, Any]) -> Torch:
     """Parse the output of ``PYTHON_PROBE`` in the agent's answer to ``run``."""
-    line = next((one for one in reversed(str(said["stdout"]).splitlines()) if one.startswith(_MARK)), None)
+    line = next((one for one in reversed(str(answer["stdout"]).splitlines()) if one.startswith(_MARK)), None)
     if line is None:
-        if said["exit_code"] is None:
-            return Torch(error=f"it did not end within {said['seconds']:.0f} s")
-        words = str(said["stderr"]).strip().splitlines()[-1:] or [f"exit code {said['exit_code']}"]
-        return Torch(error=words[0])
+        if answer["exit_code"] is None:
+            return Torch(error=f"it did not end within {answer['seconds']:.0f} s")
+        lines = str(answer["stderr"]).strip().splitlines()[-1:] or [f"exit code {answer['exit_code']}"]
+        return Torch(error=lines[0])
     try:
         found = decode_object(line.removeprefix(_MARK))
         devices = int(found.get("devices") or 0)
     except (ValueError, TypeError):
-        return Torch(error=f"its answer is damaged: {line[:200]}")
+        return Torch(error=f"its answer is malformed: {line[:200]}")
 
     def text(name: str) -> str | None:
         return str(found[name]) if found.get(name) is not None else None
@@ -151,7 +151,7 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
 
 
 def python_trouble(exit_code: int, version: str) -> str:
-    """Return why a python cannot run an agent, or an empty string if it can.
+    """Return why a Python cannot run an agent, or an empty string if it can.
 
     >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
     ('is Python 2.7.18; 3.8 or newer is needed', '', 'does not exist')
@@ -192,7 +192,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Return the GPUs in the output of the query of ``runtime.probes.probing``.
 
     It has for each GPU index, uuid, name, driver_version, memory.total, memory.used and ecc.errors.uncorrected.volatile.total.
-    Other lines (a warning, a lost GPU) are left out.
+    Other lines (a warning, a lost GPU) are ignored.
     """
     found = []
     for fields in _rows(text, 7):

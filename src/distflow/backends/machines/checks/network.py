@@ -32,12 +32,12 @@ from distflow.runtime.untrusted import decode_json
 __all__ = ["AllReduce", "Verdict", "all_reduce", "judge_all_reduce", "judge_pairs", "run_python", "verdict"]
 
 
-_WORDS: Mapping[str, str] = MappingProxyType(
+_CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "refused": "connection refused",
         "timeout": "no answer",
         "no_route": "no route to host",
-        "no_name": "the address is a name that does not resolve there",
+        "no_name": "the address is a name that this node cannot resolve",
         "stranger": "another machine or program answers",
     }
 )
@@ -47,13 +47,13 @@ _WITHOUT_TORCH = (
 _PORTS = "training uses ports that the system chooses: all TCP ports above 1023 must be open between the nodes"
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
-        "refused": "does a firewall there reject it, or is this another machine's address?\n"
+        "refused": "check that no firewall of the node rejects it, and that the address belongs to the node\n"
         f"{_PORTS}; or set the node's `address`",
         "timeout": f"a firewall drops it, or the networks are not connected\n{_PORTS}; or set the node's `address`",
-        "no_route": "are both in one network, or does a firewall there reject it?\n"
+        "no_route": "check that both are in one network, and that no firewall of the node rejects it\n"
         f"{_PORTS}; or set the node's `address` to one that the others reach",
-        "no_name": "set the node's `address` to a number, such as 10.0.0.2",
-        "stranger": "set the node's `address` to one that is its own",
+        "no_name": "set the node's `address` to an IP address, such as 10.0.0.2",
+        "stranger": "set the node's `address` to one of its own addresses",
     }
 )
 
@@ -71,14 +71,14 @@ class Verdict:
 
 
 def verdict(
-    nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce | None = None, *, torch_nodes: Collection[str] = ()
+    nodes: Sequence[Measured], pairs: Sequence[Pair], reduction: AllReduce | None = None, *, torch_nodes: Collection[str] = ()
 ) -> Verdict:
-    """Return all findings about nodes, pairs and their all-reduce, and the summary. ``torch_nodes`` need torch."""
+    """Return all findings about nodes, pairs and their all-reduce, and a summary. ``torch_nodes``: nodes that need torch."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
     alone += judge_torch(nodes, torch_nodes)
-    together = list(judge_all_reduce(summed)) if summed is not None else []
-    alike = list(judge_nodes(nodes))
-    findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *alike])
+    together = list(judge_all_reduce(reduction)) if reduction is not None else []
+    compared = list(judge_nodes(nodes))
+    findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *compared])
     errors = [finding for finding in findings if finding.grade is Grade.ERROR]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if not errors:
@@ -89,7 +89,9 @@ def verdict(
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
     if cut:
         why.append(f"{few(cut)} do not all reach each other")
-    why += [f"{few(finding.nodes)} are the same machine, or share leases" for finding in alike if finding.grade is Grade.ERROR]
+    why += [
+        f"{few(finding.nodes)} are the same machine, or share leases" for finding in compared if finding.grade is Grade.ERROR
+    ]
     if any(finding.grade is Grade.ERROR for finding in together):
         why.append("an all-reduce between them failed")
     all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"
@@ -98,7 +100,7 @@ def verdict(
 
 
 def _may_have_torch(measured: Measured) -> bool:
-    """Return whether the Python of a node has torch, even a broken one, or was not asked."""
+    """Return False if the node's Python is known to have no torch. A torch that cannot be imported counts."""
     torch = measured.torch
     return torch is None or bool(torch.version or torch.error) or not torch.python
 
@@ -140,11 +142,11 @@ def _twins(pairs: Sequence[Pair]) -> Iterator[Finding]:
 
 
 def _finding(nodes: tuple[str, ...], message: str, pair: Pair) -> Finding:
-    words = _WORDS.get(pair.kind) or pair.message or pair.kind
+    cause = _CAUSES.get(pair.kind) or pair.message or pair.kind
     if pair.kind == "timeout" and pair.message:
-        words = pair.message
+        cause = pair.message
     hint = _HINTS.get(pair.kind, _PORTS)
-    return Finding(grade=Grade.ERROR, about="reach", nodes=nodes, message=f"{message}: {words}", hint=hint)
+    return Finding(grade=Grade.ERROR, about="reach", nodes=nodes, message=f"{message}: {cause}", hint=hint)
 
 
 _MARK = "@@distflow-all-reduce "
@@ -153,7 +155,7 @@ _SLOW = 100e6
 """Bytes per second of gigabit Ethernet."""
 _TAIL = 300
 _SHORTEST_S = 1e-9
-"""Lower bound of times. Nodes report them, and they are divisors."""
+"""Lower bound of the times that nodes report, because they are divisors."""
 
 _PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
 _PROBE = f"""
@@ -218,10 +220,10 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
         return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no torch")
     master, link = nodes[0]
     try:
-        said = _run(master, link, [_PORT, master.address], {})
-        port = int(str(said["stdout"]).strip())
+        answer = _run(master, link, [_PORT, master.address], {})
+        port = int(str(answer["stdout"]).strip())
     except (NodeError, ValueError) as why:
-        return AllReduce(nodes=names, failed=(names[0], f"no port of {master.address} can be opened: {why}"))
+        return AllReduce(nodes=names, failed=(names[0], f"it cannot open a port on {master.address}: {why}"))
     return _world(nodes, names, port)
 
 
@@ -236,17 +238,17 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
         if measured.interface:
             world["GLOO_SOCKET_IFNAME"] = measured.interface
         try:
-            said = _run(measured, link, [_PROBE], world)
-            why = _why(said)
-        except NodeError as gone:
-            said, why = {"stdout": ""}, gone.detail
+            answer = _run(measured, link, [_PROBE], world)
+            why = _failure(answer)
+        except NodeError as error:
+            answer, why = {"stdout": ""}, error.detail
         with lock:
             if why:
                 failures.append((measured.node.name, why))
-            answers[rank] = str(said["stdout"])
+            answers[rank] = str(answer["stdout"])
         if why and len(failures) == 1:
             for _, other in nodes:
-                other.close()  # the processes there would wait forever; they end with their connection
+                other.close()  # ends the other processes, which would wait forever
 
     with ThreadPoolExecutor(max_workers=len(nodes)) as workers:
         list(workers.map(run, range(len(nodes))))
@@ -256,7 +258,7 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
         line = next(line for line in reversed(answers[0].splitlines()) if line.startswith(_MARK))
         times = tuple((int(size), max(float(seconds), _SHORTEST_S)) for size, seconds in decode_json(line.removeprefix(_MARK)))
     except (StopIteration, ValueError, TypeError):
-        return AllReduce(nodes=names, failed=(names[0], "its output is not a measurement"))
+        return AllReduce(nodes=names, failed=(names[0], "its output contains no measurements"))
     return AllReduce(nodes=names, times=times)
 
 
@@ -267,9 +269,9 @@ def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapp
 def run_python(
     measured: Measured, link: AgentLink, script: Sequence[str], variables: Mapping[str, str], *, limit_s: float
 ) -> Mapping[str, Any]:
-    """Run a script with the Python of tasks: with its setup, its variables, its PATH and its packages.
+    """Run a script with the Python of the node's tasks: with their setup, variables, PATH and packages.
 
-    Raises ``AgentError`` (``no_venv``) if its environment is not built yet.
+    Raises ``AgentError`` (``no_venv``) if their environment is not built yet.
     """
     node, facts, venv = measured.node, measured.facts, measured.venv
     return link.request(
@@ -279,24 +281,22 @@ def run_python(
     )  # fmt: skip
 
 
-def _why(said: Mapping[str, Any]) -> str:
+def _failure(answer: Mapping[str, Any]) -> str:
     """Return why a process failed, or an empty string if it succeeded."""
-    if said["exit_code"] == 0:
+    if answer["exit_code"] == 0:
         return ""
-    if said["exit_code"] is None:
+    if answer["exit_code"] is None:
         return f"it did not end within {_LIMIT_S:g} s"
-    words = str(said["stderr"]).strip().splitlines()
-    return words[-1][:_TAIL] if words else f"exit code {said['exit_code']}"
+    lines = str(answer["stderr"]).strip().splitlines()
+    return lines[-1][:_TAIL] if lines else f"exit code {answer['exit_code']}"
 
 
 def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
     """Yield findings about the all-reduce."""
     if found.failed is not None:
         name, why = found.failed
-        hint = "training would fail, too: check that all ports are open between the nodes, and that their torch is the same"
+        hint = "training would fail too: check that all ports are open between the nodes, and that all have the same torch"
         yield error("all-reduce", [name], f"an all-reduce between the nodes failed: {why}", hint)
     elif found.times and found.best < _SLOW:
-        hint = (
-            "slower than gigabit Ethernet: is `address` on the fast network, and does its link run at full speed (`ethtool`)?"
-        )
+        hint = "slower than gigabit Ethernet: check that `address` is on the fast network and runs at full speed (`ethtool`)"
         yield warning("all-reduce", found.nodes, f"an all-reduce reaches only {found.best / 1e6:.1f} MB/s", hint)

@@ -1,4 +1,4 @@
-"""Whether a Python on a node has torch, and which other Pythons there have it, without importing torch."""
+"""Find out whether a Python on a node has torch, and which other Pythons have it, without importing torch."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ FIND_OTHERS = """
 def other_pythons():
     import glob, os
     file, found = "lib/python3*/site-packages/torch/distributed/run.py", []
-    for place in ("~/*", "~/.*", "~/*/.venv", "~/*/venv", "~/*/envs/*", "/opt/*", "/opt/*/envs/*"):
-        for path in sorted(glob.glob(os.path.join(os.path.expanduser(place), file))):
+    for folder in ("~/*", "~/.*", "~/*/.venv", "~/*/venv", "~/*/envs/*", "/opt/*", "/opt/*/envs/*"):
+        for path in sorted(glob.glob(os.path.join(os.path.expanduser(folder), file))):
             python = os.path.join(path.rsplit("/lib/python3", 1)[0], "bin", "python")
             if os.access(python, os.X_OK) and python not in found:
                 found.append(python)
     return found
 """
-"""A function for scripts that run on nodes: the Pythons with torch in the usual places of virtual environments and conda."""
+"""Source of a function for scripts on nodes. It returns Pythons with torch in the usual directories of venvs and conda."""
 
 TORCH_PROBE = f"""
 import importlib.util, json, os, sys
 {FIND_OTHERS}
 spec = importlib.util.find_spec("torch")
-places = list(spec.submodule_search_locations or []) if spec else []
-lacks = "" if any(os.path.exists(os.path.join(one, "distributed", "run.py")) for one in places) else "old" if spec else "none"
-said = {{"executable": sys.executable, "lacks": lacks, "others": other_pythons() if lacks else []}}
-print("\\n{_MARK}" + json.dumps(said))
+folders = list(spec.submodule_search_locations or []) if spec else []
+lacks = "" if any(os.path.exists(os.path.join(one, "distributed", "run.py")) for one in folders) else "old" if spec else "none"
+answer = {{"executable": sys.executable, "lacks": lacks, "others": other_pythons() if lacks else []}}
+print("\\n{_MARK}" + json.dumps(answer))
 """
 """Script for the Python of a task. ``why_no_torch`` reads its output."""
 
 
-def why_no_torch(said: Mapping[str, Any], *, in_venv: bool = False) -> str:
-    """Return why torchrun cannot run, from the answer to ``TORCH_PROBE``; empty if it can, or if that is not known.
+def why_no_torch(answer: Mapping[str, Any], *, in_venv: bool = False) -> str:
+    """Return why torchrun cannot run, from the answer to ``TORCH_PROBE``; empty if it can, or if that is unknown.
 
-    ``in_venv``: the Python is that of an environment that distflow built.
+    ``in_venv``: the Python belongs to an environment that distflow built.
     """
-    line = next((one for one in reversed(str(said.get("stdout")).splitlines()) if one.startswith(_MARK)), None)
+    line = next((one for one in reversed(str(answer.get("stdout")).splitlines()) if one.startswith(_MARK)), None)
     try:
         found = decode_object(line.removeprefix(_MARK)) if line else {}
     except ValueError:
@@ -57,14 +57,14 @@ def why_no_torch(said: Mapping[str, Any], *, in_venv: bool = False) -> str:
     return f"torch {what} for {python}; {remedy}"
 
 
-def other_pythons(said: Any) -> tuple[str, ...]:
-    """Return the plausible paths in a node's list of Pythons that have torch."""
-    paths = [path for path in said if isinstance(path, str)] if isinstance(said, list) else []
+def other_pythons(listed: Any) -> tuple[str, ...]:
+    """Return the first valid paths in a node's list of Pythons. The node is not trusted."""
+    paths = [path for path in listed if isinstance(path, str)] if isinstance(listed, list) else []
     return tuple(path for path in paths if is_program(path) and len(path) < _LONGEST_PATH)[:_MOST_OTHERS]
 
 
 def torch_remedy(others: Sequence[str]) -> str:
-    """Return what to do on a node whose Python has no torch, but where these Pythons have it."""
+    """Return the remedy for a node whose Python has no torch. ``others`` are Pythons on the node that have it."""
     path = others[0] if others else "PATH"
     start = f"{path} has it: add `--python {path}`" if others else "install it, or name the Python that has it: `--python PATH`"
     return f"{start}, `python={path}` in the hostfile, or `python: {path}` in the pool"

@@ -1,7 +1,7 @@
 """The times of tries to reconnect to a node.
 
-While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart. One always comes just before the
-wait ends, so that a node that is back in time is found. After that, tries become rare.
+While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart. The last of them comes just
+before the wait ends, so that a node that returns in time is found. After that, tries become rare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAUSES: Mapping[tuple[bool, bool], tuple[float, ...]] = MappingProxyType(
         (True, True): (30.0, 60.0, 120.0, 300.0),
     }
 )
-"""Seconds after the first try, the second, …, by whether the login was refused and whether the wait for the node has ended.
+"""Seconds after the first try, the second, …, by (whether the login was refused, whether the wait for the node has ended).
 
 After a refused login, a person must change something first, and many machines lock out clients that try too often.
 """
@@ -56,7 +56,7 @@ class Reconnecting:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """Start counting now.
+        """Start the wait for the node now.
 
         ``clock`` returns seconds and never jumps; ``jitter(a, b)`` returns a number between ``a`` and ``b``.
         """
