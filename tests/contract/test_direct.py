@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.backends.machines.connection.transfers import bring_there, deliver_there
+from distflow.backends.machines.connection.transfers import deliver_from_node, fetch_on_node
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
 from distflow.storage.credentials import identity_of
@@ -58,7 +58,7 @@ def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
         identity = identity_of(parse_url(delivery.url), None, s3.environment | (environ or {}))
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
-        return deliver_there(
+        return deliver_from_node(
             node.transport, str(node.top), sys.executable, attempt, delivery, identity, environment=environment, timeout_s=20,
             progress=progress,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict
         identity = identity_of(parse_url(arrival.url), None, s3.environment | (environ or {}))
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
-        bring_there(
+        fetch_on_node(
             node.transport, str(node.top), sys.executable, attempt, arrival, place, identity, environment={}, timeout_s=20,
             progress=lambda *_: None,
         )  # fmt: skip

@@ -136,7 +136,7 @@ def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUn
         fresh_node.connect().request("ping")
         assert home.stat().st_uid == os.getuid()
     else:
-        with pytest.raises(BootstrapFailed, match="who could replace what root runs there") as caught:
+        with pytest.raises(BootstrapFailed, match="who could replace root's programs there") as caught:
             fresh_node.connect()
         assert str(chosen) in caught.value.detail
         assert "`root:`" in caught.value.hint

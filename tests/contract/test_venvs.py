@@ -30,7 +30,7 @@ from distflow.backends.base import (
     VenvProgress,
 )
 from distflow.backends.machines.backend import MachinesBackend
-from distflow.backends.machines.connection.transfers import build_venv_there
+from distflow.backends.machines.connection.transfers import build_venv_on_node
 from distflow.documents.requirements import Requirements
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.pools.model import Node, Pool
@@ -80,7 +80,7 @@ class Builder:
             "path_prepend": [str(self._bin)], "shell_prelude": None, "limit_s": 60, **fields,
         }  # fmt: skip
         top, add = str(self.node.top), lambda text, _seconds: self.progress.append(text)
-        return build_venv_there(self.node.transport, top, sys.executable, request, timeout_s=20, progress=add)[0]
+        return build_venv_on_node(self.node.transport, top, sys.executable, request, timeout_s=20, progress=add)[0]
 
     @property
     def directory(self) -> Path:
@@ -272,7 +272,9 @@ def test_a_build_ends_with_its_connection(builder: Builder, tmp_path: Path) -> N
     request = {"venv": DIGEST, "file": "r", "lines": ["torch"], "constraints": [], "env": {"UV_INDEX": "x"}, "limit_s": 60}
     request["path_prepend"] = [str(tmp_path / "bin")]
     with pytest.raises(Canceled):
-        build_venv_there(builder.node.transport, str(builder.node.top), sys.executable, request, timeout_s=20, progress=cancel)
+        build_venv_on_node(
+            builder.node.transport, str(builder.node.top), sys.executable, request, timeout_s=20, progress=cancel
+        )
     wait_until(lambda: builder.is_gone, 20)
 
 

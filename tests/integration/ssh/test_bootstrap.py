@@ -86,7 +86,7 @@ def test_the_leftovers_of_another_user(make_node: MakeNode, reach: Reach) -> Non
 def test_a_directory_that_another_user_made_first(make_node: MakeNode, reach: Reach) -> None:
     setup = f"mount -t tmpfs none /mnt && mkdir -p -m 777 {NODE}/runtime && chmod 1777 {ROOT}"
     error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
-    assert error.detail == f"{NODE} belongs to root (mode 755), who could replace what ada runs there"
+    assert error.detail == f"{NODE} belongs to root (mode 755), who could replace ada's programs there"
     assert "chown -R ada" in error.hint
 
 
@@ -99,7 +99,7 @@ def test_a_place_where_we_may_not_write(make_node: MakeNode, reach: Reach) -> No
 def test_a_home_that_does_not_exist(make_node: MakeNode, reach: Reach) -> None:
     server = make_node(user="ada", passwd="ada:x:12345:12345::/no/such/home:/bin/sh")
     error = failure(reach, server, root="~/.distflow")
-    assert error.detail == "ada has no home directory there: /no/such/home does not exist"
+    assert error.detail == "ada has no home directory on this node: /no/such/home does not exist"
     assert "`root:`" in error.hint
 
 
@@ -111,7 +111,7 @@ def test_a_file_in_the_way(make_node: MakeNode, reach: Reach) -> None:
 def test_no_python(make_server: MakeServer, reach: Reach) -> None:
     error = failure(reach, make_server(), python="python3.99")
     assert error.detail.startswith("`python3.99` is not on this node, or not in the PATH of a login")
-    assert "`--python`, `python=` of the hostfile, or `python:` of the node or its pool.\nIt printed:\n" in error.hint
+    assert "`--python`, `python=` of the hostfile, or `python:` of the node or its pool.\nThe node printed:\n" in error.hint
 
 
 def test_a_python_that_may_not_be_executed(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:

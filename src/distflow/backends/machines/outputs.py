@@ -186,7 +186,7 @@ class Deliverer:
     ) -> Delivered:  # fmt: skip
         """Return when the whole output is uploaded. Waits for an unreachable node.
 
-        Raises the errors of ``deliver_there``, and ``TransferCanceled``.
+        Raises the errors of ``deliver_from_node``, and ``TransferCanceled``.
         """
         tries = furthest = 0
         since = time.monotonic()

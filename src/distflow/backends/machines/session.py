@@ -65,7 +65,7 @@ class Session:
     """
 
     def __init__(self, transport: Transport, opened: Opened) -> None:
-        """Use a service that has started."""
+        """Use a started service."""
         self._transport = transport
         self._channel = opened.channel
         self._stream = ServiceStream(

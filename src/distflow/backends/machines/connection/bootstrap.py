@@ -1,8 +1,8 @@
 """Start a distflow service on a node, by one exec of ``python3``.
 
-The stub on the node asks for an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the node does not have it yet.
-Archives are named by the SHA-256 of their files, and each is unpacked to its own directory. ``after_report`` and ``after_exit``
-return the message and the remedy if the runtime does not start.
+``STUB`` is the program that ``python3`` runs. It requests an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the
+node does not have it yet. Archives are named by the SHA-256 of their files, and each is unpacked to its own directory.
+``explain_report`` and ``explain_exit`` return the message and the remedy if the service does not start.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
     "STUB",
     "Bundle",
     "Opened",
-    "after_exit",
-    "after_report",
     "connect",
+    "explain_exit",
+    "explain_report",
     "open_service",
     "python_argv",
     "service_argv",
@@ -45,12 +45,12 @@ _STORAGE: Final = (
     "storage/base", "storage/credentials", "storage/datasets", "storage/failures", "storage/files", "storage/node_service",
     "storage/objects", "storage/task_data", "storage/transfers",
 )  # fmt: skip
-"""The modules that ``storage.node_service`` imports, directly or not. A test runs it with no others."""
+"""All modules that ``storage.node_service`` needs. A test runs it with these modules only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One archive."""
+    """An archive of sources for nodes."""
 
     package: str
     """Package of its services."""
@@ -75,7 +75,7 @@ class Bundle:
 
     @cached_property
     def archive(self) -> bytes:
-        """Return the zip archive, which has the same bytes for the same sources, wherever it is built."""
+        """Return the zip archive. The same sources always give the same bytes."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for name, data in self._sources.items():
@@ -112,7 +112,7 @@ gc.disable()
 want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
 refused=new=None
-def say(text): os.write(1,(nonce+" "+text+"\n").encode())
+def send(text): os.write(1,(nonce+" "+text+"\n").encode())
 def refuse(why,path):
  global refused
  refused=why
@@ -150,7 +150,7 @@ try:
  seen=os.stat(root)
  if seen.st_uid not in (0,os.getuid()): refuse("owner",root)
  at=root
- while not os.environ.get("DISTFLOW_POD"): # who may rename a directory above may put another one in its place
+ while not os.environ.get("DISTFLOW_POD"): # users who can rename a parent directory can replace the root
   if os.stat(at).st_mode&0o1002==2: refuse("writable",at)
   if at==os.path.dirname(at): break
   at=os.path.dirname(at)
@@ -174,9 +174,9 @@ try:
  own(top)
  if os.path.isdir(home) and digest(home)==want:
   own(home)
-  say("have")
+  send("have")
  else:
-  say("need")
+  send("need")
   import fcntl,io,shutil,tempfile,zipfile
   line=b""
   signal.alarm(30)
@@ -205,15 +205,15 @@ try:
   own(home)
  sys.path.insert(0,home)
  serve=__import__(service,fromlist=["serve"]).serve
- say("ready")
+ send("ready")
 except Exception as error:
  import json
  if new:
   import shutil
   shutil.rmtree(new,True)
- told={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,"refused":refused,
+ failure={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,"refused":refused,
  "path":str(getattr(error,"filename",None) or root),"python":sys.executable,"version":sys.version.split()[0]}
- at=told["path"]
+ at=failure["path"]
  while not os.path.lexists(at) and at!=os.path.dirname(at): at=os.path.dirname(at)
  def name(uid):
   try:
@@ -221,12 +221,12 @@ except Exception as error:
    return pwd.getpwuid(uid)[0]
   except Exception: return str(uid)
  home=os.path.expanduser("~")
- told.update(at=at,user=name(os.getuid()),home=home,has_home=os.path.isdir(home))
+ failure.update(at=at,user=name(os.getuid()),home=home,has_home=os.path.isdir(home))
  try:
   seen=os.stat(at)
-  told.update(owner=name(seen.st_uid),mode="%o"%(seen.st_mode&0o7777))
+  failure.update(owner=name(seen.st_uid),mode="%o"%(seen.st_mode&0o7777))
  except OSError: pass
- say("error "+json.dumps(told))
+ send("error "+json.dumps(failure))
  sys.exit(1)
 gc.freeze()
 gc.enable()
@@ -237,7 +237,7 @@ serve(root,umask)
     .replace("@TEXT@", MARKER_TEXT.replace("\n", "\\n"))
 )
 
-_LONGEST_WORDS: Final = 4096
+_LONGEST_TEXT: Final = 4096
 _NOISE: Final = 16 * 1024
 _MOST_NOISE: Final = 4 * 1024 * 1024
 
@@ -277,7 +277,7 @@ def connect(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A service that has started."""
+    """A started service."""
 
     channel: Channel
     noise: str
@@ -298,14 +298,14 @@ def open_service(
     try:
         greeting = _Greeting(transport.name, channel, nonce, timeout_s, python)
         with greeting:
-            word, detail = greeting.next_word()
-            if word == "need":
+            status, detail = greeting.next_status()
+            if status == "need":
                 greeting.write(b"%d\n" % len(bundle.archive) + bundle.archive)
-            if word != "error":
-                word, detail = greeting.next_word()
-        if word == "error":
+            if status != "error":
+                status, detail = greeting.next_status()
+        if status == "error":
             report = _report(transport.name, detail)
-            what, remedy = after_report(report)
+            what, remedy = explain_report(report)
             # System errors are about the directory, others about the interpreter.
             about: Literal["python", "root"] = "python" if report.get("errno") is None else "root"
             raise BootstrapFailed(transport.name, what, hint=remedy or greeting.other_output(), about=about)
@@ -318,18 +318,21 @@ def open_service(
 def _report(node: str, text: str) -> dict[str, Any]:
     """Return the stub's error report with every field in the right type. The node is not trusted."""
     try:
-        said: dict[str, Any] = decode_object(text)
+        fields: dict[str, Any] = decode_object(text)
     except ValueError as error:
         raise BootstrapFailed(node, f"the node's report of a failure is malformed: {error}") from None
     return {
-        key: value if isinstance(value, bool | int | None) else str(value)[:_LONGEST_WORDS]
-        for key, value in said.items()
+        key: value if isinstance(value, bool | int | None) else str(value)[:_LONGEST_TEXT]
+        for key, value in fields.items()
         if key != "errno" or isinstance(value, int)
     }
 
 
 class _Greeting:
-    """The start of a connection: noise, and the stub's words after the nonce. One deadline limits it."""
+    """The start of a connection: output of login scripts, then status lines of the stub, which begin with the nonce.
+
+    All of it must arrive within ``timeout_s``.
+    """
 
     def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float, python: str) -> None:
         self._node = node
@@ -361,18 +364,18 @@ class _Greeting:
         except NodeUnreachable as error:
             raise self._failure() from error
 
-    def next_word(self) -> tuple[str, str]:
-        """Return the stub's next word, and the rest of its line."""
+    def next_status(self) -> tuple[str, str]:
+        """Return the stub's next status (``have``, ``need``, ``ready`` or ``error``), and the rest of its line."""
         while True:
             line, newline, rest = self.rest.partition(b"\n")
             if newline:
                 self.rest = rest
-                before, mark, said = line.rpartition(self._nonce + b" ")
-                word, _, detail = said.strip().decode("utf-8", "replace").partition(" ")
-                # A shell that traces its commands also prints the nonce, but not with one of these words after it.
-                if mark and word in ("have", "need", "ready", "error"):
+                before, mark, text = line.rpartition(self._nonce + b" ")
+                status, _, detail = text.strip().decode("utf-8", "replace").partition(" ")
+                # A shell that traces its commands also prints the nonce, but not followed by one of these words.
+                if mark and status in ("have", "need", "ready", "error"):
                     self._add_noise(before)
-                    return word, detail
+                    return status, detail
                 self._add_noise(line + newline)
                 continue
             data = self._channel.read()
@@ -383,8 +386,8 @@ class _Greeting:
 
     def other_output(self) -> str:
         """Return other output of the node, for a message."""
-        said = "\n".join(part.strip() for part in (self.noise, self._channel.stderr_tail()) if part.strip())
-        return f"It printed:\n{said[-2000:]}" if said else ""
+        printed = "\n".join(part.strip() for part in (self.noise, self._channel.stderr_tail()) if part.strip())
+        return f"The node printed:\n{printed[-2000:]}" if printed else ""
 
     def _add_noise(self, text: bytes) -> None:
         self.noise = (self.noise + text.decode("utf-8", "replace"))[-_NOISE:]
@@ -397,10 +400,9 @@ class _Greeting:
         code, printed = self._channel.exit_code, self.other_output()
         if code is None and REASON_MARK in printed:
             return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
-        what, remedy = after_exit(code, self._python, printed)
-        # A message in one line joins these lines with spaces.
-        end = "" if remedy.endswith("?") or not printed else "."
-        return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [f"{remedy}{end}", printed])))
+        what, remedy = explain_exit(code, self._python, printed)
+        # The period separates the lines where they are shown as one line.
+        return BootstrapFailed(self._node, what, hint=f"{remedy}.\n{printed}" if printed else remedy)
 
 
 _OTHER_PYTHON = "name the interpreter with `--python`, `python=` of the hostfile, or `python:` of the node or its pool"
@@ -408,11 +410,11 @@ _OTHER_ROOT = "set `root:` of the node or its pool to another directory"
 _OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
     "owner": (
-        "{at} belongs to {owner} (mode {mode}), who could replace what {user} runs there",
+        "{at} belongs to {owner} (mode {mode}), who could replace {user}'s programs there",
         f"{_OWN_ROOT}, or let {{owner}} or root change its owner (`chown -R {{user}} {{at}}`)",
     ),
     "writable": (
-        "{at} is writable by other users (mode {mode}), who could replace what {user} runs there",
+        "{at} is writable by other users (mode {mode}), who could replace {user}'s programs there",
         f"`chmod go-w {{at}}` there, or {_OWN_ROOT}",
     ),
     "unmarked": (
@@ -420,55 +422,55 @@ _REFUSED = {
         f"move them away, or {_OTHER_ROOT}",
     ),
 }
-"""Message and remedy for each reason for which the stub refuses a directory."""
+"""Reason for which the stub refuses a directory → message and remedy."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
 
-def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
-    """Return message and remedy for an exception that the stub reported. The remedy may be empty.
+def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Return message and remedy for an error that the stub reported. The remedy may be empty.
 
     ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (the nearest existing path above that),
-    ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (why the stub did not use it), ``user``, ``root``, ``home``,
+    ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (a key of ``_REFUSED``), ``user``, ``root``, ``home``,
     ``has_home``, ``python``, ``version``. Any of them may be missing.
     """
 
-    def said(name: str) -> str:
+    def field(name: str) -> str:
         return str(report.get(name) or "")
 
-    root, at, owner, user = said("root"), said("at"), said("owner"), said("user")
-    if _is_too_old(said("version")):
-        return f"Python 3.8 or newer is needed; {said('python') or 'python'} is {said('version')}", _OTHER_PYTHON
-    if said("refused") in _REFUSED:
-        what, remedy = _REFUSED[said("refused")]
-        fields = {"at": at, "owner": owner, "mode": said("mode"), "user": user}
+    root, at, owner, user = field("root"), field("at"), field("owner"), field("user")
+    if _is_too_old(field("version")):
+        return f"Python 3.8 or newer is needed; {field('python') or 'python'} is {field('version')}", _OTHER_PYTHON
+    if field("refused") in _REFUSED:
+        what, remedy = _REFUSED[field("refused")]
+        fields = {"at": at, "owner": owner, "mode": field("mode"), "user": user}
         return what.format(**fields), remedy.format(**fields)
     number = report.get("errno")
     if number in _FULL:
-        quota = "the quota there is used up" if number == errno.EDQUOT else "its disk is full"
+        quota = "the disk quota is used up" if number == errno.EDQUOT else "its disk is full"
         return f"distflow's runtime has no room in {root}: {quota}", f"free some space (`df -h {at or root}`), or {_OTHER_ROOT}"
     if number == errno.EROFS:
         return f"distflow's directory {root} is on a read-only file system", _OTHER_ROOT
-    if number in _DENIED and said("home") and not report.get("has_home", True) and root.startswith(said("home")):
-        return f"{user} has no home directory there: {said('home')} does not exist", f"create it, or {_OTHER_ROOT}"
+    if number in _DENIED and field("home") and not report.get("has_home", True) and root.startswith(field("home")):
+        return f"{user} has no home directory on this node: {field('home')} does not exist", f"create it, or {_OTHER_ROOT}"
     if number in _DENIED:
-        what = f"distflow's directory {root} cannot be used by {user or 'this user'}: {at or said('path')}"
+        what = f"distflow's directory {root} cannot be used by {user or 'this user'}: {at or field('path')}"
         if owner and owner != user:
             remedy = f"let {owner} or root change its owner (`chown -R {user} {at}`)" if at.startswith(root) else ""
-            return f"{what} belongs to {owner} (mode {said('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
-        return f"{what} is not writable (mode {said('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
+            return f"{what} belongs to {owner} (mode {field('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
+        return f"{what} is not writable (mode {field('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
     if number == errno.ENOENT:
-        return f"distflow's directory {root} cannot be created on this node: {said('text')}", _OTHER_ROOT
+        return f"distflow's directory {root} cannot be created on this node: {field('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
-        return f"{said('path') or root} is not a directory, but distflow needs one there", f"remove it, or {_OTHER_ROOT}"
-    if said("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
-        lacking = f"{said('python') or 'its python'} lacks a part of the standard library: {said('text')}"
+        return f"{field('path') or root} is not a directory, but distflow needs one there", f"remove it, or {_OTHER_ROOT}"
+    if field("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
+        lacking = f"{field('python') or 'its python'} lacks a part of the standard library: {field('text')}"
         return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"
-    return f"distflow's runtime does not start: {said('text')}", ""
+    return f"distflow's runtime does not start: {field('text')}", ""
 
 
-def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:
+def explain_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:
     """Return message and remedy for a login that ended with ``exit_code`` and the output ``printed``."""
     if exit_code == 127:
         return f"`{python}` is not on this node, or not in the PATH of a login without a terminal", _OTHER_PYTHON
@@ -477,8 +479,8 @@ def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, s
     if "Unknown option: -I" in printed:
         return f"Python 3.8 or newer is needed; `{python}` is older than 3.4", _OTHER_PYTHON
     ended = "the login ended" if exit_code is None else f"the login ended with exit code {exit_code}"
-    shell = "is the login's shell one that runs no commands (nologin, false), or does a start-up file or a ForceCommand exit?"
-    return f"{ended} before `{python}` answered", f"is `{python}` a Python interpreter? If so, {shell}"
+    shell = "the login's shell runs commands (not nologin or false), and that no startup file or ForceCommand exits early"
+    return f"{ended} before `{python}` answered", f"check that `{python}` is a Python interpreter, that {shell}"
 
 
 def _is_too_old(version: str) -> bool:

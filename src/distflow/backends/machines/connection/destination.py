@@ -1,4 +1,4 @@
-"""Where the nodes of a pool over SSH are, without connecting to them."""
+"""The SSH destinations of a pool's nodes, without connecting to them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def destination_of(pool: Pool, node: Node) -> SshDestination:
 
 
 def unknown_hosts(pool: Pool) -> Mapping[str, str]:
-    """Return the nodes whose host name does not exist, each with that name."""
+    """Return node → host name, for nodes whose host name cannot be resolved."""
     found = unknown_names([destination_of(pool, node) for node in pool.nodes])
     return {node.name: name for node, name in zip(pool.nodes, found, strict=True) if name is not None}

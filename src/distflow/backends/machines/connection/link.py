@@ -31,7 +31,7 @@ Event: TypeAlias = dict[str, Any]
 """A pushed event of the protocol (the ``data`` of a ``data`` event is base64)."""
 
 _SILENT_PINGS = 3
-_WORDS = 500
+_LONGEST_TEXT = 500
 """Maximum characters of a message about data from a node."""
 
 
@@ -40,13 +40,13 @@ class AgentLink:
 
     1. ``request`` and ``send`` may be called from any thread. A slow or stalled node never blocks ``send``.
     2. Callbacks (of ``send``, ``on_event``, ``on_close``) run one at a time in the link's reader thread, in the order in which
-       answers and events arrived (a ``send`` after the end calls back at once, in its own thread). They must not block, and
-       must not call ``request``.
+       answers and events arrived. They must not block, and must not call ``request``. A ``send`` after the end of the
+       connection calls back at once, in the caller's thread.
     3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``. After that, ``on_close``
-       is called once with that error. No other message of the node ends the reader thread. A malformed message, or an event
-       for which ``on_event`` raises, ends the connection, because its content is lost. A malformed answer counts as a
-       refusal of the kind ``malformed``.
-    4. A ping is sent at once and every ``ping_s``. A node that sends nothing for three intervals is unreachable. ``clock`` is
+       is called once with that error.
+    4. A malformed message ends the connection, because its content is lost, and so does an exception in ``on_event``. A
+       malformed answer counts as a refusal of the kind ``malformed``.
+    5. A ping is sent at once and every ``ping_s``. A node that sends nothing for three intervals is unreachable. ``clock`` is
        measured by the pings, and is known before any later request is answered.
     """
 
@@ -75,7 +75,7 @@ class AgentLink:
         self._error: NodeUnreachable | None = None
         self._is_closing = False
         self._has_ended = threading.Event()
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._clock = ClockWatch()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._send_ping()
@@ -108,7 +108,7 @@ class AgentLink:
             finally:
                 answered.put(taken)
 
-        number = self._ask(op, take, fields)
+        number = self._request(op, take, fields)
         try:
             answer = answered.get(timeout=timeout_s)
         except queue.Empty:
@@ -121,14 +121,14 @@ class AgentLink:
 
     def send(self, op: Operation, callback: Callable[[Result | NodeError], None], **fields: object) -> None:
         """Send a request. ``callback`` gets the answer or the error, exactly once."""
-        self._ask(op, callback, fields)
+        self._request(op, callback, fields)
 
     def credit(self, stream: int, size: int) -> None:
-        """Report that ``size`` bytes of a stream have been processed, so that the node sends as many more."""
+        """Report that ``size`` bytes of a stream have been processed, so that the node may send as many further bytes."""
         self._put(encode({"op": "credit", "stream": stream, "bytes": size}))
 
     def close(self) -> None:
-        """Close the connection: the agent exits, tasks do not. May be called twice, from any thread, and never raises."""
+        """Close the connection. The agent exits, and tasks continue. May be called twice, from any thread, and never raises."""
         self._is_closing = True
         self._hang_up()
         if threading.current_thread() is not self._reader:
@@ -141,18 +141,19 @@ class AgentLink:
 
     @property
     def silent_s(self) -> float:
-        """Return for how long the node has sent nothing while this process was listening.
+        """Return the seconds since the node's last message.
 
-        The result is at most the time that detecting a silence takes: after a longer time, this process itself was suspended.
+        The result is limited to the time in which a silent node is detected: if more time has elapsed, this process was
+        suspended.
         """
-        return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self.ping_s)
+        return min(time.monotonic() - self._received_at, (_SILENT_PINGS + 1) * self.ping_s)
 
     @property
     def clock(self) -> Clock | None:
-        """Return the offset of the node's clock from ours, as measured by pings; ``None`` before the first answer."""
+        """Return the offset of the node's clock from this machine's, as measured by pings; ``None`` before the first answer."""
         return self._clock.clock
 
-    def _ask(self, op: Operation, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
+    def _request(self, op: Operation, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
         number = next(self._numbers)
         with self._state:
             has_ended = self._has_ended.is_set()
@@ -184,14 +185,14 @@ class AgentLink:
     def _ping(self) -> None:
         # Pings are only queued, so that a writer blocked by a stalled node does not block this thread too.
         while not self._has_ended.wait(self.ping_s):
-            silent_s = time.monotonic() - self._heard_at
+            silent_s = time.monotonic() - self._received_at
             if silent_s > _SILENT_PINGS * self.ping_s:
                 self._fail(NodeUnreachable(self.node, f"no heartbeat for {silent_s:.0f} s"))
                 return
             self._send_ping()
 
     def _send_ping(self) -> None:
-        self._ask("ping", self._clock.ping(), {})
+        self._request("ping", self._clock.ping(), {})
 
     def _read(self, received: bytes) -> None:
         reader = LineReader()
@@ -203,9 +204,9 @@ class AgentLink:
                 data = self._channel.read()
                 if not data:
                     break
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 - the connection ends, whatever the node sent
-            self._fail(NodeUnreachable(self.node, f"the agent sent a malformed message: {str(error)[:_WORDS]}"))
+            self._fail(NodeUnreachable(self.node, f"the agent sent a malformed message: {str(error)[:_LONGEST_TEXT]}"))
         finally:
             self._end()
 
@@ -213,25 +214,25 @@ class AgentLink:
         if "event" in message:
             check_event(message)
             if self._on_event is not None and not self._call(self._on_event, message):
-                raise ValueError(f"the event `{str(message['event'])[:_WORDS]}` could not be handled")
+                raise ValueError(f"the event `{str(message['event'])[:_LONGEST_TEXT]}` could not be handled")
             return
         with self._state:
-            asked = self._waiting.pop(message["id"], None)
-        if asked is None:
-            return  # the answer came too late
-        op, callback = asked
+            waiting = self._waiting.pop(message["id"], None)
+        if waiting is None:
+            return  # the request has timed out
+        op, callback = waiting
         self._call(callback, self._answer(op, message))
 
     def _answer(self, op: Operation, message: dict[str, Any]) -> Result | AgentError:
         if message.get("ok") is not True:
             error = message.get("error")
-            told = error if isinstance(error, dict) else {}
-            return AgentError(self.node, str(told.get("kind")), str(told.get("message")))
+            fields = error if isinstance(error, dict) else {}
+            return AgentError(self.node, str(fields.get("kind")), str(fields.get("message")))
         answer = {key: value for key, value in message.items() if key not in ("id", "ok")}
         try:
             check_answer(op, answer)
         except ValueError as error:
-            return AgentError(self.node, "malformed", str(error)[:_WORDS])
+            return AgentError(self.node, "malformed", str(error)[:_LONGEST_TEXT])
         return answer
 
     def _call(self, callback: Callable[[Any], None], argument: object) -> bool:
@@ -254,8 +255,8 @@ class AgentLink:
     def _end(self) -> None:
         self._hang_up()
         if self._error is None and not self._is_closing:
-            said = self._channel.stderr_tail().strip()
-            self._error = NodeUnreachable(self.node, "the connection to the agent ended", hint=said)
+            stderr = self._channel.stderr_tail().strip()
+            self._error = NodeUnreachable(self.node, "the connection to the agent ended", hint=stderr)
         error = self._ended_error()
         with self._state:
             self._has_ended.set()
@@ -267,7 +268,7 @@ class AgentLink:
 
 
 _SAMPLES = 8
-"""The quickest of this number of pings counts: enough for a quiet moment, few enough to follow drifting clocks."""
+"""Number of latest pings, of which the fastest counts: enough for one without delay, few enough to follow a drift."""
 
 
 class ClockWatch:
@@ -284,15 +285,15 @@ class ClockWatch:
 
     def ping(self) -> Callable[[object], None]:
         """Record that a ping is sent now. Returns the callback for its answer."""
-        asked = now()
+        sent_at = now()
 
         def answered(answer: object) -> None:
-            if isinstance(answer, Mapping) and isinstance(said := _said(answer), float):
-                self._samples.append((asked, said, now()))
+            if isinstance(answer, Mapping) and isinstance(node_time := _answer_time(answer), float):
+                self._samples.append((sent_at, node_time, now()))
 
         return answered
 
 
-def _said(answer: Mapping[str, Any]) -> float | None:
-    said = answer.get("now")
-    return float(said) if isinstance(said, int | float) else None
+def _answer_time(answer: Mapping[str, Any]) -> float | None:
+    node_time = answer.get("now")
+    return float(node_time) if isinstance(node_time, int | float) else None

@@ -1,7 +1,7 @@
-"""One node's connection: opened, kept and reopened. Statuses become observations, and output goes to the mirror.
+"""One node's connection, which is kept open and reopened. It reports observations and passes output to the log sink.
 
 One thread per node connects and waits. Messages of the agent arrive in the link's reader thread. Every ``hello`` names all
-watched attempts, and the node answers with their statuses. So a broken connection loses nothing.
+watched attempts, and the node answers with their statuses, so a broken connection loses nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from distflow.backends.machines.connection.training_address import path_prepend,
 from distflow.backends.machines.connection.transfers import (
     Blob,
     Fetched,
-    bring_there,
-    build_venv_there,
-    deliver_there,
+    build_venv_on_node,
+    deliver_from_node,
+    fetch_on_node,
     fetch_output,
     send_blobs,
 )
@@ -68,7 +68,7 @@ Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 _LOG_KINDS = ("idx", "log", "samples")
 """Kinds of mirrored files. The index comes first, because it assigns the text to ranks."""
 _ROOM_S = 5.0
-"""Seconds between two tries to mirror output that found no room here."""
+"""Seconds between tries to resume output for which this machine had no room."""
 _END = "exit.json"
 
 
@@ -92,7 +92,7 @@ class Connection:
         self._tailed: set[str] = set()
         self._drained: dict[str, set[str]] = {}
         self._waiting: set[tuple[AttemptKey, str]] = set()
-        """Output that found no room here and waits on its node, with its kind."""
+        """Output (attempt and kind of file) that stays on its node, because this machine had no room for it."""
         self._losing: set[str] = set()
         """Attempts whose loss of output has been reported."""
         self._unwanted: set[AttemptKey] = set()
@@ -102,7 +102,7 @@ class Connection:
         self._broken = threading.Event()
         self._error = ""
 
-    # What the backend uses.
+    # Called by the backend.
 
     def begin(self) -> None:
         """Connect, and stay connected, in a thread."""
@@ -117,7 +117,7 @@ class Connection:
         self._transport.close()
 
     def watch(self, key: AttemptKey) -> None:
-        """Observe an attempt from now on. The node is asked for its status if it is new to this connection."""
+        """Observe an attempt from now on. Request its status from the node if this connection does not watch it yet."""
         with self._lock:
             known = key.name in self._watched
             self._watched[key.name] = key
@@ -132,7 +132,7 @@ class Connection:
             self._tailed.discard(key.name)
 
     def give_back(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
-        """Release the lease of an attempt that will not be used; if the node does not answer, when it is reachable again.
+        """Release the lease of an attempt that will not start. If the node does not answer, release it after a reconnection.
 
         The lease is kept if the attempt is watched by then, because it was requested again. ``waits``: the resources on this
         node that its gang still waits for.
@@ -178,16 +178,16 @@ class Connection:
     def stage(self, blobs: Sequence[Blob], progress: Callable[[int, int], None]) -> None:
         """Copy missing blobs to the node. ``progress`` gets the copied and the total bytes.
 
-        Calls wait for each other, so that tasks of one node send nothing twice. Raises the errors of ``send_blobs``.
+        Calls run one at a time, so that several tasks on a node send no file twice. Raises the errors of ``send_blobs``.
         """
         with self._staging:
-            asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
-            missing = self.request("stage", blobs=asked)["missing"]
+            wanted = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
+            missing = self.request("stage", blobs=wanted)["missing"]
             lacking = [blob for blob in blobs if blob.digest in missing]
             if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
                 raise NodeError(
                     self.node.name,
-                    f"its file {gone[0]} was removed, and this machine has no copy",
+                    f"the file {gone[0]} was removed from it, and this machine has no copy",
                     hint="submit the workflow again",
                 )
             if lacking:
@@ -202,7 +202,7 @@ class Connection:
                 )
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether the node has a blob. False if it does not answer."""
+        """Return whether the node has a blob. False if it does not answer."""
         try:
             return not self.request("stage", blobs=[{"hash": digest, "size": size}])["missing"]
         except NodeError:
@@ -214,7 +214,7 @@ class Connection:
     ) -> Fetched:  # fmt: skip
         """Copy the output of an attempt to the blob store ``blobs``.
 
-        Calls wait for each other. Raises the errors of ``fetch_output``.
+        Calls run one at a time. Raises the errors of ``fetch_output``.
         """
         with self._fetching:
             return fetch_output(
@@ -230,29 +230,29 @@ class Connection:
             )
 
     def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:
-        """Let the node upload the output of an attempt to its store. Raises the errors of ``deliver_there``."""
-        return deliver_there(
+        """Let the node upload the output of an attempt to its store. Raises the errors of ``deliver_from_node``."""
+        return deliver_from_node(
             self._transport, self.node.root, self.node.python, key.name, delivery, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
-    def bring(self, key: AttemptKey, arrival: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
-        """Let the node fetch an input into a directory of the attempt. Raises the errors of ``bring_there``."""
-        bring_there(
-            self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,
+    def bring(self, key: AttemptKey, request: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
+        """Let the node fetch an input into a directory of the attempt. Raises the errors of ``fetch_on_node``."""
+        fetch_on_node(
+            self._transport, self.node.root, self.node.python, key.name, request, place, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
     def build_venv(
         self, venv: Requirements, progress: Callable[[str, float], None], opened: Callable[[Callable[[], None]], None]
     ) -> tuple[str, float]:
-        """Build a Python environment on the node, unless it is there. Returns and raises as ``build_venv_there``."""
+        """Build a Python environment on the node, unless it exists. Returns and raises like ``build_venv_on_node``."""
         request = {
             "venv": venv.digest(self.node.environment), "file": venv.file, "lines": venv.lines, "constraints": venv.constraints,
             "env": dict(self.node.environment), "path_prepend": self.path_prepend(), "shell_prelude": self.node.setup,
             "limit_s": self._pool.venv_timeout_s,
         }  # fmt: skip
-        return build_venv_there(
+        return build_venv_on_node(
             self._transport,
             self.node.root,
             self.node.python,
@@ -269,7 +269,7 @@ class Connection:
 
     @property
     def gpu_ids(self) -> list[int]:
-        """Return the GPUs that may be leased there."""
+        """Return the GPUs of the node that may be leased."""
         return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
 
     @property
@@ -281,12 +281,12 @@ class Connection:
         if not isinstance(visible, str):
             return self.gpu_ids  # the engine hides all others
         named = visible.split(",") if visible else []
-        # Other names than numbers are those of the only devices that the task can see.
+        # Other names (uuids) are the devices that a task can see, which CUDA numbers from 0.
         return [int(one) for one in named] if all(one.isdecimal() for one in named) else list(range(len(named)))
 
     @property
     def amounts(self) -> dict[str, int]:
-        """Return the CPUs and the memory that may be leased there. Resources that are not configured are not counted."""
+        """Return the CPUs and the memory of the node that may be leased. Resources that are not configured are left out."""
         node, facts = self.node, self._facts
         usable = {
             "cpus": (node.cpus, node.usable_cpus(facts.get("cpus"))),
@@ -304,7 +304,7 @@ class Connection:
 
     @property
     def clock(self) -> Clock | None:
-        """Return the offset of the node's clock from ours; ``None`` before a ping was answered."""
+        """Return the offset of the node's clock from this machine's; ``None`` before a ping was answered."""
         return self._link.clock if self._link is not None else None
 
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
@@ -331,7 +331,7 @@ class Connection:
                 self._sink(Ended(at=at, key=key, end=end, clock=clock, has_files=status.get("has_files")))
                 self._mark_complete(key, _END)
 
-    # The connection itself.
+    # Connecting and reconnecting.
 
     def _keep_connected(self) -> None:
         tries = Reconnecting(self._pool.node_lost_after_s)
@@ -352,7 +352,7 @@ class Connection:
                 if silent_s >= link.ping_s:
                     self._transport.hang_up()  # a dead connection would delay the next try
             except DistflowError as error:
-                self._error, is_refused = _words(error), isinstance(error, AuthenticationRefused)
+                self._error, is_refused = _error_text(error), isinstance(error, AuthenticationRefused)
                 needs_action = isinstance(error, AuthenticationRefused | HostKeyUnknown | HostKeyMismatch | BootstrapFailed)
                 if isinstance(error, NodeUnreachable):
                     self._transport.hang_up()
@@ -376,9 +376,9 @@ class Connection:
             self._closing.wait(tries.pause_s(is_refused=is_refused))
 
     def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
-        """Start an agent. The end of the block closes it, because our pings would keep it alive.
+        """Start an agent. The caller's ``with`` block closes it, because pings would keep it alive.
 
-        A running try is aborted in time for the last try before the end of the wait for the node.
+        If this try is still running when the last try must begin (``Reconnecting.last_try_in_s``), it is aborted.
         """
         abort = None
         if (last_try_in_s := tries.last_try_in_s) is not None:
@@ -428,12 +428,12 @@ class Connection:
             self.report(key, answer["attempts"].get(key.name) or {"phase": "absent"})
 
     def _closed(self, error: DistflowError | None) -> None:
-        self._error = _words(error) if error is not None else "closed"
+        self._error = _error_text(error) if error is not None else "closed"
         with self._lock:
             self._link = None
         self._broken.set()
 
-    # What the agent pushes.
+    # Events of the agent.
 
     def _pushed(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
@@ -467,28 +467,28 @@ class Connection:
 
     def _take_output(self, event: Mapping[str, Any]) -> None:
         with self._lock:
-            place = self._streams.get(event["stream"])
-        if place is None:
+            source = self._streams.get(event["stream"])
+        if source is None:
             return
         data = base64.b64decode(event["data"])
         try:
-            self._logs.write(place[0], event["file"], event["offset"], data)
+            self._logs.write(source[0], event["file"], event["offset"], data)
         except OSError:  # no room, or a disk error
-            self._wait_for_room(event["stream"], place)
+            self._wait_for_room(event["stream"], source)
             return
         link = self._link
         if link is not None:
             link.credit(event["stream"], len(data))
 
-    def _wait_for_room(self, stream: int, place: tuple[AttemptKey, str]) -> None:
-        """Leave the rest of an output on its node for a while. Everything else continues."""
+    def _wait_for_room(self, stream: int, source: tuple[AttemptKey, str]) -> None:
+        """Leave the rest of an output on its node for a while. Other output continues."""
         with self._lock:
-            is_news = not self._waiting
-            self._waiting.add(place)
+            is_first = not self._waiting
+            self._waiting.add(source)
             self._streams.pop(stream, None)
         self.send("untail", lambda _: None, stream=stream)
-        if is_news:
-            self._sink(OutputWaits(at=now(), key=place[0]))
+        if is_first:
+            self._sink(OutputWaits(at=now(), key=source[0]))
 
     def _resume_waiting(self) -> None:
         with self._lock:
@@ -499,14 +499,14 @@ class Connection:
 
     def _stream_ended(self, event: Mapping[str, Any]) -> None:
         with self._lock:
-            place = self._streams.pop(event["stream"], None)
-        if place is not None and self._mark_complete(*place) >= set(_LOG_KINDS):
-            self._sink(LogComplete(at=now(), key=place[0]))
+            source = self._streams.pop(event["stream"], None)
+        if source is not None and self._mark_complete(*source) >= set(_LOG_KINDS):
+            self._sink(LogComplete(at=now(), key=source[0]))
 
     def _mark_complete(self, key: AttemptKey, what: str) -> set[str]:
-        """Return the parts of an attempt's data that are complete on this connection. An attempt with all parts is forgotten.
+        """Record that a part of an attempt's data is complete on this connection, and return all complete parts.
 
-        Without this, every later ``hello`` would name it.
+        An attempt with all parts is no longer watched, so that later ``hello`` requests do not name it.
         """
         with self._lock:
             complete = self._drained.setdefault(key.name, set())
@@ -518,7 +518,7 @@ class Connection:
             return complete
 
 
-def _words(error: DistflowError) -> str:
+def _error_text(error: DistflowError) -> str:
     """Return the error and its remedy on one line, without the node's name."""
     what = error.detail if isinstance(error, NodeError) else error.message
     return f"{what} ({error.hint})" if error.hint else what

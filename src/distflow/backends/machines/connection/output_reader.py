@@ -1,6 +1,6 @@
-"""Read the files of one attempt from its node: list them, and fetch chosen ones into a local directory.
+"""Read the files of one attempt from its node: list them, and fetch chosen files into a local directory.
 
-It talks to ``runtime.services.output_server`` on a connection of its own. The node is not trusted: no file is written outside
+It uses a separate connection to ``runtime.services.output_server``. The node is not trusted: no file is written outside
 of the directory, and no link that leads out of it is created.
 """
 
@@ -37,7 +37,7 @@ _MAX_FILES = 500_000
 _MAX_NAME = 4096
 _MAX_TIME_NS = 2**32 * 10**9
 _AHEAD_FILES, _AHEAD_BYTES = 64, 1 << 20
-"""Limits of the files that are requested before the previous ones have arrived."""
+"""Limits of the number and the size of files that are requested before earlier files have arrived."""
 _HASHED_AT_ONCE = 1 << 20
 
 
@@ -65,7 +65,7 @@ class FetchCounts:
     unchanged: int = 0
     """Files that existed already with the same size and modification time."""
     left_out: int = 0
-    """Links that would lead out of the local directory."""
+    """Number of links that would lead out of the local directory, and were not created."""
     problems: list[str] = field(default_factory=list)
     """Files that the node could not send, each with the reason."""
     finished: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class OutputReader:
 
         Raises:
             AgentError: if the node refuses, with the kind ``not_found`` if the directory no longer exists.
-            BootstrapFailed: if distflow's runtime does not start there.
+            BootstrapFailed: if distflow's runtime does not start on the node.
             NodeUnreachable: if there is no connection.
 
         """
@@ -128,8 +128,8 @@ class OutputReader:
         Args:
             files: Some of ``self.files``.
             folder: The local directory.
-            on_progress: Called with the name of a file and the number of its bytes that are here.
-            counts: The counts, which are updated. Pass the same ones after a connection broke.
+            on_progress: Called with the name of a file and the number of its bytes that have arrived.
+            counts: The counts to update. After a broken connection, pass the same object again.
 
         Raises:
             AgentError: if the node's messages are malformed.
@@ -152,7 +152,7 @@ class OutputReader:
                         left.append(local)
             _check_room(folder, sum(one.missing_bytes() for one in left))
             while left or requested:
-                while left and _is_room_for(left[0].file, requested):
+                while left and _may_request(left[0].file, requested):
                     local = left.popleft()
                     at, prefix = local.open()
                     requested.append(local)
@@ -190,7 +190,7 @@ class OutputReader:
             try:
                 frame = read_frame(self._stream)
             except OpError as error:
-                if error.kind in ("bad_request", "damaged"):  # it is not a report of the node
+                if error.kind in ("bad_request", "damaged"):  # the node broke the protocol
                     raise
                 counts.problems.append(f"{name}: {error.message}")
                 return
@@ -198,7 +198,7 @@ class OutputReader:
                 raise self._stream.broken_error()
             at += len(frame)
             if at > size:
-                raise OpError("damaged", f"it sent more of `{name}` than its size")
+                raise OpError("damaged", f"it sent more bytes of `{name}` than it announced")
             digest.update(frame)
             local.write(frame)
             on_progress(name, at)
@@ -219,14 +219,12 @@ class OutputReader:
                     RemoteFile(name=name, size=size, modified_ns=_bounded(modified_ns), is_executable=is_executable, link=link)
                 )
             if len(found) > _MAX_FILES:
-                raise AgentError(
-                    self._node, "malformed", f"there are more than {_MAX_FILES:,} files, which distflow does not list"
-                )
+                raise AgentError(self._node, "malformed", f"it has more than {_MAX_FILES:,} files, the limit of distflow")
         return tuple(found), int(answer.get("others", 0))
 
 
-def _place_of(folder: Path, name: str, known: set[str]) -> str:
-    """Return the path of a file below ``folder``. Raises ``StorageError`` if a link of this machine leads out of it."""
+def _local_path(folder: Path, name: str, known: set[str]) -> str:
+    """Return the path of a file below ``folder``. Raises ``StorageError`` if a local link leads out of ``folder``."""
     try:
         return path_inside(os.fspath(folder), name, known)
     except OpError:
@@ -234,8 +232,8 @@ def _place_of(folder: Path, name: str, known: set[str]) -> str:
         raise StorageError(text, hint="choose another directory with --to, or remove the link") from None
 
 
-def _is_room_for(file: RemoteFile, requested: deque[_LocalFile]) -> bool:
-    """Whether a file may be requested before the previous ones have arrived."""
+def _may_request(file: RemoteFile, requested: deque[_LocalFile]) -> bool:
+    """Return whether a file may be requested before earlier files have arrived."""
     if not requested:
         return True
     return len(requested) < _AHEAD_FILES and sum(one.file.size for one in requested) + file.size <= _AHEAD_BYTES
@@ -253,14 +251,14 @@ class _LocalFile:
 
     def __init__(self, folder: Path, file: RemoteFile, source: str, known: set[str]) -> None:
         self.file = file
-        self._path = _place_of(folder, file.name, known)
-        # The name is the same in the next try, and not longer than a file name may be.
+        self._path = _local_path(folder, file.name, known)
+        # The next try uses the same name. A hash is never too long for a file name.
         name = hashlib.sha256(f"{source}/{file.name}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._part = os.path.join(os.path.dirname(self._path), f".distflow-{name}.part")
         self._fd = -1
 
     def is_unchanged(self) -> bool:
-        """Whether the file is here already."""
+        """Return whether the file exists already."""
         try:
             info = os.lstat(self._path)
         except OSError:
@@ -269,7 +267,7 @@ class _LocalFile:
         return is_file and (info.st_size, info.st_mtime_ns) == (self.file.size, self.file.modified_ns)
 
     def missing_bytes(self) -> int:
-        """Return the number of bytes that are not here yet."""
+        """Return the number of bytes that have not arrived yet."""
         try:
             return max(0, self.file.size - os.lstat(self._part).st_size)
         except OSError:
@@ -293,12 +291,12 @@ class _LocalFile:
         return at, self._digest.hexdigest()
 
     def resume(self, at: int) -> Any:
-        """Continue after ``at`` bytes, which are all or none of those that are here. Return their digest."""
+        """Continue after ``at`` bytes: all bytes that have arrived, or 0 to start again. Return their digest."""
         if at != os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             if at:
-                raise OpError("bad_request", f"it does not continue `{self.file.name}` where it was interrupted")
+                raise OpError("bad_request", f"it does not continue `{self.file.name}` at the requested byte")
             self._digest = hashlib.sha256()
         return self._digest
 
@@ -340,7 +338,7 @@ def _bounded(modified_ns: int) -> int:
 
 def _make_link(folder: Path, file: RemoteFile, counts: FetchCounts, known: set[str]) -> None:
     """Create a link if it stays inside ``folder``. Its target may lead through other links, which all stay inside."""
-    path = _place_of(folder, file.name, known)
+    path = _local_path(folder, file.name, known)
     known.clear()  # paths through this link lead elsewhere
     *up, last = file.link.split("/")
     below = os.path.relpath(os.path.realpath(os.path.dirname(path)), os.path.realpath(folder))

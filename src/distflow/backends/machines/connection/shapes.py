@@ -1,7 +1,7 @@
 """The types of an agent's messages (docs/agent-protocol.md): answers by operation, and events.
 
 A node is not trusted. Code that handles an answer or an event relies on these fields having these types, and on fields without
-a default being present. Other fields may be present. The values are still unverified.
+a default being present. Other fields may be present. Values of the right type may still be wrong.
 """
 
 from __future__ import annotations

@@ -48,17 +48,17 @@ class _Line(msgspec.Struct, kw_only=True):
 
 
 class ServiceStream:
-    """A service of one connection. ``ended`` is the error message for its unexpected end.
+    """The connection to one service. ``ended`` is the error message if the connection ends unexpectedly.
 
     The service closes a silent connection (``runtime.services.peer``), so something is sent every few seconds. One thread may
     read and write; any thread may call ``close``.
     """
 
     def __init__(self, node: str, opened: Opened, ended: str, keepalive: bytes = EMPTY_LINE) -> None:
-        """Take over a service that has started. ``keepalive`` is the keepalive message."""
+        """Use a started service. ``keepalive`` is the keepalive message."""
         self._node = node
         self._channel = opened.channel
-        self._held = bytearray(opened.received)
+        self._buffer = bytearray(opened.received)
         self._ended = ended
         self._writing = threading.Lock()
         self._keepalive = keepalive
@@ -82,14 +82,14 @@ class ServiceStream:
                 self._channel.write(self._keepalive)
 
     def line(self) -> dict[str, Any]:
-        """Wait for the next line. Raises ``AgentError`` if it is a refusal, and ``NodeUnreachable`` if there is none."""
-        while b"\n" not in self._held:
+        """Wait for the next line. Raises ``AgentError`` if it is a refusal, and ``NodeUnreachable`` if the connection ends."""
+        while b"\n" not in self._buffer:
             data = self._channel.read()
-            if not data or len(self._held) > MAX_LINE:
+            if not data or len(self._buffer) > MAX_LINE:
                 raise self.broken_error()
-            self._held += data
-        line, _, rest = self._held.partition(b"\n")
-        self._held = rest
+            self._buffer += data
+        line, _, rest = self._buffer.partition(b"\n")
+        self._buffer = rest
         try:
             answer: dict[str, Any] = decode_object(bytes(line))
             refusal = answer.get("error")
@@ -103,13 +103,13 @@ class ServiceStream:
 
     def read(self, size: int) -> bytes:
         """Return ``size`` bytes, or fewer at the end."""
-        while len(self._held) < size:
+        while len(self._buffer) < size:
             data = self._channel.read()
             if not data:
                 break
-            self._held += data
-        taken = bytes(self._held[:size])
-        del self._held[:size]
+            self._buffer += data
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return taken
 
     def broken_error(self) -> NodeUnreachable:

@@ -39,17 +39,23 @@ def choose_address(
 ) -> tuple[str, str]:
     """Return the node's address on the training network, and the interface that owns it (empty when not found).
 
-    The first of these: the ``configured`` one; the one that the transport ``reached``; one of those that the host's name has
-    (``named``), if the node owns it; the one at which sshd accepted us (``facts.ssh_server``); the node's only IPv4 address.
-    Loopback addresses come after all others, because no other node can use them; without any address it is ``host``.
+    The first of these addresses that exists:
 
-    The address becomes part of commands and scripts of other nodes. So texts in ``facts`` that are not addresses are ignored.
+    1. ``configured``
+    2. ``reached``: the address to which the transport connected
+    3. an address of the host's name (``named``) that the node owns
+    4. the address at which sshd accepted the connection (``facts.ssh_server``)
+    5. the node's only IPv4 address
+    6. ``host``
+
+    Among 3 to 5, loopback addresses come last, because no other node can use them. The address becomes part of commands and
+    scripts of other nodes. Therefore, strings in ``facts`` that are not addresses are ignored.
     """
     stated = [item for item in facts.get("addresses") or [] if _is_address(str(item.get("address")))]
     owners = {str(item["address"]): str(item.get("interface", "")) for item in stated}
     accepted = str(facts.get("ssh_server") or "").partition("%")[0]
     accepted = accepted if _is_address(accepted) else ""
-    # A forwarded port is reached at an address of another machine, usually our own 127.0.0.1.
+    # A forwarded port is reached at an address of another machine, usually 127.0.0.1 on this one.
     is_tunnel = reached is not None and _is_loopback(reached) and accepted not in ("", reached)
     own = [str(item["address"]) for item in stated if item.get("family") == "inet"]
     outward = [address for address in own if not _is_loopback(address)]
@@ -64,12 +70,12 @@ def choose_address(
         return address, owners[address]
     if _is_loopback(address):
         return address, "lo"
-    # Translated addresses (a cloud's public ones) are on no interface. sshd's own address identifies the interface.
+    # No interface has a NAT address (such as a cloud's public address). sshd's own address identifies the interface.
     return address, owners.get(accepted, "")
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an IP address. One with a scope is not: any text may follow its ``%``."""
+    """Return whether a text is an IP address without a scope, because any text may follow the ``%`` of a scope."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Copy files and data from and to a node, each on a separate connection. An interrupted transfer is resumed.
+"""Transfers from and to a node, each on a separate connection. An interrupted transfer is resumed.
 
-``send_blobs`` and ``fetch_output`` talk to ``runtime.services``, ``deliver_there`` and ``bring_there`` to
-``storage.node_service``, whose connection carries only control messages. docs/agent-protocol.md has the formats.
+``send_blobs`` and ``fetch_output`` use ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use
+``storage.node_service``, whose connection carries only control messages. docs/agent-protocol.md describes the formats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayR
 from distflow.structs import replace
 from distflow.transports.base import Transport
 
-__all__ = ["Blob", "Fetched", "Pace", "bring_there", "build_venv_there", "deliver_there", "fetch_output", "send_blobs"]
+__all__ = ["Blob", "Fetched", "Pace", "build_venv_on_node", "deliver_from_node", "fetch_on_node", "fetch_output", "send_blobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ def send_blobs(
     timeout_s: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Send blobs one after the other. ``progress`` gets the number of bytes of all of them that are there.
+    """Send blobs one after the other. ``progress`` gets the number of their bytes that are on the node.
 
-    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses one (no space,
-    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
+    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses a blob (no
+    space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
     """
     opened = open_service(transport, root, python, "services.receiver", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
@@ -70,7 +70,7 @@ def send_blobs(
 
 def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
     header = json.dumps({"hash": blob.digest, "size": blob.size}).encode()
-    # No keepalives until the answer is here: the node does not read before it has answered, and its next read is unknown.
+    # No keepalives until the answer arrives: it decides whether the node reads frames or a line next.
     _write(stream, header + b"\n", b"")
     at = int(stream.line()["at"])
     progress(at)
@@ -88,7 +88,7 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
 
 
 def _write(stream: ServiceStream, data: bytes, keepalive: bytes) -> None:
-    """Write. If the receiver has ended, raise the error that it sent."""
+    """Write data. If the receiver has ended, raise the error that it sent."""
     try:
         stream.write(data, keepalive)
     except NodeUnreachable:
@@ -110,7 +110,7 @@ class Fetched:
     files: int
     """Files, directories and links in it."""
     left_out: tuple[str, ...]
-    """Names of other files (sockets, pipes, devices)."""
+    """Names of files that it cannot contain (sockets, pipes, devices)."""
     is_here: bool = True
     """False if it stayed on its node."""
 
@@ -129,9 +129,10 @@ def fetch_output(
 ) -> Fetched:
     """Copy an attempt's output to the blob store ``blobs``.
 
-    ``progress`` gets whether it is packed, and the done and the total bytes. With ``place``, copy that directory of the
-    attempt, which may still run; if it has no files, ``digest`` is empty. After packing, ``stays(digest, size)`` returns
-    whether the archive may stay on the node. ``timeout_s`` limits the wait for the node's first answer.
+    ``progress`` gets whether the output is packed, the bytes that are packed or copied, and their total. With ``place``, copy
+    that directory of the attempt, which may still run; if it has no files, ``digest`` is empty. After packing,
+    ``stays(digest, size)`` returns whether the archive may stay on the node. ``timeout_s`` limits the wait for the node's
+    first answer.
 
     Raises ``AgentError`` if the node refuses (an unreadable file, no space, damaged), ``NodeUnreachable`` and
     ``BootstrapFailed`` for connections, and ``OSError`` if the archive cannot be stored here.
@@ -169,20 +170,20 @@ def fetch_output(
 
 
 def _check_room(blobs: Path, coming: int) -> None:
-    """Refuse data that would fill this disk, because the supervisor needs the reserve. Raises ``OSError``."""
+    """Raise ``OSError`` if ``coming`` more bytes would use the reserve of the disk, which the supervisor needs."""
     if coming <= 0:
         return
     missing, reserve = reserve_bytes(str(blobs), coming)
     if missing:
-        text = f"no room for {bytes_text(coming)}; {bytes_text(reserve)} must stay free there"
+        text = f"no room for {bytes_text(coming)}; {bytes_text(reserve)} must stay free on this disk"
         raise OSError(errno.ENOSPC, text, str(blobs))
 
 
 _PAUSES_S = (1.0, 5.0)
-"""Seconds between tries of a store that does not answer the node. There are few, because the submitter can relay the data."""
+"""Seconds between a node's tries to reach a store. They are few, because the submitter can relay the data."""
 
 
-def deliver_there(
+def deliver_from_node(
     transport: Transport, root: str, python: str, attempt: str, delivery: Delivery, identity: Identity, *,
     environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> Delivered:  # fmt: skip
@@ -193,31 +194,31 @@ def deliver_there(
     ``BootstrapFailed`` for connections.
     """
     request = {"attempt": attempt, "delivery": asdict(delivery)}
-    reply = _ask(transport, root, python, request, identity, environment, timeout_s, progress)
+    reply = _request_transfer(transport, root, python, request, identity, environment, timeout_s, progress)
     return Delivered(words=str(reply["words"]), files=int(reply["files"]), size=int(reply["size"]))
 
 
-def bring_there(
-    transport: Transport, root: str, python: str, attempt: str, wanted: InputRequest, place: str, identity: Identity, *,
+def fetch_on_node(
+    transport: Transport, root: str, python: str, attempt: str, source: InputRequest, place: str, identity: Identity, *,
     environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> None:  # fmt: skip
-    """Let a node fetch an input into ``place`` of an attempt's directory. Otherwise like ``deliver_there``.
+    """Let a node fetch an input into ``place`` of an attempt's directory. Otherwise like ``deliver_from_node``.
 
-    May be repeated: data that is there already is not fetched again.
+    May be repeated: data that is already on the node is not fetched again.
     """
-    request = {"attempt": attempt, "input": asdict(wanted), "place": place}
-    _ask(transport, root, python, request, identity, environment, timeout_s, progress)
+    request = {"attempt": attempt, "input": asdict(source), "place": place}
+    _request_transfer(transport, root, python, request, identity, environment, timeout_s, progress)
 
 
-def _ask(
+def _request_transfer(
     transport: Transport, root: str, python: str, request: Mapping[str, Any], identity: Identity,
     environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> Mapping[str, Any]:  # fmt: skip
     opened = open_service(transport, root, python, "node_service", timeout_s=timeout_s, bundle=STORAGE)
-    stream = ServiceStream(transport.name, opened, "the connection over which a node moves data ended")
+    stream = ServiceStream(transport.name, opened, "the connection to the transfer service of a node ended")
     try:
-        known = {"identity": identity.to_wire(), "environment": dict(environment), "pauses_s": _PAUSES_S}
-        stream.write(encode({**request, **known}))
+        settings = {"identity": identity.to_wire(), "environment": dict(environment), "pauses_s": _PAUSES_S}
+        stream.write(encode({**request, **settings}))
         while "done" in (reply := stream.line()):
             progress(int(reply["done"]), int(reply["total"]))
         if "relay" in reply:
@@ -229,19 +230,19 @@ def _ask(
         stream.close()
 
 
-def build_venv_there(
+def build_venv_on_node(
     transport: Transport, root: str, python: str, request: Mapping[str, Any], *, timeout_s: float,
     progress: Callable[[str, float], None], opened: Callable[[Callable[[], None]], None] = lambda _close: None,
 ) -> tuple[str, float]:  # fmt: skip
-    """Build a Python environment on a node, unless it is there. Return the tool (empty if it was there) and the seconds.
+    """Build a Python environment on a node, unless it exists. Return the tool (empty if it existed) and the seconds.
 
-    ``request`` is that of ``runtime.services.venv_builder``. ``progress`` gets the last line of the tool and the seconds every
+    ``request`` is a request of ``runtime.services.venv_builder``. ``progress`` gets the tool's last line and the seconds every
     two seconds, and may cancel the build by raising. ``opened`` gets a function with which any thread can end the connection,
-    and so the build; it may raise, too. Raises ``AgentError`` with the tool's last lines if it fails, and
+    and with it the build; ``opened`` may raise too. Raises ``AgentError`` with the tool's last lines if it fails, and
     ``NodeUnreachable`` and ``BootstrapFailed`` for connections.
     """
     service = open_service(transport, root, python, "services.venv_builder", timeout_s=timeout_s)
-    stream = ServiceStream(transport.name, service, "the connection over which a Python environment is built ended")
+    stream = ServiceStream(transport.name, service, "the connection to the build of a Python environment ended")
     try:
         opened(stream.close)
         stream.write(encode(dict(request)))
@@ -261,7 +262,7 @@ _REPORT_INTERVAL_S = 1.0
 
 
 class Pace:
-    """The rate of a transfer from now on. Data that is there at first does not count."""
+    """The rate of a transfer. Bytes that an earlier try has transferred do not count."""
 
     def __init__(self) -> None:
         """Start the clock."""
@@ -273,7 +274,7 @@ class Pace:
         self._began_at, self._first = time.monotonic(), done
 
     def due(self, done: int) -> float | None:
-        """Return bytes per second once a second, when a report is due; else ``None``."""
+        """Return the bytes per second if a report is due, once a second; otherwise ``None``."""
         if self._first is None:
             self._first = done
         at = time.monotonic()
