@@ -20,7 +20,7 @@ from distflow.backends.allocated.engines import open_engine
 from distflow.backends.allocated.ray.ray_engine import RayEngine
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
-from distflow.backends.allocated.slurm.commands import step_words
+from distflow.backends.allocated.slurm.commands import step_prefix
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
@@ -64,7 +64,7 @@ def over_slurm(slurm_cluster: Slurm, slurm_job: str, monkeypatch: pytest.MonkeyP
     """A way to make transports that reach this machine as the second node of a Slurm job."""
     monkeypatch.setenv("PATH", f"{slurm_cluster.commands}:{os.environ['PATH']}")
     return lambda: RelayTransport(
-        LocalTransport("login"), slurm_job, "n2", sys.executable, prefix=partial(step_words, slurm_job, "n2")
+        LocalTransport("login"), slurm_job, "n2", sys.executable, prefix=partial(step_prefix, slurm_job, "n2")
     )
 
 

@@ -23,7 +23,7 @@ import pytest
 from contract.test_runtime_faults import kill_together
 from distflow.backends import steady
 from distflow.backends.allocated.backend import open_backend
-from distflow.backends.allocated.engine import QuestionLimit
+from distflow.backends.allocated.engine import QueryLimit
 from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 from distflow.backends.base import (
     Absent,
@@ -239,7 +239,7 @@ def slurm_with_two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 def on_slurm(slurm_with_two_gpus: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     """A way to make benches whose nodes a real Slurm allocates. Their jobs end with the test."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_with_two_gpus.config))
-    monkeypatch.setattr(SlurmEngine, "question_limit", QuestionLimit(at_once=4.0, every_s=0.1))
+    monkeypatch.setattr(SlurmEngine, "query_limit", QueryLimit(at_once=4.0, every_s=0.1))
 
     def make(folder: Path, *, behind_s: float = 0.0) -> Bench:
         node = replace(_node(folder), name="", host="", gpus=None, python=_python(folder, behind_s))

@@ -17,7 +17,7 @@ import pytest
 from contract.conftest import NodeUnderTest, processes_with, submit
 from distflow.backends.allocated.relay import RelayTransport
 from distflow.backends.allocated.script import resident_script
-from distflow.backends.allocated.slurm.commands import step_may_pass, step_words
+from distflow.backends.allocated.slurm.commands import is_transient_error, step_prefix
 from distflow.errors import NodeUnreachable
 from distflow.testing.nodes import install_runtime
 from distflow.testing.slurm import Slurm
@@ -48,8 +48,8 @@ def reach(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
 
 def over(login: Transport, job: str, host: str, het_group: int | None = None) -> RelayTransport:
     """A transport to a node of a job through its login node."""
-    prefix = partial(step_words, job, host, het_group)
-    return RelayTransport(login, job, host, sys.executable, prefix=prefix, may_pass=step_may_pass)
+    prefix = partial(step_prefix, job, host, het_group)
+    return RelayTransport(login, job, host, sys.executable, prefix=prefix, is_transient=is_transient_error)
 
 
 def start(cluster: Slurm, *options: str, idle_s: float = 600, components: int = 1) -> str:

@@ -16,7 +16,7 @@ from distflow.backends.allocated.engine import (
     AllocationState,
     Granted,
     Over,
-    QuestionLimit,
+    QueryLimit,
     Queued,
     RequestRefused,
     node_name,
@@ -40,7 +40,7 @@ class _Job:
 class LocalEngine:
     """Allocations that exist only in this object."""
 
-    question_limit: ClassVar = QuestionLimit(at_once=10.0, every_s=0.1)
+    query_limit: ClassVar = QueryLimit(at_once=10.0, every_s=0.1)
 
     def __init__(self, *, grants_at_once: bool = True) -> None:
         """``grants_at_once``: without it, allocations wait until ``grant`` is called."""

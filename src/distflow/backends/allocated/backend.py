@@ -1,9 +1,9 @@
 """The backend for nodes that a cluster engine allocates: one allocation for each attempt of a group.
 
 It requests allocations, waits for them, and runs gangs on their nodes as on plain machines (``MachinesBackend``). One thread
-talks to the engine: it requests, asks for the states of all allocations with one question, and releases. The engine's word
-about the end of an allocation takes the place of what its nodes saw: a program that gets SIGTERM does not know that its job was
-preempted.
+uses the engine: it requests and releases allocations, and queries the states of all allocations at once. The engine's reason
+for the end of an allocation replaces the reports of its nodes, because a program that gets SIGTERM does not know that its job
+was preempted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
-    QuestionLimit,
+    QueryLimit,
     Queued,
     RequestRefused,
     host_of,
@@ -71,28 +71,30 @@ from distflow.transports.base import Transport
 __all__ = ["AllocatedBackend", "open_backend"]
 
 _FIRST_POLL_S = 0.3
-"""Seconds from a request to the first question about it. Each further question comes later, up to ``_QUEUED_POLL_S``."""
+"""Seconds from a request to the first query. The time between further queries grows, up to ``_QUEUED_POLL_S``."""
 _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
-"""Seconds between two questions while no allocation waits: nodes report the end of their tasks themselves."""
+"""Seconds between two queries while no allocation waits: nodes report the ends of their tasks themselves."""
 _RETRY_S = 10.0
-"""The longest time until an engine that could not be asked is asked again, in seconds. It begins with 1 s and doubles."""
+"""The longest pause before another try to reach the engine, in seconds. Pauses begin with 1 s and double."""
 _DOUBT_S = 60.0
-"""Seconds that the failure of a task waits at most for the engine's word about its allocation."""
+"""Maximum seconds that a task's failure is held back until the engine reports the state of the allocation."""
 _DOUBTFUL_POLL_S = 2.0
+"""Seconds between two queries while a failure is held back."""
 _UNANSWERED_S = 5.0
-"""The same while the engine cannot be asked."""
+"""As ``_DOUBT_S``, while the engine does not answer."""
 _RECOVERY_S = 20.0
-"""Seconds in which the ends of attempts are looked for on the login node after the end of their allocation."""
+"""Seconds for reading recorded ends of attempts on the login node after the end of their allocation."""
 _GUESSED = (
     EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED, EndReason.REBOOTED, EndReason.STOPPED,
 )  # fmt: skip
-"""How a node explains an end that the engine may have caused: it stops processes by signals, and kills those that remain."""
+"""A node's explanations of an end that the engine may have caused, because engines end processes with signals."""
 _REQUESTS_AT_ONCE = 8
-"""Requests between two questions, so that many new gangs do not delay news about the others."""
+"""Maximum requests between two queries, so that many new gangs do not delay reports about other gangs."""
 _CLOSE_S = 10.0
-"""Seconds in which ``close`` tries to release what is no longer wanted."""
+"""Seconds in which ``close`` tries to release allocations that are no longer needed."""
 _LAST_S = 15.0
+"""Additional seconds in which ``close`` waits for the last call of the engine."""
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> AllocatedBackend:
@@ -102,7 +104,7 @@ def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Alloc
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """An allocation that was requested, and what is known of it."""
+    """An allocation that was requested, and its known state."""
 
     allocation: Allocation
     request: LeaseRequest | None = None
@@ -110,63 +112,63 @@ class _Held:
     id: str = ""
     """The engine's id; empty until the engine has accepted it."""
     failures: int = 0
-    """How often the engine could not accept the request yet."""
+    """Number of failed tries to request it."""
     retry_at: float = 0.0
-    """When it is asked again."""
+    """When to request it again (monotonic clock)."""
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Task → node, as soon as the engine has granted it."""
     is_leasing: bool = False
-    """Whether the nodes have been asked for the lease."""
+    """Whether the nodes have got the lease request."""
     connects_until: float = 0.0
     """The time by which all nodes must be connected."""
     attempts: dict[AttemptKey, bool] = field(default_factory=dict)
-    """Attempts on its nodes, and whether their end was reported."""
+    """Attempt on its nodes → whether its end was reported."""
     stopped: set[AttemptKey] = field(default_factory=set)
-    """Attempts that were to be stopped."""
+    """Attempts that distflow has stopped."""
     doubtful: dict[AttemptKey, tuple[float, Ended]] = field(default_factory=dict)
-    """Failures that wait for the engine's word, each with the time at which it was seen."""
+    """Attempt → time and report of its failure, held back until the engine reports the state of the allocation."""
     logged: set[AttemptKey] = field(default_factory=set)
-    """Those whose complete output is here, which is reported after the failure."""
-    said: str = ""
-    """The last reason for waiting that was reported."""
+    """Attempts in ``doubtful`` whose output is complete. That is reported after the failure."""
+    last_message: str = ""
+    """The last reported reason for waiting."""
     over: Over | None = None
-    """How it ended, while the ends of its attempts are looked for."""
+    """Its end, while recorded ends of its attempts are read."""
     recovers_until: float = 0.0
-    """How long they are looked for."""
-    recovering: set[AttemptKey] = field(default_factory=set)
-    """Those about which nothing more will be found."""
+    """When to stop reading them (monotonic clock)."""
+    recovered: set[AttemptKey] = field(default_factory=set)
+    """Attempts whose records have been read completely."""
 
 
 class AllocatedBackend:
     """Runs gangs on allocated nodes; see ``backends.base.Backend`` for the contract."""
 
     def __init__(self, pool: Pool, engine: Engine, *, blobs: Path, sink: Sink, logs: LogSink) -> None:
-        """Create the backend. The engine is not asked before there is something to ask."""
+        """Create the backend, without connecting to the engine."""
         self._pool = pool
         self._engine = engine
         self._sink = sink
-        self._machines = MachinesBackend(pool, blobs=blobs, sink=self._seen, logs=logs, open_transport=self._transport)
+        self._machines = MachinesBackend(pool, blobs=blobs, sink=self._observe, logs=logs, open_transport=self._transport)
         self._changed = threading.Condition()
-        """Guards everything below, and wakes the thread that talks to the engine."""
+        """Guards everything below, and wakes the thread that uses the engine."""
         self._held: dict[Allocation, _Held] = {}
         self._unwanted: dict[str, int | None] = {}
-        """Ids of allocations to release, each with the exit code of its gang; ``None`` if the gang did not end by itself."""
+        """Id of an allocation to release → exit code of its gang; ``None`` if the gang did not end by itself."""
         self._is_releasing = False
         self._kept: Collection[Allocation] = ()
         self._ended: set[str] | None = None
-        """Workflows whose leftover allocations are to be found and released; ``None``: none are to be found."""
+        """Workflows whose leftover allocations must be found and released; ``None``: do not search."""
         self._up: set[str] = set()
         self._down: dict[str, NodeDown] = {}
-        """Allocated nodes that are unreachable, as last reported."""
+        """Unreachable allocated node → the last report about it."""
         self._is_engine_away = False
-        """Whether the last question to the engine failed."""
-        self._pace = _Pace(engine.question_limit)
+        """Whether the last call of the engine failed."""
+        self._pace = _Pace(engine.query_limit)
         self._is_closing = False
         self._closes_at = 0.0
         self._thread = threading.Thread(target=self._work, name=f"allocations of {pool.name}", daemon=True)
         self._thread.start()
 
-    # The protocol.
+    # The protocol `Backend`.
 
     def connect(self, nodes: Sequence[Node]) -> None:
         """Do nothing: nodes are connected when they are allocated."""
@@ -189,8 +191,8 @@ class AllocatedBackend:
         allocation = Allocation(workflow=request.workflow, group=request.group, attempt=request.attempt)
         with self._changed:
             held = self._held.setdefault(allocation, _Held(allocation=allocation))
-            held.request, held.is_leasing, held.said = request, False, ""
-            self._lease_if_connected(held)  # it already has nodes if an earlier lease was refused there
+            held.request, held.is_leasing, held.last_message = request, False, ""
+            self._lease_if_connected(held)  # it has nodes already if they refused an earlier lease
             self._pace.hurry()
             self._changed.notify()
 
@@ -200,7 +202,7 @@ class AllocatedBackend:
         ended: Collection[str] | None = None,
         exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
     ) -> None:
-        """Release all other allocations, and find those that ended workflows have left."""
+        """Release all other allocations, also those that ended workflows have left."""
         kept = {_allocation_of(key) for key in gangs}
         codes = {_allocation_of(key): code for key, code in exit_codes.items()}
         with self._changed:
@@ -211,10 +213,10 @@ class AllocatedBackend:
                     has_run = held.request is None and held.over is None
                     self._unwanted[held.id] = codes.get(allocation) if has_run else None
                 elif held.failures:
-                    self._look_for([allocation.workflow])  # the answer to a request may have been lost
+                    self._find_leftovers([allocation.workflow])  # the answer to a request may have been lost
                 self._drop(held)
             if ended is not None:
-                self._look_for(ended)
+                self._find_leftovers(ended)
             self._changed.notify()
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
@@ -227,11 +229,11 @@ class AllocatedBackend:
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Copy files and launch record to the node."""
-        self._do(key, partial(self._machines.prepare, key, launch, secrets, stop_grace_s, memo))
+        self._command(key, partial(self._machines.prepare, key, launch, secrets, stop_grace_s, memo))
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt."""
-        self._do(key, partial(self._machines.start, key))
+        self._command(key, partial(self._machines.start, key))
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Stop an attempt."""
@@ -239,11 +241,11 @@ class AllocatedBackend:
             held = self._held.get(_allocation_of(key))
             if held is not None:
                 held.stopped.add(key)
-        self._do(key, partial(self._machines.stop, key, grace_s=grace_s, why=why))
+        self._command(key, partial(self._machines.stop, key, grace_s=grace_s, why=why))
 
     def release(self, key: AttemptKey) -> None:
         """Release the lease of an attempt that has not started. The allocation remains until the gang no longer needs it."""
-        self._do(key, partial(self._machines.release, key))
+        self._command(key, partial(self._machines.release, key))
 
     def collect(
         self,
@@ -251,10 +253,10 @@ class AllocatedBackend:
         checkpoint: CheckpointRef | None = None,
         place: str | None = None,
         *,
-        for_nodes: bool = False,  # noqa: ARG002  the next gang gets other nodes, so nothing stays on a node
+        for_nodes: bool = False,  # noqa: ARG002  the next gang gets other nodes, so outputs cannot stay on nodes
     ) -> None:
-        """Copy the output of an ended attempt here."""
-        self._do(key, partial(self._machines.collect, key, checkpoint, place))
+        """Copy the output of an ended attempt to this machine."""
+        self._command(key, partial(self._machines.collect, key, checkpoint, place))
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
@@ -266,12 +268,12 @@ class AllocatedBackend:
             raise StorageError(f"{key.node} is no longer allocated") from None
 
     def is_releasing(self) -> bool:
-        """Return whether allocations that are no longer wanted are still being released."""
+        """Return whether allocations that are no longer needed are still being released."""
         with self._changed:
             return self._is_releasing or bool(self._unwanted)
 
     def close(self) -> None:
-        """Release what is no longer wanted, and close all connections. Other allocations stay."""
+        """Release allocations that are no longer needed, and close all connections. Other allocations stay."""
         with self._changed:
             self._is_closing, self._closes_at = True, time.monotonic() + _CLOSE_S
             self._changed.notify()
@@ -279,13 +281,13 @@ class AllocatedBackend:
         self._machines.close()
         self._engine.close()
 
-    # What the nodes report.
+    # Observations of nodes.
 
-    def _seen(self, seen: Observation) -> None:
+    def _observe(self, seen: Observation) -> None:
         with self._changed:
             if isinstance(seen, NodeUp):
                 if self._of_node(seen.node) is None:
-                    return  # its allocation is over
+                    return  # its allocation has ended
                 self._up.add(seen.node)
                 self._down.pop(seen.node, None)
                 self._sink(seen)
@@ -307,7 +309,7 @@ class AllocatedBackend:
         self._up.discard(seen.node)
         held = self._of_node(seen.node)
         if held is None or held.over is not None:
-            return  # its allocation is over
+            return  # its allocation has ended
         self._pace.hurry()
         self._changed.notify()
         if held.request is None:
@@ -317,12 +319,12 @@ class AllocatedBackend:
             host, _ = host_of(seen.node)
             self._refuse(held, {seen.node: f"{host}: {seen.error}"}, is_final=True)
         else:
-            self._say(held, f"connecting to {host_of(seen.node)[0]}: {seen.error}")
+            self._report_waiting(held, f"connecting to {host_of(seen.node)[0]}: {seen.error}")
 
     def _lease_answered(self, seen: Leased | LeaseRefused) -> None:
         held = self._held.get(Allocation(workflow=seen.workflow, group=seen.group, attempt=seen.attempt))
         if held is None:
-            return  # the gang no longer wants it
+            return  # the gang no longer needs it
         if isinstance(seen, Leased) and held.request is not None:
             held.attempts = {_key(held, task): False for task in held.nodes}
         held.request, held.is_leasing = None, False
@@ -340,7 +342,7 @@ class AllocatedBackend:
             held.attempts[seen.key] = True
             self._sink(seen)
 
-    # The thread that talks to the engine.
+    # The thread that uses the engine.
 
     def _work(self) -> None:
         failures, retry_at = 0, 0.0
@@ -349,7 +351,7 @@ class AllocatedBackend:
                 self._wait(retry_at)
                 if self._is_closing and not self._unwanted:
                     return
-                self._give_up_doubts()
+                self._report_old_failures()
                 if time.monotonic() < retry_at:
                     continue
                 unwanted, self._unwanted = self._unwanted, {}
@@ -371,18 +373,18 @@ class AllocatedBackend:
                         return
                     self._unwanted, self._is_releasing = unwanted | self._unwanted, False
                     if ended is not None:
-                        self._look_for(ended)
+                        self._find_leftovers(ended)
                     for held in self._held.values():
-                        self._say(held, error.message)
-                        self._believe(held, until=time.monotonic() - _UNANSWERED_S)
-            except Exception:  # noqa: BLE001  only this thread asks the engine
+                        self._report_waiting(held, error.message)
+                        self._report_failures(held, until=time.monotonic() - _UNANSWERED_S)
+            except Exception:  # noqa: BLE001  only this thread uses the engine
                 self._is_releasing = False
                 failures += 1
                 retry_at = time.monotonic() + _pause_s(failures)
                 sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
 
     def _wait(self, retry_at: float) -> None:
-        """Wait until something has changed or is due. An engine that could not be asked is not asked before ``retry_at``."""
+        """Wait until work is due or the state has changed, and after a failure of the engine until ``retry_at``."""
         left_s, doubt_s = retry_at - time.monotonic(), self._doubt_ends_in_s()
         if left_s > 0:
             self._changed.wait(max(0.0, min(left_s, doubt_s)))
@@ -391,7 +393,7 @@ class AllocatedBackend:
             self._changed.wait(None if next_s == math.inf else max(0.0, next_s))
 
     def _set_engine_away(self, is_away: bool) -> None:
-        """Report unreachable nodes again if that changes what their silence means."""
+        """Record whether the engine is unreachable. If that has changed, report the unreachable nodes again."""
         with self._changed:
             if is_away == self._is_engine_away:
                 return
@@ -407,13 +409,13 @@ class AllocatedBackend:
             with self._changed:
                 known, kept = {held.id for held in self._held.values()}, self._kept
             ours = {*ended, *(one.workflow for one in kept)}
-            left = (name for name, one in found.items() if one.workflow in ours and one not in kept and name not in known)
-            ids += left
+            leftovers = (name for name, one in found.items() if one.workflow in ours and one not in kept and name not in known)
+            ids += leftovers
         if ids:
             self._engine.release(ids, {name: code for name, code in unwanted.items() if code is not None})
 
     def _request_due(self) -> None:
-        """Request the allocations that have not been requested, some at a time."""
+        """Request at most ``_REQUESTS_AT_ONCE`` of the allocations that have not been requested."""
         with self._changed:
             due = [one for one in self._held.values() if one.request and not one.id and one.retry_at <= time.monotonic()]
         for held in due[:_REQUESTS_AT_ONCE]:
@@ -424,62 +426,62 @@ class AllocatedBackend:
                 found = self._engine.request(_wanted(held.allocation, request))
             except RequestRefused as error:
                 with self._changed:
-                    words = f"{error.message} ({error.hint})" if error.hint else error.message
-                    self._refuse(held, {"": words}, is_final=True)
+                    message = f"{error.message} ({error.hint})" if error.hint else error.message
+                    self._refuse(held, {"": message}, is_final=True)
                 continue
             except DistflowError as error:
                 with self._changed:
                     held.failures += 1
                     held.retry_at = time.monotonic() + _pause_s(held.failures)
-                    self._say(held, error.message)
+                    self._report_waiting(held, error.message)
                     if self._held.get(held.allocation) is not held:
-                        self._look_for([held.allocation.workflow])  # it may exist although it was canceled
+                        self._find_leftovers([held.allocation.workflow])  # it may exist although it was canceled
                 if isinstance(error, NodeUnreachable):
                     return
                 continue
             notice = self._engine.notice(found)
             with self._changed:
                 if notice:
-                    self._say(held, notice)
+                    self._report_waiting(held, notice)
                 held.id = found
                 if self._held.get(held.allocation) is not held:
                     self._unwanted[found] = None  # it was canceled meanwhile
                 self._pace.hurry()
 
     def _poll(self) -> None:
-        """Ask for the states of all allocations, if that is due."""
+        """Query the states of all allocations, if that is due."""
         with self._changed:
             for one in list(self._held.values()):
                 if one.over is not None:
-                    self._over(one, one.over)
-            asked = {one.id: one for one in self._held.values() if one.id and one.over is None}
-            if not asked or self._due_in_s() > 0:
+                    self._allocation_ended(one, one.over)
+            queried = {one.id: one for one in self._held.values() if one.id and one.over is None}
+            if not queried or self._due_in_s() > 0:
                 return
             self._pace.begin()
-            tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in asked.items()}
+            tasks = {name: tuple(one.request.nodes if one.request else one.nodes) for name, one in queried.items()}
             began = time.monotonic()
         states = self._engine.states(tasks)
         self._set_engine_away(False)
         with self._changed:
             for name, state in states.items():
-                if self._held.get(asked[name].allocation) is asked[name]:
-                    self._apply(asked[name], state, began)
+                if self._held.get(queried[name].allocation) is queried[name]:
+                    self._apply(queried[name], state, began)
 
-    def _apply(self, held: _Held, state: AllocationState, asked_at: float) -> None:
+    def _apply(self, held: _Held, state: AllocationState, queried_at: float) -> None:
         if isinstance(state, Queued):
             message = state.why or "waits in the queue"
             if state.starts_at is not None:
                 message += (
                     f"; expected start: {datetime.fromtimestamp(state.starts_at, timezone.utc).astimezone():%Y-%m-%d %H:%M}"
                 )
-            self._say(held, message)
+            self._report_waiting(held, message)
         elif isinstance(state, Granted):
-            self._granted(held, state, asked_at)
+            self._granted(held, state, queried_at)
         else:
-            self._over(held, state)
+            self._allocation_ended(held, state)
 
-    def _granted(self, held: _Held, state: Granted, asked_at: float) -> None:
-        self._believe(held, until=asked_at)  # the allocation still existed then, so these tasks failed by themselves
+    def _granted(self, held: _Held, state: Granted, queried_at: float) -> None:
+        self._report_failures(held, until=queried_at)  # the allocation still existed, so these tasks failed by themselves
         if held.request is None or held.is_leasing:
             return
         if not held.connects_until:
@@ -488,11 +490,11 @@ class AllocatedBackend:
             self._machines.connect([self._pool.node(name) for name in held.nodes.values()])
         if not self._lease_if_connected(held) and time.monotonic() > held.connects_until:
             away = [name for name in held.nodes.values() if name not in self._up]
-            self._refuse(held, {name: f"{name} did not answer ({held.said})" for name in away}, is_final=False)
+            self._refuse(held, {name: f"{name} did not answer ({held.last_message})" for name in away}, is_final=False)
 
-    def _over(self, held: _Held, state: Over) -> None:
+    def _allocation_ended(self, held: _Held, state: Over) -> None:
         if held.request is not None:
-            # A job that ended by itself was not used by this process, which was suspended or had no connection.
+            # An allocation that ended by itself was idle, because this process was suspended or had no connection.
             is_final = state.is_failure or state.reason not in (None, Reason.PREEMPTED, Reason.NODE_LOST)
             reason = Reason.START_ERROR if state.reason is None else state.reason
             self._refuse(held, {"": state.message}, is_final=is_final, reason=reason)
@@ -505,7 +507,7 @@ class AllocatedBackend:
             self._finish(held, state)
 
     def _recover(self, held: _Held) -> None:
-        """Look on the login node for the ends of attempts that were not seen. It has them if it shares ``root``."""
+        """Read the ends of attempts that were not reported on the login node. It has them if it shares ``root``."""
         held.recovers_until = time.monotonic() + _RECOVERY_S
         names = tuple(held.nodes.values())
         self._up.difference_update(names)
@@ -514,26 +516,26 @@ class AllocatedBackend:
         self._machines.watch([key for key, is_reported in held.attempts.items() if not is_reported])
 
     def _recovered(self, held: _Held, seen: Ended | Absent | LogComplete) -> None:
-        """Take what an attempt recorded. What the agent on the login node concludes from missing processes is wrong."""
+        """Handle a report of the agent on the login node, whose conclusions from missing processes are wrong."""
         if isinstance(seen, Absent | LogComplete):
-            held.recovering.add(seen.key)
+            held.recovered.add(seen.key)
         elif EndReason.of(seen.end.get("reason", EndReason.EXITED)) not in _GUESSED and not _was_killed(held.over, seen.end):
             held.attempts[seen.key] = True
             self._sink(seen)
-        if held.over is not None and held.recovering.issuperset(held.attempts):
+        if held.over is not None and held.recovered.issuperset(held.attempts):
             self._finish(held, held.over)
 
     def _finish(self, held: _Held, state: Over) -> None:
-        """Report the ends of all attempts of an allocation that has ended, and forget it."""
+        """Report the ends of all attempts of an ended allocation, and forget the allocation."""
         self._held.pop(held.allocation, None)
-        # First those on the nodes that caused the end: the first failure is the cause of the others.
+        # Attempts on the nodes that caused the end come first, because the first reported failure counts as the cause.
         for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
             _, seen = held.doubtful.get(key, (0.0, None))
             if not is_reported and (seen is None or state.reason is not None or _was_killed(state, seen.end)):
-                told: dict[str, object] = dict(seen.end) if seen is not None else {}
+                end: dict[str, object] = dict(seen.end) if seen is not None else {}
                 reason = Reason.NODE_LOST if state.reason is None else state.reason
-                told |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
-                seen = Ended(at=now(), key=key, end=told, clock=seen.clock if seen is not None else None)
+                end |= {"reason": EndReason.ALLOCATION_OVER, "allocation": reason, "message": state.message}
+                seen = Ended(at=now(), key=key, end=end, clock=seen.clock if seen is not None else None)
             if not is_reported and seen is not None:
                 self._sink(seen)
             self._sink(LogComplete(at=now(), key=key))
@@ -552,7 +554,7 @@ class AllocatedBackend:
         return True
 
     def _refuse(self, held: _Held, nodes: Mapping[str, str], *, is_final: bool, reason: Reason = Reason.START_ERROR) -> None:
-        """Answer the lease request with a refusal, and give up the allocation. The next request makes a new one."""
+        """Answer the lease request with a refusal, and release the allocation. The next request creates another one."""
         self._held.pop(held.allocation, None)
         self._unwanted |= {held.id: None} if held.id else {}
         self._drop(held)
@@ -564,30 +566,30 @@ class AllocatedBackend:
         )  # fmt: skip
         self._changed.notify()
 
-    def _say(self, held: _Held, message: str) -> None:
-        """Report why an open lease request waits, if that is news."""
-        if held.request is None or held.is_leasing or message == held.said:
+    def _report_waiting(self, held: _Held, message: str) -> None:
+        """Report why an open lease request waits, if the reason has changed."""
+        if held.request is None or held.is_leasing or message == held.last_message:
             return
-        held.said = message
+        held.last_message = message
         one = held.allocation
         self._sink(LeaseWaits(at=now(), workflow=one.workflow, group=one.group, attempt=one.attempt, message=message))
 
     def _drop(self, held: _Held) -> None:
         """Disconnect from the nodes of an allocation."""
-        told = {*(key.node for key in held.attempts), *(self._up.intersection(held.nodes.values()))}
-        for name in told:
+        nodes = {*(key.node for key in held.attempts), *(self._up.intersection(held.nodes.values()))}
+        for name in nodes:
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=name, error="its allocation has ended"))
         self._up.difference_update(held.nodes.values())
         for name in held.nodes.values():
             self._down.pop(name, None)
         self._machines.drop(tuple(held.nodes.values()))
 
-    def _give_up_doubts(self) -> None:
+    def _report_old_failures(self) -> None:
         for held in self._held.values():
-            self._believe(held, until=time.monotonic() - _DOUBT_S)
+            self._report_failures(held, until=time.monotonic() - _DOUBT_S)
 
-    def _believe(self, held: _Held, *, until: float) -> None:
-        """Report the doubtful failures that were seen until then."""
+    def _report_failures(self, held: _Held, *, until: float) -> None:
+        """Report the failures in ``doubtful`` that were observed until the time ``until``."""
         for key, (at, seen) in list(held.doubtful.items()):
             if at <= until:
                 del held.doubtful[key]
@@ -600,7 +602,7 @@ class AllocatedBackend:
         return next((one for one in self._held.values() if name in one.nodes.values()), None)
 
     def _next_in_s(self) -> float:
-        """Return the seconds until the engine is to be asked without a change; infinite for never."""
+        """Return the seconds until the next request or query if nothing changes; infinite if none is due."""
         times = [one.retry_at - time.monotonic() for one in self._held.values() if one.request and not one.id]
         if any(one.id for one in self._held.values()):
             times.append(self._due_in_s())
@@ -609,30 +611,30 @@ class AllocatedBackend:
         return min(times, default=math.inf)
 
     def _due_in_s(self) -> float:
-        """Return the seconds until the next question about all allocations."""
+        """Return the seconds until the next query."""
         is_queued = any(one.request is not None for one in self._held.values())
         most_s = _DOUBTFUL_POLL_S if any(one.doubtful for one in self._held.values()) else math.inf
         return self._pace.due_in_s(is_queued, most_s)
 
     def _doubt_ends_in_s(self) -> float:
-        """Return the seconds until a failure no longer waits for the engine's word; infinite for never."""
+        """Return the seconds until the oldest failure in ``doubtful`` must be reported; infinite if there is none."""
         seen = [at for one in self._held.values() for at, _ in one.doubtful.values()]
         return min(seen, default=math.inf) + _DOUBT_S - time.monotonic()
 
-    def _look_for(self, workflows: Iterable[str]) -> None:
-        """Find and release what these workflows have left."""
+    def _find_leftovers(self, workflows: Iterable[str]) -> None:
+        """Let the thread find and release leftover allocations of these workflows."""
         self._ended = {*(self._ended or ()), *workflows}
 
-    def _do(self, key: AttemptKey, action: Callable[[], None]) -> None:
-        """Give a command to a node, or report that it cannot be reached."""
+    def _command(self, key: AttemptKey, action: Callable[[], None]) -> None:
+        """Send a command to a node, or report ``Unanswered`` if the node is unreachable."""
         with self._changed:
-            reaches = key.node in self._up
-        if reaches:
+            is_up = key.node in self._up
+        if is_up:
             try:
                 action()
                 return
             except KeyError:
-                pass  # the allocation ended at this moment
+                pass  # the allocation has just ended
         self._sink(Unanswered(at=now(), key=key))
 
     def _transport(self, node: Node) -> Transport:
@@ -644,14 +646,14 @@ class AllocatedBackend:
 
 
 def _pause_s(failures: int) -> float:
-    """Return the seconds until an engine is asked again after this number of failures."""
+    """Return the seconds until the next try to use the engine after this number of failures."""
     return float(min(_RETRY_S, 2.0 ** (failures - 1)))
 
 
 class _Pace:
-    """When the engine is asked: soon after a change, then ever more rarely, and never too often."""
+    """The times of queries: soon after a change, then at growing intervals, and never above the ``QueryLimit``."""
 
-    def __init__(self, limit: QuestionLimit) -> None:
+    def __init__(self, limit: QueryLimit) -> None:
         self._limit = limit
         self._last = time.monotonic()
         self._wait_s = _QUEUED_POLL_S
@@ -660,24 +662,24 @@ class _Pace:
         self.is_urgent = False
 
     def hurry(self) -> None:
-        """Ask soon, because something has changed."""
+        """Query soon, because something has changed."""
         self._wait_s = _FIRST_POLL_S
         self.is_urgent = True
 
     def due_in_s(self, is_queued: bool, most_s: float = math.inf) -> float:
-        """Return the seconds until the next question.
+        """Return the seconds until the next query.
 
-        ``is_queued``: whether an allocation waits. ``most_s``: the longest time between two questions, if there may be one.
+        ``is_queued``: whether an allocation waits. ``most_s``: the longest time between two queries.
         """
         wait_s = min(most_s, self._wait_s if is_queued or self.is_urgent else _HELD_POLL_S)
         lacking = max(0.0, 1.0 - self._allowed_now()) * self._limit.every_s
         return max(self._last + wait_s - time.monotonic(), lacking)
 
     def begin(self) -> None:
-        """Count a question that is asked now."""
+        """Count a query that begins now."""
         self._allowed, self._counted_at = self._allowed_now() - 1.0, time.monotonic()
         self._last = time.monotonic()
-        # The more questions may follow each other quickly, the more closely they do.
+        # The more queries may follow each other quickly, the more slowly the interval grows.
         self._wait_s = min(self._wait_s * (1.0 + 2.0 / self._limit.at_once), _QUEUED_POLL_S)
         self.is_urgent = False
 

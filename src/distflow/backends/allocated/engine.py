@@ -1,8 +1,8 @@
-"""What the backend for allocated nodes needs from a cluster engine: allocations, their states, and a way to their nodes.
+"""The protocol of a cluster engine: allocations, their states, and transports to their nodes.
 
-An allocation is what the engine grants as a whole (a job of Slurm), for one attempt of one group. The engine queues, places and
-accounts. It starts one resident program on each node (``runtime/services/resident.py``), which runs commands there for as long
-as the allocation exists.
+An allocation is the unit that an engine grants, such as a job of Slurm. It serves one attempt of one group. The engine queues,
+places and accounts for allocations. On each node, it starts one resident program (``runtime/services/resident.py``), which
+runs commands on the node as long as the allocation exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "Granted",
     "NodeRequest",
     "Over",
-    "QuestionLimit",
+    "QueryLimit",
     "Queued",
     "Relay",
     "RequestDelayed",
@@ -38,11 +38,11 @@ _MARK = "distflow"
 
 
 class RequestRefused(DistflowError):
-    """The engine will never grant the request. The message has its own words."""
+    """The engine will never grant the request. The message quotes the engine."""
 
 
 class RequestDelayed(DistflowError):
-    """The engine does not accept the request now, for example because a quota is used up. The message has its own words."""
+    """The engine does not accept the request now, for example because a quota is used up. The message quotes the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Allocation:
     """One attempt of a group, for which nodes are allocated."""
 
     workflow: str
-    """uuid"""
+    """The workflow's uuid."""
     group: str
     attempt: int
 
@@ -71,12 +71,12 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """What one task needs of its node."""
+    """The resources that one task needs on its node."""
 
     task: str
     gpus: int = 0
     cpus: int = 0
-    """0: as few as the engine gives."""
+    """0: the engine's minimum."""
     memory: int = 0
     """Bytes; 0: the engine's default."""
     platform: str | None = None
@@ -98,7 +98,7 @@ class AllocationRequest:
     """``<workflow id>/<group>``, which the engine shows to its users."""
     nodes: tuple[NodeRequest, ...]
     time_limit_s: float | None = None
-    """The longest time that the group may run, with its preparation; ``None``: that of the pool."""
+    """The longest time that the group may run, with its preparation; ``None``: the limit of the pool."""
     margin_s: float = 0.0
     """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
     priority: str = "NORMAL"
@@ -107,10 +107,10 @@ class AllocationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The allocation waits for its nodes, or it had them, and the engine has begun to end its processes."""
+    """The allocation waits for its nodes, or the engine is ending its processes but has not given the reason yet."""
 
     why: str
-    """The engine's reason in plain words, with its own word; empty if it gave none."""
+    """The reason in plain words, with the engine's term; empty if the engine gave none."""
     starts_at: float | None = None
     """The expected start, in seconds since the epoch."""
 
@@ -128,42 +128,42 @@ class Over:
     """The allocation has ended, and its processes have been killed."""
 
     reason: Reason | None
-    """Why, if that was not the end of its programs: for example ``PREEMPTED`` or ``NODE_LOST``."""
+    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` if its programs ended by themselves."""
     message: str
-    """The engine's account in plain words."""
+    """The engine's explanation in plain words."""
     hosts: Collection[str] = field(default_factory=tuple)
     """The hosts that caused the end, if the engine names any."""
     is_failure: bool = False
-    """Whether the programs that distflow starts there failed, so that another allocation would fail too."""
+    """Whether distflow's programs on the nodes failed, so that another allocation would fail too."""
     may_be_late: bool = False
-    """Whether its programs may have ended before, so that the ends of attempts are looked for although there is a reason."""
+    """Whether its programs may have ended before the engine's ``reason``, so that recorded ends of attempts are read first."""
 
 
 AllocationState = Queued | Granted | Over
 
 
 class Relay(Transport, Protocol):
-    """A transport whose commands the resident program of an allocated node starts."""
+    """A transport that starts its commands through the resident program of an allocated node."""
 
     def end_allocation(self, exit_code: int) -> None:
-        """End the allocation as its programs would by this exit code. Raises ``NodeUnreachable``."""
+        """End the allocation as if its programs had ended with this exit code. Raises ``NodeUnreachable``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionLimit:
-    """How often the states of allocations may be asked for."""
+class QueryLimit:
+    """The maximum rate of queries for the states of allocations."""
 
     at_once: float
-    """Questions that may follow each other quickly."""
+    """Number of queries that may follow each other quickly."""
     every_s: float
-    """Seconds after which there may be one more."""
+    """Seconds after which one more query is allowed."""
 
 
 class Engine(Protocol):
-    """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine cannot be asked now."""
+    """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine does not answer."""
 
-    question_limit: ClassVar[QuestionLimit]
+    query_limit: ClassVar[QueryLimit]
 
     def request(self, wanted: AllocationRequest) -> str:
         """Request an allocation and return its id. May be repeated: an existing allocation with the same marker is returned.
@@ -177,9 +177,9 @@ class Engine(Protocol):
         ...
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one question to the engine.
+        """Return the state of each allocation, with one query to the engine.
 
-        ``ids``: id → tasks in the order of the request. Without tasks, ``Granted.hosts`` has numbers instead of them. An
+        ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are numbers. An
         allocation that the engine no longer knows is ``Over``.
         """
         ...
@@ -189,10 +189,10 @@ class Engine(Protocol):
         ...
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
-        """End allocations, waiting or granted. Does nothing for those that have ended.
+        """End allocations, waiting or granted. Ended allocations are ignored.
 
-        ``exit_codes``: id → exit code of a gang that ended by itself, which the engine's accounting shows if it can. The
-        accounting shows the others as canceled.
+        ``exit_codes``: id → exit code of a gang that ended by itself, which the engine's accounting shows if it can. It
+        shows other allocations as canceled.
         """
         ...
 
@@ -205,9 +205,9 @@ class Engine(Protocol):
         ...
 
     def login_transport(self) -> Transport | None:
-        """Return a transport to a machine that may have the files of nodes after their end. Its ``close`` does nothing.
+        """Return a transport to a machine that may have files of nodes whose allocation has ended. Its ``close`` does nothing.
 
-        ``None``: there is no such machine, and the files end with the allocation.
+        ``None``: there is no such machine, and the files are deleted with the allocation.
         """
         ...
 
@@ -222,7 +222,7 @@ def node_name(host: str, allocation_id: str) -> str:
 
 
 def host_of(name: str) -> tuple[str, str]:
-    """Return host and allocation id of an allocated node's name. Raises ``ValueError`` for another name."""
+    """Return host and allocation id of an allocated node's name. Raises ``ValueError`` if ``name`` is another name."""
     host, mark, allocation_id = name.rpartition("@")
     if not mark or not host or not allocation_id:
         raise ValueError(f"{name!r} is not the name of an allocated node")

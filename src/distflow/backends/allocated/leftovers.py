@@ -1,4 +1,4 @@
-"""Find allocations that an engine still has: release those of ended workflows, search those of unknown ones."""
+"""Find remaining allocations of an engine: release those of ended workflows, and search those of unknown workflows."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["reap_allocations", "recall_allocations"]
 _ALLOCATION_TERMS: Mapping[str, str] = MappingProxyType(
     {"slurm": "job", "ray": "placement group", "kubernetes": "pods of ConfigMap"}
 )
-"""What each engine calls an allocation."""
+"""Backend → the engine's term for an allocation."""
 
 _AT_ONCE = 32
-"""The maximum number of nodes that are asked in parallel."""
+"""The maximum number of nodes that are queried in parallel."""
 
 
 def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collection[str], is_dry_run: bool) -> Reaped:
     """Release the allocations of workflows that have ended, and report those of other submitters.
 
-    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. The result has the
-    name of the pool as its node. An error of the engine is in the result and is not raised.
+    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. The
+    result's ``node`` is the name of the pool. An error of the engine is in the result and is not raised.
     """
     found: list[Leftover] = []
     try:
@@ -61,7 +61,7 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
 
 
 def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
-    """Ask each node in allocations of unknown workflows about its workflows, and return one result for each node.
+    """Query each node in allocations of unknown workflows for its workflows, and return one result for each node.
 
     ``known`` are the uuids of known workflows. Errors are in the results and are not raised.
     """

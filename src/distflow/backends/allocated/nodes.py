@@ -1,4 +1,4 @@
-"""Transports to allocated nodes for commands of users, which share one engine for each pool."""
+"""Transports to allocated nodes for commands of users. All transports of a pool share one engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CACHED_S = 2.0
 
 
 class Engines:
-    """The open engines of this process, one for each pool: each stays open as long as a transport uses it."""
+    """The open engines of this process, one for each pool. An engine stays open as long as a transport uses it."""
 
     def __init__(self, open_engine: Callable[[Pool], Engine]) -> None:
         """``open_engine`` returns the engine of a pool."""
@@ -50,43 +50,43 @@ class Engines:
 
 
 class SharedEngine:
-    """An engine and its users."""
+    """An engine, and the number of transports that use it."""
 
     def __init__(self, pool: Pool, engine: Engine) -> None:
-        """Begin without users."""
+        """Use an engine, at first without transports."""
         self.pool = pool
         self.engine = engine
         self.users = 0
-        self._asking = threading.Lock()
-        """Held during a question, so that several transports share its answer."""
+        self._querying = threading.Lock()
+        """Held during a query, so that several transports share its answer."""
         self._existing: Collection[str] = ()
-        self._asked_at = -math.inf
+        self._queried_at = -math.inf
 
     def exists(self, allocation: str) -> bool:
-        """Return whether an allocation has not ended. Raises ``NodeUnreachable`` if the engine cannot be asked."""
-        with self._asking:
-            if time.monotonic() - self._asked_at >= _CACHED_S:
-                self._existing, self._asked_at = self.engine.allocations().keys(), time.monotonic()
+        """Return whether an allocation has not ended. Raises ``NodeUnreachable`` if the engine does not answer."""
+        with self._querying:
+            if time.monotonic() - self._queried_at >= _CACHED_S:
+                self._existing, self._queried_at = self.engine.allocations().keys(), time.monotonic()
             return allocation in self._existing
 
     def invalidate(self) -> None:
         """Discard the last answer of the engine, because an operation failed."""
-        with self._asking:
-            self._asked_at = -math.inf
+        with self._querying:
+            self._queried_at = -math.inf
 
 
 class AllocatedNode:
     """A node of an allocation (contract: ``transports.base.Transport``).
 
-    Each operation goes to the node while the allocation exists, and then to the login node, if there is one, which has the
-    node's files if they are on a shared file system. ``hang_up`` and ``close`` concern only this node.
+    Each operation goes to the node while the allocation exists. After its end, operations go to the login node, if the engine
+    has one: it has the node's files if they are on a shared file system. ``hang_up`` and ``close`` affect only this node.
     """
 
     reached_address: str | None = None
     named_addresses: tuple[str, ...] = ()
 
     def __init__(self, name: str, shared: SharedEngine, leave: Callable[[SharedEngine], None]) -> None:
-        """Use ``shared``; ``leave`` is called at the end."""
+        """Use the engine of ``shared``. ``close`` calls ``leave``."""
         self.name = name
         self._host, self._allocation = host_of(name)
         self._shared = shared
@@ -97,18 +97,18 @@ class AllocatedNode:
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
-        return self._do(lambda there: there.run(argv, input=input, timeout_s=timeout_s))
+        return self._do(lambda target: target.run(argv, input=input, timeout_s=timeout_s))
 
     def open(self, argv: Sequence[str]) -> Channel:
         """Start a command and keep a channel to it."""
-        return NodeChannel(lambda: self._do(lambda there: there.open(argv)), self._has_ended)
+        return NodeChannel(lambda: self._do(lambda target: target.open(argv)), self._has_ended)
 
     def dial(self, port: int, *, timeout_s: float) -> Stream:
         """Connect to a TCP port of the node."""
-        return self._do(lambda there: there.dial(port, timeout_s=timeout_s))
+        return self._do(lambda target: target.dial(port, timeout_s=timeout_s))
 
     def hang_up(self) -> None:
-        """Close the channels to this node. The next operation asks again whether the allocation exists."""
+        """Close the channels to this node. The next operation checks again whether the allocation exists."""
         self._shared.invalidate()
         self._inside.hang_up()
 
@@ -122,7 +122,7 @@ class AllocatedNode:
         self._leave(self._shared)
 
     def _has_ended(self) -> bool:
-        """Return whether the allocation has ended after an operation went there."""
+        """Return whether the allocation has ended since an operation was sent to the node."""
         self._shared.invalidate()
         try:
             return not self._shared.exists(self._allocation)
@@ -132,11 +132,11 @@ class AllocatedNode:
     def _do(self, action: Callable[[Transport], _T]) -> _T:
         if self._is_closed:
             raise NodeUnreachable(self.name, "the transport is closed")
-        there = self._inside if self._shared.exists(self._allocation) else self._shared.engine.login_transport()
-        if there is None:
+        target = self._inside if self._shared.exists(self._allocation) else self._shared.engine.login_transport()
+        if target is None:
             raise NodeUnreachable(self.name, "its allocation has ended, and its files were removed with it")
         try:
-            return action(there)
+            return action(target)
         except NodeUnreachable:
             self._shared.invalidate()
             raise
@@ -156,7 +156,7 @@ class NodeChannel:
         """Whether data was sent in either direction, or the command was started twice."""
         self._is_closed = False
         self._lock = threading.Lock()
-        """Guards the exchange of the channel."""
+        """Guards the replacement of ``_channel``."""
         self._channel = start()
 
     def write(self, data: bytes) -> None:
@@ -189,7 +189,7 @@ class NodeChannel:
             self._channel.close()
 
     def _restart_on_login_node(self) -> bool:
-        """Start the command on the login node if its allocation ended before it started. Returns whether that was done."""
+        """Start the command on the login node if its allocation ended before it started. Returns whether it did."""
         if not self._is_unused() or self._channel.exit_code is not None or not self._has_ended():
             return False
         with self._lock:

@@ -1,4 +1,4 @@
-"""Commands on an allocated node, as a transport: relays on the node, which another transport starts."""
+"""A transport that runs commands on an allocated node through relays, which another transport starts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _TEST_S = 10.0
 _END_S = 20.0
 _KILLED = 137
 _START_PAUSES_S = (1.0, 2.0, 3.0, 4.0, 5.0)
-"""Seconds before each further start of a relay that the engine could not start for the moment."""
+"""Seconds before each further try to start a relay after a temporary failure of the engine."""
 
 
 class RelayTransport:
     """Runs commands in an allocation, on one of its nodes (contract: ``transports.base.Transport``).
 
-    Each command and each connection is a relay, which another transport starts: on Slurm a step of the job, through the login
-    node; on Kubernetes a process in the pod. The resident program starts the commands, so they do not end with the relay.
-    ``hang_up`` and ``close`` concern only this node: the other transport may be shared, and belongs to the caller.
+    Each command and each connection uses a relay, which another transport (the carrier) starts. On Slurm, a relay is a step of
+    the job, started from the login node. On Kubernetes, it is a process in the pod. The resident program starts the commands,
+    so they do not end with the relay. ``hang_up`` and ``close`` affect only this node: the carrier may be shared, and belongs
+    to the caller.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class RelayTransport:
         *,
         resident: str = "",
         prefix: Callable[[], Sequence[str]] = tuple,
-        may_pass: Callable[[str], bool] = lambda _: False,
+        is_transient: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Use ``carrier`` to start relays in the allocation ``allocation_id`` on ``host``.
 
-        ``resident`` is the name of the host in its resident program; empty if it is ``host``.
-        ``prefix`` returns the words before the command of a relay that make ``carrier`` run it on the node. It is called for
-        each command, and may block or raise ``NodeUnreachable``. ``may_pass`` returns whether a relay that did not start, and
-        whose start printed this, may start a moment later.
+        ``resident`` is the host's name for its resident program; empty if that is ``host``. ``prefix`` returns the arguments
+        before the command of a relay that make ``carrier`` run it on the node. It is called for each command, and may block or
+        raise ``NodeUnreachable``. ``is_transient`` gets the output of a relay that did not start, and returns whether it may
+        start a moment later.
         """
         self.name = node_name(host, allocation_id)
         self._carrier = carrier
@@ -61,12 +62,11 @@ class RelayTransport:
         self._host = resident or host
         self._python = python
         self._prefix = prefix
-        self._may_pass = may_pass
+        self._is_transient = is_transient
         self._lock = threading.Lock()
         self._channels: set[RelayChannel] = set()
         self._is_suspect = False
         self._closing = threading.Event()
-        """Set when it is closed."""
 
     @property
     def reached_address(self) -> str | None:
@@ -75,7 +75,7 @@ class RelayTransport:
 
     @property
     def named_addresses(self) -> tuple[str, ...]:
-        """Empty: this machine need not be able to resolve the node's name."""
+        """Empty: this machine may be unable to resolve the node's name."""
         return ()
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
@@ -89,7 +89,7 @@ class RelayTransport:
                 if deadline.has_passed:
                     raise self._late(argv, timeout_s) from error
                 raise self._of_carrier(error) from error
-            if not _may_start(done.stderr.decode("utf-8", "replace"), mark, self._may_pass):
+            if not _failed_transiently(done.stderr.decode("utf-8", "replace"), mark, self._is_transient):
                 break
             if pause_s is None or pause_s > deadline.left() or self._closing.wait(pause_s):
                 break
@@ -121,7 +121,7 @@ class RelayTransport:
         return RelayStream(self.name, channel, received[len(CONNECTED) :])
 
     def end_allocation(self, exit_code: int) -> None:
-        """Let the resident program end the allocation, which then shows this exit code. Raises ``NodeUnreachable``."""
+        """Let the resident program end the allocation with this exit code. Raises ``NodeUnreachable``."""
         command = self._command(["end", self._allocation, self._host, str(exit_code)])
         done = self._carrier.run(command, timeout_s=_END_S)
         if done.stdout != ENDED:
@@ -138,26 +138,26 @@ class RelayTransport:
         self._closing.set()
         self._close_channels()
 
-    def _opened(self, words: Sequence[str], mark: str = "") -> RelayChannel:
+    def _opened(self, arguments: Sequence[str], mark: str = "") -> RelayChannel:
         def start() -> Channel:
-            command = self._command(words)
+            command = self._command(arguments)
             try:
                 return self._carrier.open(command)
             except NodeUnreachable as error:
                 raise self._of_carrier(error) from error
 
-        channel = RelayChannel(self.name, start, mark, self._may_pass, self._forget)
+        channel = RelayChannel(self.name, start, mark, self._is_transient, self._forget)
         with self._lock:
             self._channels.add(channel)
         return channel
 
-    def _command(self, words: Sequence[str]) -> list[str]:
+    def _command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command for the carrier that runs the relay with these arguments."""
         if self._closing.is_set():
             raise NodeUnreachable(self.name, "the transport is closed")
         if self._is_suspect:
             self._test_carrier()
-        return [*self._prefix(), *python_argv(self._python), "-I", "-S", "-c", _source(), *words]
+        return [*self._prefix(), *python_argv(self._python), "-I", "-S", "-c", _source(), *arguments]
 
     def _test_carrier(self) -> None:
         try:
@@ -172,7 +172,7 @@ class RelayTransport:
         return NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s")
 
     def _of_carrier(self, error: NodeUnreachable) -> NodeUnreachable:
-        """Return an error of the carrier as one of this node."""
+        """Return an error of the carrier as an error of this node."""
         detail = error.detail if error.node == self.name else f"its login node {error.message}"
         return type(error)(self.name, detail, hint=error.hint)
 
@@ -190,7 +190,7 @@ class RelayTransport:
 class RelayChannel:
     """A command's pipes (contract: ``transports.base.Channel``).
 
-    If the engine cannot start the relay for the moment, ``read`` tries again, as long as nothing was written.
+    After a temporary failure to start the relay, ``read`` tries again, unless data was written.
     """
 
     def __init__(
@@ -198,22 +198,23 @@ class RelayChannel:
         node: str,
         start: Callable[[], Channel],
         mark: str,
-        may_pass: Callable[[str], bool],
+        is_transient: Callable[[str], bool],
         forget: Callable[[RelayChannel], None],
     ) -> None:
         """Start the relay: ``start`` returns a channel to it, or raises ``NodeUnreachable``.
 
-        ``mark`` begins the relay's own lines; ``may_pass``: see ``RelayTransport``; ``forget`` is called at the end.
+        The relay's own lines begin with ``mark``. ``is_transient`` is that of ``RelayTransport``. ``forget`` is
+        called when the channel ends.
         """
         self._node = node
         self._start = start
         self._mark = mark
-        self._may_pass = may_pass
+        self._is_transient = is_transient
         self._forget = forget
         self._pauses = list(_START_PAUSES_S)
         self._closing = threading.Event()
         self._writing = threading.Lock()
-        """Also guards the exchange of the channel."""
+        """Also guards the replacement of ``_channel``."""
         self._is_used = False
         """Whether data was sent in either direction."""
         self._channel = start()
@@ -223,7 +224,7 @@ class RelayChannel:
         self._send(_frames(data))
 
     def end(self) -> None:
-        """Close the direction to the command."""
+        """Close the command's standard input."""
         self._send(_END)
 
     def _send(self, frames: bytes) -> None:
@@ -237,7 +238,7 @@ class RelayChannel:
     def read(self) -> bytes:
         """Wait for output and return up to 64 KiB of it."""
         data = self._channel.read()
-        while not data and self._starts_again():
+        while not data and self._restart():
             data = self._channel.read()
         if data:
             self._is_used = True
@@ -263,9 +264,9 @@ class RelayChannel:
         self._channel.close()
         self._forget(self)
 
-    def _starts_again(self) -> bool:
-        """Start a relay that the engine could not start. Returns whether there is another one."""
-        if not self._pauses or not _may_start(self._channel.stderr_tail(), self._mark, self._may_pass):
+    def _restart(self) -> bool:
+        """Start the relay again after a temporary failure. Returns whether it was started."""
+        if not self._pauses or not _failed_transiently(self._channel.stderr_tail(), self._mark, self._is_transient):
             return False
         if self._closing.wait(self._pauses.pop(0)):
             return False
@@ -285,7 +286,7 @@ class RelayChannel:
 class RelayStream:
     """A connection to a port of the node (contract: ``transports.base.Stream``).
 
-    When the port closes its direction, the whole connection ends.
+    When the program at the port closes its sending direction, the whole connection ends.
     """
 
     def __init__(self, node: str, channel: RelayChannel, received: bytes) -> None:
@@ -304,7 +305,7 @@ class RelayStream:
         self._channel.write(data)
 
     def end(self) -> None:
-        """Close the direction to the port."""
+        """Close the sending direction."""
         with contextlib.suppress(NodeUnreachable):
             self._channel.end()
 
@@ -319,9 +320,9 @@ def _frames(data: bytes) -> bytes:
     return b"".join(struct.pack(">I", len(piece)) + piece for piece in pieces)
 
 
-def _may_start(printed: str, mark: str, may_pass: Callable[[str], bool]) -> bool:
-    """Return whether a relay did not start, and another one may."""
-    return not (mark and mark in printed) and may_pass(printed)
+def _failed_transiently(printed: str, mark: str, is_transient: Callable[[str], bool]) -> bool:
+    """Return whether a relay did not start, and another try may succeed."""
+    return not (mark and mark in printed) and is_transient(printed)
 
 
 @functools.cache
@@ -340,7 +341,7 @@ def _exit_code(stderr: bytes, mark: str) -> int | None:
 
 
 def _without_marks(stderr: bytes, mark: str) -> bytes:
-    """Return the command's standard error: without lines of the relay, and without messages of the engine before its start."""
+    """Return the command's standard error, without lines of the relay and without earlier messages of the engine."""
     before, line, after = stderr.partition(f"{mark} start\n".encode())
     printed = after if line else before
     return re.sub(rb"%s exit [0-9]{1,3}\n" % mark.encode(), b"", printed) if mark else stderr

@@ -1,4 +1,4 @@
-"""How often an engine is asked."""
+"""The rate of queries to an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distflow.backends.allocated.slurm.slurm_engine import SlurmEngine
 
 
 class SetTime:
-    """A clock in place of the module ``time``."""
+    """A settable clock that replaces the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -21,21 +21,21 @@ class SetTime:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slurm_is_asked_at_most_11_times_in_any_minute_and_at_once_when_that_is_rare(
+def test_slurm_is_queried_at_most_11_times_a_minute_and_at_once_after_a_pause(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, chance = SetTime(), random.Random(seed)
     monkeypatch.setattr("distflow.backends.allocated.backend.time", clock)
-    pace, asked = _Pace(SlurmEngine.question_limit), []
+    pace, queries = _Pace(SlurmEngine.query_limit), []
     while clock.now < 2000.0:
         if chance.random() < 0.5:
             pace.hurry()
         if pace.due_in_s(chance.random() < 0.5, chance.choice([2.0, 1000.0])) <= 0:
             pace.begin()
-            asked.append(clock.now)
+            queries.append(clock.now)
         clock.now += chance.choice([0.01, 0.1, 1.0])
-    assert len(asked) > 100
-    assert max(sum(at <= other < at + 60.0 for other in asked) for at in asked) <= 11
+    assert len(queries) > 100
+    assert max(sum(at <= other < at + 60.0 for other in queries) for at in queries) <= 11
     clock.now += 60.0
     pace.begin()
     pace.hurry()

@@ -1,4 +1,4 @@
-"""The API of a Kubernetes cluster, through the official client: the few calls that distflow makes, and their errors."""
+"""Calls of the API of a Kubernetes cluster through the official client, and their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distflow.pools.model import KubernetesSettings
 __all__ = ["ApiError", "KubernetesApi"]
 
 _TIMEOUT_S = (10.0, 30.0)
-"""To connect, and to wait for each part of an answer."""
+"""Timeouts of connecting, and of each part of a response."""
 _HANDSHAKE_S = 30.0
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LARGEST = 256 << 20
@@ -32,7 +32,7 @@ class ApiError(Exception):
     """The API server refused a call."""
 
     def __init__(self, status: int, message: str) -> None:
-        """Take the HTTP ``status`` and the server's ``message``."""
+        """Store the HTTP ``status`` and the server's ``message``."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -42,7 +42,7 @@ class KubernetesApi:
     """Calls of the API server, in one namespace. Safe to use from several threads.
 
     All calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, and ``ApiError``
-    for its other refusals. Objects are the mappings of their JSON.
+    for its other refusals. Objects are mappings (their JSON).
     """
 
     def __init__(self, settings: KubernetesSettings) -> None:
@@ -54,7 +54,7 @@ class KubernetesApi:
 
     @property
     def name(self) -> str:
-        """What messages call the cluster."""
+        """The name of the cluster in messages."""
         return self._settings.context or "Kubernetes"
 
     @property
@@ -66,7 +66,7 @@ class KubernetesApi:
     def call(
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Call the API, and return the object in its answer. ``path`` is absolute."""
+        """Call the API, and return the object in the response. ``path`` is absolute."""
         from kubernetes.client.exceptions import ApiException  # noqa: PLC0415  an optional package that takes long to import
         from urllib3.exceptions import HTTPError  # noqa: PLC0415  as above
 
@@ -84,7 +84,7 @@ class KubernetesApi:
         except (HTTPError, OSError, ValueError) as error:
             raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
         if not isinstance(data, dict):
-            raise NodeUnreachable(self.name, "the answer of the API server is not a JSON object")
+            raise NodeUnreachable(self.name, "the response of the API server is not a JSON object")
         return data
 
     def objects(self, kind: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
@@ -94,17 +94,17 @@ class KubernetesApi:
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
     def create(self, kind: str, body: Mapping[str, Any], *, is_dry: bool = False) -> dict[str, Any]:
-        """Create an object of the API that ``body`` names. ``is_dry``: only check whether the API server would accept it."""
+        """Create the object ``body``. ``is_dry``: only check whether the API server would accept it."""
         query = {"dryRun": "All"} if is_dry else None
         return self.call("POST", self.path(kind, api=body["apiVersion"]), query=query, body=body)
 
     def delete(self, kind: str, name: str) -> None:
         """Delete an object, and in the background all objects that it owns. Does nothing if it does not exist."""
-        with contextlib.suppress(_Gone):
+        with contextlib.suppress(_NotFound):
             self.call("DELETE", self.path(kind, name), body={"propagationPolicy": "Background"})
 
     def path(self, kind: str, name: str = "", *, api: str = "v1") -> str:
-        """Return the path of objects in the namespace, or of one of them."""
+        """Return the path of the objects of a kind in the namespace, or of the object ``name``."""
         start = f"/api/{api}" if "/" not in api else f"/apis/{api}"
         return f"{start}/namespaces/{quote(self.namespace, safe='')}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
 
@@ -126,11 +126,11 @@ class KubernetesApi:
         except websocket.WebSocketBadStatusException as error:
             body = (error.resp_body or b"").decode("utf-8", "replace")
             try:
-                words_of_server = self._refused(error.status_code, body).message
+                refusal = self._refused(error.status_code, body).message
             except NodeUnreachable as refused:
                 raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
             hint = "run `distflow pool check`, which names missing permissions"
-            raise NodeUnreachable(node, f"exec into the pod was refused: {words_of_server}", hint=hint) from None
+            raise NodeUnreachable(node, f"exec into the pod was refused: {refusal}", hint=hint) from None
         except (websocket.WebSocketException, OSError) as error:
             raise NodeUnreachable(node, f"exec into the pod failed: {plain(str(error))[:300]}") from None
         connection: socket.socket = made.sock
@@ -145,7 +145,7 @@ class KubernetesApi:
             self._client = None
 
     def _refused(self, status: int, body: str) -> ApiError:
-        """Return the error for an answer. Raises ``NodeUnreachable`` if the same call may succeed later."""
+        """Return the error for a refused call. Raises ``NodeUnreachable`` if the same call may succeed later."""
         message = body
         with contextlib.suppress(ValueError, AttributeError):
             message = str(json.loads(body).get("message") or body)
@@ -154,7 +154,7 @@ class KubernetesApi:
             raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
         if status in (0, 408, 429) or status >= 500:
             raise NodeUnreachable(self.name, f"the API server did not answer: {message or status}")
-        return (_Gone if status == 404 else ApiError)(status, message)
+        return (_NotFound if status == 404 else ApiError)(status, message)
 
     def _opened(self) -> Any:
         with self._lock:
@@ -163,7 +163,7 @@ class KubernetesApi:
             return self._client
 
     def _open(self) -> Any:
-        """Return the client of the configured cluster. Raises ``RequestRefused``, because only a person can repair that."""
+        """Return the client of the configured cluster. Raises ``RequestRefused`` if it is not usable."""
         try:
             from kubernetes import client, config  # noqa: PLC0415  an optional package that takes long to import
         except ImportError:
@@ -188,12 +188,12 @@ class KubernetesApi:
             ) from None
         configuration.retries = False
         if not configuration.verify_ssl:
-            warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig says so
+            warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig disables it
         return client.ApiClient(configuration)
 
 
-class _Gone(ApiError):
-    """There is no such object."""
+class _NotFound(ApiError):
+    """The object does not exist."""
 
 
 def _authorization(client: Any) -> dict[str, str]:

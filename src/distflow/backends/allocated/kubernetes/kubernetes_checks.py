@@ -35,15 +35,15 @@ _PROBE = "import sys; open('/dev/termination-log', 'w').write(sys.version.split(
 
 
 def check_kubernetes(pool: Pool, api: KubernetesApi, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Yield the findings. It creates one pod, which ends at once. Raises ``NodeUnreachable``."""
+    """Yield the findings. Creates one short-lived pod. Raises ``NodeUnreachable``."""
     check = _Check(pool, api)
-    progress("asking the API server")
+    progress("connecting to the API server")
     try:
         yield from check.server()
     except RequestRefused as refused:
         yield error("kubernetes", ("kubeconfig",), refused.message, refused.hint)
         return
-    progress("asking which calls are allowed")
+    progress("checking permissions")
     lacking = list(check.access())
     yield from lacking
     if any(one.grade.value == "error" for one in lacking):
@@ -51,7 +51,7 @@ def check_kubernetes(pool: Pool, api: KubernetesApi, progress: Callable[[str], N
     yield from check.quotas()
     accepted = []
     for platform in ("", *check.settings.platforms):
-        progress(f"asking whether a pod would be accepted{_of(platform)}")
+        progress(f"checking whether a pod would be accepted{_of(platform)}")
         found = [*check.gpus(platform), *check.admission(platform)]
         yield from found
         accepted += [] if any(one.grade.value == "error" for one in found) else [platform]
@@ -72,12 +72,12 @@ class _Check:
         self._at = (api.name,)
 
     def server(self) -> Iterator[Finding]:
-        """Ask for the version, so that the check fails at once if the API server does not answer."""
+        """Return the version. Fails at once if the API server does not answer."""
         version = plain(str(self._api.call("GET", "/version").get("gitVersion", "")))[:40]
         yield note("kubernetes", self._at, f"Kubernetes {version}, namespace `{self._api.namespace}`", "")
 
     def access(self) -> Iterator[Finding]:
-        """Ask for each verb whether it is allowed."""
+        """Check that each verb is allowed."""
         missing, optional = self._refused(_ROLE), self._refused(_OPTIONAL)
         if self.settings.scheduler == "volcano":
             missing += self._refused(_VOLCANO, "scheduling.volcano.sh")
@@ -87,7 +87,7 @@ class _Check:
                 "ask for the role in docs/kubernetes.md",
             )  # fmt: skip
         if optional:
-            yield note("rbac", self._at, f"{listed(optional)} is not allowed, so some causes of failures are not known", "")
+            yield note("rbac", self._at, f"{listed(optional)} is not allowed, so some causes of failures remain unknown", "")
 
     def _refused(self, wanted: _Rules, group: str = "") -> list[str]:
         found: list[str] = []
@@ -103,13 +103,13 @@ class _Check:
                 try:
                     answer = self._api.call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=body)
                 except ApiError:
-                    return found  # the calls themselves will tell
+                    return found  # later calls will show what is allowed
                 if not (answer.get("status") or {}).get("allowed"):
                     found.append(f"{verb} {resource}{f'/{subresource}' if subresource else ''}")
         return found
 
     def quotas(self) -> Iterator[Finding]:
-        """Report quotas that are used up."""
+        """Check for quotas that are used up."""
         try:
             quotas = self._api.objects("resourcequotas")
         except ApiError:
@@ -218,7 +218,7 @@ class _Check:
             last = state.message or last
             pause.wait(_POLL_S)
         return warning(
-            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}", "see whether the cluster has free nodes"
+            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}", "check whether the cluster has free nodes"
         )
 
 

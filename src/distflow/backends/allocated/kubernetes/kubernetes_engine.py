@@ -15,7 +15,7 @@ from distflow.backends.allocated.engine import (
     AllocationState,
     Granted,
     Over,
-    QuestionLimit,
+    QueryLimit,
     Queued,
     RequestDelayed,
     RequestRefused,
@@ -49,25 +49,25 @@ from distflow.transports.base import Transport
 __all__ = ["KubernetesEngine"]
 
 _IMAGE_S = 60.0
-"""How long a pull of an image may fail before its failure is final."""
+"""Seconds for which a pull of an image may fail before the failure is final."""
 _QUOTA = re.compile(r"(?i)exceeded quota")
-_GRAVEST = (
+_BY_SEVERITY = (
     Reason.NODE_LOST, Reason.OOM_KILLED, Reason.EVICTED, Reason.PREEMPTED, Reason.IMAGE_PULL, Reason.EXEC_TIMEOUT,
     Reason.CANCELED,
 )  # fmt: skip
-"""Which reason of several pods explains the end of a gang, first of all. Others follow."""
+"""Reasons of failed pods. The first one that occurs explains the end of the gang; other reasons come after these."""
 
 
 class KubernetesEngine:
     """Allocates nodes as pods (contract: ``allocated.engine.Engine``).
 
     1. An allocation is a ConfigMap that owns its pods. Its deletion deletes them, even if distflow never runs again.
-    2. One list of pods answers for all allocations of the pool.
-    3. If some pods of a gang have nodes for ``start_barrier`` and others get none, all are deleted: they would keep another
-       gang from its nodes.
+    2. One query lists the pods of all allocations of the pool.
+    3. If only a part of a gang's pods has got nodes within ``start_barrier``, all are deleted, because they could block another
+       gang.
     """
 
-    question_limit: ClassVar = QuestionLimit(at_once=8.0, every_s=2.0)
+    query_limit: ClassVar = QueryLimit(at_once=8.0, every_s=2.0)
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class KubernetesEngine:
         """Use the cluster of the pool, without connecting.
 
         ``command(python, allocation, host, idle_release_s)`` returns the command of a container, the resident program.
-        ``relay(carrier, allocation, host, python)`` returns a transport to it, over a transport into the container.
+        ``relay(carrier, allocation, host, python)`` returns a transport to that program. ``carrier`` is a transport into the
+        container.
         """
         self._pool = pool
         self._settings = pool.kubernetes or KubernetesSettings()
@@ -90,9 +91,9 @@ class KubernetesEngine:
         self._lock = threading.Lock()
         """Guards everything below."""
         self._last: dict[str, PodState] = {}
-        """Pod → its last known state, for pods that vanish."""
+        """Pod → its last known state, which explains the end of a pod that no longer exists."""
         self._failing_since: dict[str, float] = {}
-        """Pod → when its image could not be pulled for the first time."""
+        """Pod → time of the first failed pull of its image (monotonic clock)."""
         self._over: dict[str, Over] = {}
         self._released: set[str] = set()
 
@@ -112,12 +113,12 @@ class KubernetesEngine:
             raise _refusal(error, self._api.namespace) from None
         return allocation_id
 
-    def notice(self, allocation_id: str) -> str:  # noqa: ARG002  there is none
+    def notice(self, allocation_id: str) -> str:  # noqa: ARG002  there are none
         """Return an empty text."""
         return ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one question to the API server."""
+        """Return the state of each allocation, with one query to the API server."""
         with self._lock:
             found: dict[str, AllocationState] = {name: self._over[name] for name in ids if name in self._over}
         if not ids.keys() - found.keys():
@@ -143,7 +144,7 @@ class KubernetesEngine:
                 found[str(one["metadata"]["name"])] = allocation
         return found
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  pods are deleted
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  deleted pods have none
         """Delete allocations with their pods."""
         for name in ids:
             try:
@@ -164,7 +165,7 @@ class KubernetesEngine:
         return self._relay(PodTransport(name, python, connect, close=self._api.close), allocation_id, host, python)
 
     def login_transport(self) -> None:
-        """Return ``None``: the files of a pod end with it."""
+        """Return ``None``: the files of a pod are deleted with it."""
 
     def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
         """Return the findings about the cluster and the pool's settings."""
@@ -198,7 +199,7 @@ class KubernetesEngine:
         if together is not None:
             self._create("podgroups", together)
         for index in range(len(wanted.nodes)):
-            # The host is not known before the pod has a node, so the resident program has the name of the pod.
+            # The host is unknown until the pod has a node, so the resident program is named by the index of the pod.
             command = self._command(python, name, str(index), idle_release_s)
             self._create("pods", pod_manifest(self._pool, wanted, index, owner, command))
 
@@ -212,7 +213,7 @@ class KubernetesEngine:
             if error.status != 409:
                 raise
 
-    # Questions.
+    # Queries.
 
     def _listed(self) -> dict[str, list[Pod]]:
         """Return the pods of all allocations."""
@@ -247,13 +248,13 @@ class KubernetesEngine:
                 return _failure({pod: self._of_lost_node(by_name[pod]) for pod in lost}, by_name)
             return Queued(why=f"is ending: {ending[0]} is being deleted")
         if all(one.phase in (Phase.RUNNING, Phase.DONE) for one in states.values()):
-            places = {pod.index: pod.host for pod in pods}
-            named = tasks or [str(index) for index in range(len(places))]
-            return Granted(hosts={task: places[index] for index, task in enumerate(named) if index in places})
+            hosts = {pod.index: pod.host for pod in pods}
+            names = tasks or [str(index) for index in range(len(hosts))]
+            return Granted(hosts={task: hosts[index] for index, task in enumerate(names) if index in hosts})
         return self._stuck(pods, states) or Queued(why=queue_text(states))
 
     def _remembered(self, pod: str, state: PodState) -> PodState:
-        """Return the state to remember: a cause that was known does not become unknown."""
+        """Return the state to remember, which keeps a known reason when the pod no longer has it."""
         before = self._last.get(pod)
         is_worse = before is not None and before.reason is not None and state.reason is None and state.phase is Phase.ENDING
         return before if is_worse and before is not None else state
@@ -266,18 +267,19 @@ class KubernetesEngine:
             return time.monotonic() - self._failing_since.setdefault(pod, time.monotonic()) > _IMAGE_S
 
     def _stuck(self, pods: Sequence[Pod], states: Mapping[str, PodState]) -> Over | None:
-        """Return the end of an allocation of which only a part gets nodes."""
+        """Return the end of an allocation if only a part of its pods gets nodes; ``None`` otherwise."""
         waiting = [pod for pod in pods if states[pod.name].phase is Phase.QUEUED]
         since = [pod.scheduled_at for pod in pods if pod.scheduled_at is not None]
         if not waiting or not since or _wall() - min(since) < self._pool.start_barrier_s:
             return None
-        placed, words = len(pods) - len(waiting), states[waiting[0].name].message
+        placed, why = len(pods) - len(waiting), states[waiting[0].name].message
         return Over(
-            reason=None, message=f"only {placed} of {len(pods)} pods got a node, so all were deleted: {waiting[0].name} {words}"
+            reason=None,
+            message=f"only {placed} of {len(pods)} pods got a node, so all were deleted: {waiting[0].name} {why}",
         )
 
     def _vanished(self, missing: Sequence[str], last: Mapping[str, PodState]) -> Over:
-        """Return the end of an allocation some of whose pods no longer exist."""
+        """Return the end of an allocation with pods that no longer exist."""
         ends = {pod: vanished(last.get(pod), self._events(pod)) for pod in missing}
         failed = {pod: one for pod, one in last.items() if pod in ends and one.phase is Phase.FAILED}
         pod = next(iter(failed or ends))
@@ -296,11 +298,11 @@ class KubernetesEngine:
 
 
 def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:
-    """Return the end of an allocation of which these pods failed."""
+    """Return the end of an allocation with these failed pods."""
 
     def rank(pod: str) -> int:
         reason = failed[pod].reason
-        return _GRAVEST.index(reason) if reason in _GRAVEST else len(_GRAVEST)
+        return _BY_SEVERITY.index(reason) if reason in _BY_SEVERITY else len(_BY_SEVERITY)
 
     worst = min(failed, key=rank)
     reason = failed[worst].reason
@@ -315,7 +317,7 @@ def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:
 def _refusal(error: ApiError, namespace: str) -> Exception:
     """Return the error for a request that the API server did not accept."""
     if _QUOTA.search(error.message):
-        return RequestDelayed(f"the quota of namespace {namespace} does not allow the pods now: {error.message}")
+        return RequestDelayed(f"the quota of namespace `{namespace}` does not allow the pods now: {error.message}")
     hint = "check the pool's `kubernetes` and its pod template with `distflow pool check`"
     if error.status == 404:
         hint = f"create the namespace `{namespace}`, or change `kubernetes.namespace` of the pool"
@@ -327,5 +329,5 @@ def _refusal(error: ApiError, namespace: str) -> Exception:
 
 
 def _wall() -> float:
-    """Return the time that timestamps of the API server are compared with."""
-    return time.time()  # noqa: TID251  no other clock is that of the cluster
+    """Return the time, for comparison with timestamps of the API server."""
+    return time.time()  # noqa: TID251  only this clock is comparable

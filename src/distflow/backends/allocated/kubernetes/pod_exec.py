@@ -2,8 +2,8 @@
 
 The connection is a WebSocket with the subprotocol ``v4.channel.k8s.io``, which all releases of Kubernetes have. The first byte
 of each message is its channel (0 standard input, 1 output, 2 errors, 3 the status at the end). Source: ``remotecommand`` of
-Kubernetes. This protocol cannot end standard input alone, and arguments are part of the URL, whose length proxies limit.
-Therefore a short program is started in the container, which reads the real command from its standard input.
+Kubernetes. Arguments are part of the URL, whose length proxies limit. Therefore, a short program is started in the container,
+which reads the real command from its standard input. The protocol cannot close standard input without closing the connection.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ except OSError as error:
     os.write(2, words[0] + (": %s\\n" % error.strerror).encode())
     os._exit(127)
 """
-"""Becomes the command that the beginning of its standard input names."""
+"""Reads a command from the beginning of its standard input, and executes it."""
 _PIECE = 64 * 1024
 _MOST_OUT = 1 << 20
-"""Bytes that wait to be sent before a writer waits."""
+"""Limit of bytes that wait to be sent. A writer waits while it is reached."""
 _MOST_IN = 4 << 20
-"""Bytes that wait to be read before nothing more is received."""
+"""Limit of bytes that wait to be read. While it is reached, nothing is received."""
 _LARGEST_MESSAGE = 64 << 20
 _TAIL = 64 * 1024
 _KEEPALIVE_S = 30
@@ -58,7 +58,7 @@ _CLOSED = "the connection is closed"
 class PodTransport:
     """Starts programs in a container (contract: ``transports.base.Transport``, without ``dial`` and without an end of input).
 
-    A program ends its own input. Its exit code is not known before its connection ends.
+    Programs must find the end of their input themselves. The exit code is known only when the connection has ended.
     """
 
     reached_address: str | None = None
@@ -74,7 +74,7 @@ class PodTransport:
     ) -> None:
         """Use ``connect``, which starts a command in the container and returns the socket of its WebSocket.
 
-        ``connect`` raises ``NodeUnreachable`` that names the node ``name``. ``close`` is called at the end.
+        ``connect`` raises ``NodeUnreachable`` for the node ``name``. The method ``close`` calls the argument ``close``.
         """
         self._close = close
         self.name = name
@@ -103,22 +103,22 @@ class PodTransport:
         return self._start(argv, keeps_errors=False)
 
     def dial(self, port: int, *, timeout_s: float) -> Stream:
-        """Refuse: relays connect to ports."""
+        """Raise ``NodeUnreachable``, because only relays connect to ports."""
         raise NodeUnreachable(self.name, f"port {port} cannot be reached directly within {timeout_s:g} s")
 
     def hang_up(self) -> None:
-        """Do nothing: each command has a connection of its own."""
+        """Do nothing: each command has its own connection."""
 
     def close(self) -> None:
-        """Close what was opened for this transport. The connections of commands stay open."""
+        """Call the ``close`` of the constructor. The connections of commands stay open."""
         self._close()
 
     def _start(self, argv: Sequence[str], *, keeps_errors: bool) -> ExecChannel:
-        words = json.dumps([os.fsencode(word).decode("latin-1") for word in argv]).encode("ascii")
+        command = json.dumps([os.fsencode(word).decode("latin-1") for word in argv]).encode("ascii")
         channel = ExecChannel(
             self.name, self._connect([*python_argv(self._python), "-I", "-S", "-c", _STUB]), keeps_errors=keeps_errors
         )
-        channel.write(struct.pack(">I", len(words)) + words)
+        channel.write(struct.pack(">I", len(command)) + command)
         return channel
 
 
@@ -131,7 +131,7 @@ def _send(channel: ExecChannel, data: bytes) -> None:
 class ExecChannel:
     """A command's pipes over one WebSocket (contract: ``transports.base.Channel``).
 
-    One thread does all reading and writing: a TLS connection must not be used by two threads at once.
+    One thread does all reading and writing, because two threads must not use a TLS connection at the same time.
     """
 
     def __init__(self, node: str, connection: socket.socket, *, keeps_errors: bool) -> None:
@@ -166,7 +166,7 @@ class ExecChannel:
                     self._changed.wait_for(lambda: len(self._out) < _MOST_OUT or self._is_ended or self._is_closed)
                     self._require_open()
                     self._out += message
-                self._hurry()
+                self._wake_thread()
             with self._changed:
                 self._changed.wait_for(lambda: not self._out or self._is_ended or self._is_closed)
                 if self._out:
@@ -185,7 +185,7 @@ class ExecChannel:
             was_full = self._in_size >= _MOST_IN
             self._in_size -= len(data)
         if was_full:
-            self._hurry()
+            self._wake_thread()
         return data
 
     def stderr(self) -> bytes:
@@ -209,13 +209,13 @@ class ExecChannel:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._hurry()
+        self._wake_thread()
 
     def _require_open(self) -> None:
         if self._is_ended or self._is_closed:
             raise NodeUnreachable(self._node, self.why_ended or _CLOSED)
 
-    def _hurry(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
@@ -238,7 +238,7 @@ class ExecChannel:
             one.close()
 
     def _received(self) -> Iterator[bytes]:
-        """Yield what arrives, and send what is to be sent meanwhile, until the connection ends or is closed."""
+        """Yield received data, and send waiting data meanwhile, until the connection ends or is closed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         while True:
@@ -290,7 +290,7 @@ _PING = 256
 
 
 def _messages(received: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield the messages in a stream of WebSocket frames, each with its channel. Raises ``ValueError`` for other bytes."""
+    """Yield channel and data of each message in a stream of WebSocket frames. Raises ``ValueError`` for invalid data."""
     data, message = bytearray(), bytearray()
     for part in received:
         data += part
@@ -358,11 +358,11 @@ def _outcome(data: bytes) -> tuple[int | None, str]:
                 return int(cause["message"]), ""
         return None, plain(str(status.get("message")))[:500]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, f"the status of the command is not readable: {plain(data[:200].decode('utf-8', 'replace'))}"
+        return None, f"the status of the command is malformed: {plain(data[:200].decode('utf-8', 'replace'))}"
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the kernel notice a connection that is gone without a message."""
+    """Enable TCP keepalives, so that the kernel detects a dead connection."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", _KEEPALIVE_S), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):

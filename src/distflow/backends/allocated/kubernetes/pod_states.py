@@ -1,7 +1,7 @@
-"""What Kubernetes reports about pods, and what it means: phases, container states, conditions and reasons.
+"""Kubernetes' reports about pods, and their meaning for distflow: phases, container states, conditions and reasons.
 
-The words come from Kubernetes 1.20 to 1.37 (``pkg/kubelet``, ``pkg/scheduler`` and ``api/core/v1`` in its sources). Unknown
-words fall back to the phase.
+The reasons are those of Kubernetes 1.20 to 1.37 (``pkg/kubelet``, ``pkg/scheduler`` and ``api/core/v1`` in its sources). For
+unknown reasons, the phase decides.
 """
 
 from __future__ import annotations
@@ -18,13 +18,24 @@ from distflow.backends.allocated.kubernetes.pods import CONTAINER, INDEX, SIZE, 
 from distflow.documents.text import few, plain
 from distflow.lifecycle.states import Reason
 
-__all__ = ["FAILURES", "TERMINATIONS", "WAITING", "Phase", "Pod", "PodState", "exit_of", "queue_text", "state_of", "vanished"]
+__all__ = [
+    "FAILURES",
+    "TERMINATIONS",
+    "WAITING",
+    "Phase",
+    "Pod",
+    "PodState",
+    "failure_of",
+    "queue_text",
+    "state_of",
+    "vanished",
+]
 
 _LONGEST = 400
 
 
 class Phase(Enum):
-    """What the state of a pod means for its allocation."""
+    """The meaning of a pod's state for its allocation."""
 
     QUEUED = "queued"
     """It waits for a node, or for another condition that the scheduler or a queue decides."""
@@ -45,7 +56,7 @@ class PodState:
     message: str = ""
     """Why it waits, or how it ended."""
     reason: Reason | None = None
-    """Why it failed, or why it ends, as far as the pod tells it."""
+    """Why it failed, or why it is ending; ``None`` if the pod does not contain the reason."""
     is_final: bool = False
     """Whether another pod would fail in the same way."""
 
@@ -79,7 +90,7 @@ FAILURES: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "DeadlineExceeded": (Reason.EXEC_TIMEOUT, "reached its deadline"),
     }
 )
-"""Reasons of failed pods, of ``DisruptionTarget`` conditions and of events, each with ours and the end of a sentence."""
+"""Reason of a failed pod, of a ``DisruptionTarget`` condition or of an event → distflow's reason, and the end of a sentence."""
 
 TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
@@ -93,7 +104,7 @@ TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "Completed": (Reason.START_ERROR, "ended"),
     }
 )
-"""Reasons of terminated containers."""
+"""Reason of a terminated container → distflow's reason, and the end of a sentence."""
 
 WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
     {
@@ -115,13 +126,13 @@ WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
         "PostStartHookError": (Reason.START_ERROR, "a hook of its container failed", True),
     }
 )
-"""Reasons of waiting containers: our reason (``None``: normal), the end of a sentence, whether it will never change."""
+"""Reason of a waiting container → distflow's reason (``None``: normal), the end of a sentence, and whether it is final."""
 
 _MISSING_IMAGE = re.compile(
     r"(?i)not found|manifest unknown|does not exist|pull access denied|authorization failed|authentication required"
     r"|unauthorized|name unknown|no match for platform|invalid reference|no such host"
 )
-"""Matches messages of a pull that would fail again."""
+"""Matches error messages of a pull that would fail again."""
 _NO_PROGRAM = re.compile(r'exec: "?([^":]+)"?: (?:executable file not found|stat .*no such file)|no such file or directory')
 
 
@@ -166,7 +177,7 @@ class Pod:
 
     @property
     def host(self) -> str:
-        """The name of its place."""
+        """Its host, for transports (``host_name``)."""
         return host_name(self.node, self.index or 0)
 
     @property
@@ -189,17 +200,17 @@ class Pod:
 
     @property
     def phase(self) -> str:
-        """The word of Kubernetes for its phase."""
+        """Its phase, as Kubernetes names it."""
         return _text(self._status.get("phase"))
 
     @property
     def reason(self) -> str:
-        """Why it has its phase, in one word; may be empty."""
+        """Kubernetes' reason for its phase; may be empty."""
         return _text(self._status.get("reason"))
 
     @property
     def message(self) -> str:
-        """The same as a sentence."""
+        """The reason as a sentence; may be empty."""
         return _text(self._status.get("message"))
 
     def _number(self, label: str) -> int | None:
@@ -213,7 +224,7 @@ class Pod:
         return next((one for one in conditions if one.get("type") == kind), {})
 
     def container(self, state: str) -> Mapping[str, Any] | None:
-        """Return the container's state if it is ``waiting``, ``running`` or ``terminated``, as ``state`` says."""
+        """Return the details of the container's state if that is ``state``: ``waiting``, ``running`` or ``terminated``."""
         found = self._status.get("containerStatuses")
         statuses = [_mapping(one) for one in found] if isinstance(found, list) else []
         ours = next((one for one in statuses if one.get("name") == CONTAINER), statuses[0] if statuses else {})
@@ -236,8 +247,8 @@ def state_of(pod: Pod) -> PodState:
     return _unscheduled(pod)
 
 
-def exit_of(reason: str, message: str) -> tuple[Reason, str]:
-    """Return our reason, and the end of a sentence, for the reason of a failed pod."""
+def failure_of(reason: str, message: str) -> tuple[Reason, str]:
+    """Return distflow's reason, and the end of a sentence, for Kubernetes' reason of a failed pod."""
     ours, text = FAILURES.get(reason, (Reason.START_ERROR, f"failed ({plain(reason)[:60]})" if reason else "failed"))
     return ours, f"{text}: {plain(message)[:_LONGEST]}" if message else text
 
@@ -253,7 +264,7 @@ def vanished(last: PodState | None, events: Sequence[Mapping[str, Any]]) -> tupl
         return last.reason, _reason_text(last.reason)
     for event in reversed(events):
         if (word := _text(event.get("reason"))) in FAILURES:
-            return exit_of(word, "")
+            return failure_of(word, "")
     return Reason.CANCELED, "was deleted, for example with `kubectl delete`"
 
 
@@ -266,27 +277,27 @@ def _ended(pod: Pod) -> PodState:
     word, code = _text(found.get("reason")), found.get("exitCode")
     disruption = _why_deleted(pod)
     if pod.reason in FAILURES:
-        reason, text = exit_of(pod.reason, pod.message)
+        reason, text = failure_of(pod.reason, pod.message)
         return PodState(phase=Phase.FAILED, message=text, reason=reason)
     if disruption is not None or (pod.is_deleted and word != "OOMKilled"):
         return PodState(phase=Phase.ENDING, message="is being deleted", reason=disruption)
     if not found:
-        reason, text = exit_of(pod.reason, pod.message)
+        reason, text = failure_of(pod.reason, pod.message)
         return PodState(phase=Phase.FAILED, message=text, reason=reason)
     if code == 0 and word in ("Completed", ""):
         return PodState(phase=Phase.DONE, message="has ended")
     reason, text = TERMINATIONS.get(word, TERMINATIONS["Error"])
-    words = plain(_text(found.get("message")))[:_LONGEST]
-    if reason is Reason.START_ERROR and _NO_PROGRAM.search(words):
-        text = f"could not be started: the image `{pod.image}` has no such Python: {words}"
+    detail = plain(_text(found.get("message")))[:_LONGEST]
+    if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
+        text = f"could not be started: the image `{pod.image}` has no such Python: {detail}"
     elif reason is not Reason.OOM_KILLED:
         text += f" with exit code {code}" if isinstance(code, int) else ""
-        text += f": {words}" if words else ""
+        text += f": {detail}" if detail else ""
     return PodState(phase=Phase.FAILED, message=text, reason=reason, is_final=reason is Reason.START_ERROR)
 
 
 def _why_deleted(pod: Pod) -> Reason | None:
-    """Return why a pod is deleted or disrupted, as far as its conditions tell it."""
+    """Return why a pod is deleted or disrupted; ``None`` if its conditions do not contain that."""
     target = pod.condition("DisruptionTarget")
     if target.get("status") == "True":
         return FAILURES.get(_text(target.get("reason")), (Reason.PREEMPTED, ""))[0]
@@ -298,25 +309,25 @@ def _why_deleted(pod: Pod) -> Reason | None:
 
 def _starting(pod: Pod) -> PodState:
     found = pod.container("waiting") or {}
-    word, words = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
+    word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
     reason, text, is_final = WAITING.get(word, (None, "is being created", False))
     if reason is None:
         return PodState(phase=Phase.STARTING, message=f"{pod.name} on {pod.node} {text}")
-    if reason is Reason.START_ERROR and _NO_PROGRAM.search(words):
+    if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
         text = f"its image `{pod.image}` has no such Python"
     elif reason is Reason.IMAGE_PULL:
         text += f": `{pod.image}`"
-        is_final = is_final or _MISSING_IMAGE.search(words) is not None
-    message = f"{text} ({word}: {words})" if words else f"{text} ({word})"
+        is_final = is_final or _MISSING_IMAGE.search(detail) is not None
+    message = f"{text} ({word}: {detail})" if detail else f"{text} ({word})"
     return PodState(phase=Phase.FAILED if is_final else Phase.STARTING, message=message, reason=reason, is_final=is_final)
 
 
 def _unscheduled(pod: Pod) -> PodState:
     found = pod.condition("PodScheduled")
-    word, words = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
+    word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
     if word == "SchedulingGated":
         return PodState(phase=Phase.QUEUED, message="waits for its queue to admit it (SchedulingGated)")
-    return PodState(phase=Phase.QUEUED, message=f"waits for a node: {words}" if words else "waits to be scheduled")
+    return PodState(phase=Phase.QUEUED, message=f"waits for a node: {detail}" if detail else "waits to be scheduled")
 
 
 def queue_text(states: Mapping[str, PodState]) -> str:

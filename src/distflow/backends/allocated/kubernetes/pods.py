@@ -1,4 +1,4 @@
-"""From a request for nodes to objects of Kubernetes: an owner, and one pod for each task."""
+"""Turn a request for nodes into Kubernetes objects: an owner, and one pod for each task."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _STOP_S = 30
 
 def new_id(label: str) -> str:
     """Return a new name for an allocation. ``label`` is ``<workflow id>/<group>``."""
-    words = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40].rstrip("-") or "distflow"
-    return f"{words if words[0].isalpha() else f'w-{words}'}-{secrets.token_hex(4)}"
+    name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40].rstrip("-") or "distflow"
+    return f"{name if name[0].isalpha() else f'w-{name}'}-{secrets.token_hex(4)}"
 
 
 def pod_name(allocation_id: str, index: int) -> str:
@@ -63,16 +63,16 @@ def pod_name(allocation_id: str, index: int) -> str:
 
 def host_name(node: str, index: int) -> str:
     """Return the host of a pod: its node and its position (``node1_0``), because a node may have several pods of a gang."""
-    return f"{node}_{index}"  # names of nodes have no underscore
+    return f"{node}_{index}"  # the names of nodes contain no underscore
 
 
 def index_of_host(host: str) -> int:
-    """Return the position of the pod of a host. Raises ``ValueError`` for a name that is not a host's."""
+    """Return the position of the pod of a host. Raises ``ValueError`` for other names."""
     return int(host.rpartition("_")[2])
 
 
 def node_of_host(host: str) -> str:
-    """Return the node of a host, or the node itself."""
+    """Return the node of a host. A node's name is returned unchanged."""
     return re.sub(r"_[0-9]+$", "", host)
 
 
@@ -95,7 +95,7 @@ def pod_group_manifest(
 ) -> dict[str, Any] | None:
     """Return the object by which Volcano schedules the pods of an allocation together; ``None`` for other schedulers.
 
-    Volcano would make one for pods of an unknown owner itself, but for one pod at a time.
+    Without it, Volcano would create a separate PodGroup for each pod.
     """
     if settings.scheduler != "volcano":
         return None
@@ -130,7 +130,7 @@ def pod_manifest(
         command: The command of the container.
 
     Raises:
-        RequestRefused: if no image is named, or the pool does not have the platform.
+        RequestRefused: if there is no image, or if the pool does not have the platform.
 
     """
     settings, node = pool.kubernetes or KubernetesSettings(), wanted.nodes[index]
@@ -171,7 +171,7 @@ def pod_manifest(
         *(_host_volume(number, mount)[0] for number, mount in enumerate(node.mounts)),
     ]
     pod: dict[str, Any] = _merged(template, ours)
-    _drop_doubles(pod["spec"])
+    _drop_duplicates(pod["spec"])
     return pod
 
 
@@ -219,14 +219,14 @@ def _container(
         **({"memory": str(node.memory)} if node.memory else {}),
         **({gpu: str(node.gpus)} if node.gpus else {}),
     }
-    limits = {name: value for name, value in requests.items() if name != "cpu"}  # a limit of CPUs would slow tasks down
+    limits = {name: value for name, value in requests.items() if name != "cpu"}  # a CPU limit would slow tasks down
     return {
         "name": CONTAINER,
         "image": image,
         "command": list(command),
         "env": [
             {"name": "DISTFLOW_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "DISTFLOW_POD", "value": "1"},  # a volume is writable for all users, but a pod has no other ones
+            {"name": "DISTFLOW_POD", "value": "1"},  # volumes are writable for all users, but a pod has no others
         ],
         **({"resources": {"requests": requests, "limits": limits}} if requests else {}),
         "volumeMounts": [
@@ -264,7 +264,7 @@ def _queue_annotations(settings: KubernetesSettings, allocation_id: str, count: 
         return {"scheduling.k8s.io/group-name": allocation_id}
     if settings.queue is None:
         return {}
-    # Kueue would otherwise wait for another pod in the place of one that failed, and keep the pods and their quota until then.
+    # Otherwise, Kueue would wait for a replacement of a failed pod, and keep the other pods and their quota.
     return {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/retriable-in-group": "false"}
 
 
@@ -286,7 +286,7 @@ def _platform(pool: str, settings: KubernetesSettings, name: str | None) -> Kube
 def _merged(below: Any, above: Any) -> Any:
     """Return two values of a pod as one: mappings are merged, lists are joined, and other values come from ``above``.
 
-    The first container of a template is merged with that of distflow; further ones are sidecars.
+    The first container of a template is merged with distflow's container. Further containers are sidecars.
     """
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         found = dict(below)
@@ -303,7 +303,7 @@ def _merged(below: Any, above: Any) -> Any:
     return above
 
 
-def _drop_doubles(spec: dict[str, Any]) -> None:
+def _drop_duplicates(spec: dict[str, Any]) -> None:
     """Let the volumes and mounts of the template replace those of distflow with the same name or directory."""
     container = spec["containers"][0]
     container.pop("args", None)

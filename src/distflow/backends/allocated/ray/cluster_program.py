@@ -1,8 +1,8 @@
-"""The program on a node of a Ray cluster that asks Ray for distflow, and the actors that hold the resident programs.
+"""The program on a node of a Ray cluster that uses Ray for distflow, and the actors that run the resident programs.
 
-Its text is the argument of the cluster's own Python, so the submitter needs no Ray. It reads requests as lines of JSON, and
-writes one line as the answer to each. Everything that it creates is detached: it may end at any time, and another one
-continues. It ends with its standard input.
+The cluster's own Python runs it, so the submitter needs no Ray. It reads requests as lines of JSON, and answers each with one
+line. Everything that it creates in Ray is detached, so the program may end at any time, and another instance continues. It
+ends when its standard input ends.
 
 An allocation is a placement group whose name is distflow's marker, with one actor for each task. An actor is the parent of the
 resident program (``runtime/services/resident.py``) of its task, and listens on a TCP port for connections from this cluster's
@@ -39,16 +39,16 @@ ID_LENGTH = 12
 _ACTOR_NAME = r"distflow:.*/([0-9]+)@([0-9a-f]{12})"
 _OF_RAY = ("RAY_", "SPT_")
 _SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
-"""Variables that Ray sets for its workers unless the user of the cluster did. They are not meant for other programs."""
+"""Variables that Ray sets for its workers if they are not set already. Other programs must not inherit them from Ray."""
 _INTERNAL = ("node:", "object_store_memory")
 """Resources that no task requests."""
 _LONGEST_LINE = 1 << 20
 _AUTHENTICATION_S = 10.0
-_MOST_UNKNOWN = 32
-"""Connections that have not proved yet that they know the token."""
+_MOST_UNAUTHENTICATED = 32
+"""Limit of connections that have not been authenticated yet."""
 _CONNECT_S = 10.0
 _ANSWER_S = 2.0
-"""How long to wait for the answers of new actors. Later questions find the answers that come later."""
+"""Seconds to wait for the answers of new actors. Later requests collect late answers."""
 _PEER_S = 30.0
 _PROBE_S = 60.0
 
@@ -58,7 +58,7 @@ class NotPossible(Exception):
 
 
 class NodeActor:
-    """The actor of one task: it is the parent of the resident program, and accepts connections to it."""
+    """The actor of one task. It starts the resident program, and accepts connections to it."""
 
     def __init__(self, resident: str, allocation: str, index: int, peers: list[str], idle_release_s: float) -> None:
         """Start the resident program. ``peers``: the names of all actors of the allocation."""
@@ -69,16 +69,16 @@ class NodeActor:
         self._others = [name for position, name in enumerate(peers) if position != index]
         self._idle_release_s = idle_release_s
         self._idle_since: float | None = time.monotonic()
-        self._never = threading.Event()
-        self._unknown = threading.BoundedSemaphore(_MOST_UNKNOWN)
+        self._timer = threading.Event()
+        self._unauthenticated = threading.BoundedSemaphore(_MOST_UNAUTHENTICATED)
         has_gpus = bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
         command = [sys.executable, "-I", "-S", "-c", resident, "tied", self._socket_name]
-        # The program ends with its standard input, so also if this process is killed.
+        # The program ends when its standard input ends, and so also if this process is killed.
         self._resident = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
             env=_environment(self._address, has_gpus),
         )  # fmt: skip
-        if not self._resident.stdout or not self._resident.stdout.readline():  # its first report: it takes requests
+        if not self._resident.stdout or not self._resident.stdout.readline():  # its first line reports that it accepts requests
             raise RuntimeError("distflow's resident program has ended")
         self._server = socket.create_server(
             (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET, backlog=128
@@ -92,7 +92,7 @@ class NodeActor:
         return {"address": self._address, "port": port, "token": self._token.hex()}
 
     def idle_s(self) -> float:
-        """Return for how long the resident program has had neither a process nor a connection, in seconds."""
+        """Return the seconds since the resident program last had a process or a connection."""
         since = self._idle_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -106,7 +106,7 @@ class NodeActor:
     def _accept(self) -> None:
         while True:
             connection, _ = self._server.accept()
-            if self._unknown.acquire(blocking=False):
+            if self._unauthenticated.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             else:
                 connection.close()
@@ -125,9 +125,9 @@ class NodeActor:
                     connection.settimeout(None)
                     self._start([sys.executable, *json.loads(request.decode("utf-8"))["argv"]], connection)
         except (OSError, ValueError, KeyError, TypeError):
-            return  # the client sees the end of the connection
+            return  # the end of the connection informs the client
         finally:
-            self._unknown.release()
+            self._unauthenticated.release()
 
     def _start(self, argv: list[str], connection: socket.socket) -> None:
         """Let the resident program start a command whose standard input and output are the connection."""
@@ -142,7 +142,7 @@ class NodeActor:
     def _release_when_idle(self) -> None:
         """Remove the placement group once all of its actors have been idle for some time."""
         while True:
-            self._never.wait(max(0.5, self._idle_release_s - self.idle_s()))
+            self._timer.wait(max(0.5, self._idle_release_s - self.idle_s()))
             if self.idle_s() >= self._idle_release_s and all(self._is_idle(name) for name in self._others):
                 ray = importlib.import_module("ray")
                 ray.util.remove_placement_group(ray.util.get_current_placement_group())
@@ -152,58 +152,58 @@ class NodeActor:
         try:
             idle_s = ray.get(ray.get_actor(name, namespace=NAMESPACE).idle_s.remote(), timeout=_PEER_S)
         except (ValueError, ray.exceptions.ActorDiedError):
-            return True  # it has ended
+            return True  # the actor has ended
         except ray.exceptions.RayError:
             return False  # no answer
         return bool(idle_s >= self._idle_release_s)
 
 
 def _environment(address: str, has_gpus: bool) -> dict[str, str]:
-    """Return the variables of the resident program: those of Ray's worker without those that Ray adds for itself."""
-    given = b""
+    """Return the environment of the resident program: that of Ray's worker without the variables that Ray adds."""
+    inherited = b""
     try:
         with open("/proc/{}/environ".format(int(os.environ.get("RAY_RAYLET_PID", ""))), "rb") as file:
-            given = b"\0" + file.read()
+            inherited = b"\0" + file.read()
     except (OSError, ValueError):
         pass
     env = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_OF_RAY) and (name not in _SET_BY_RAY or b"\0" + name.encode() + b"=" in given)
+        if not name.startswith(_OF_RAY) and (name not in _SET_BY_RAY or b"\0" + name.encode() + b"=" in inherited)
     }
     env["DISTFLOW_NODE_ADDRESS"] = address
     if not has_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides no GPU from actors that requested none
+        env["CUDA_VISIBLE_DEVICES"] = ""  # Ray does not hide GPUs from actors that requested none
     return env
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Read a line, byte by byte where it may end, because the rest belongs to the command."""
+    """Read a line and nothing after it, because the rest belongs to the command."""
     data = b""
     while len(data) < _LONGEST_LINE:
-        ahead = connection.recv(65536, socket.MSG_PEEK)
-        if not ahead:
+        peeked = connection.recv(65536, socket.MSG_PEEK)
+        if not peeked:
             break
-        end = ahead.find(b"\n")
-        data += connection.recv(len(ahead) if end < 0 else end + 1)
+        end = peeked.find(b"\n")
+        data += connection.recv(len(peeked) if end < 0 else end + 1)
         if end >= 0:
             return data[:-1]
     raise ValueError("the line does not end")
 
 
 class Cluster:
-    """Answers requests. Each method is one of them, and returns JSON."""
+    """Answers requests. Each public method is one request, and returns a JSON value."""
 
     def __init__(self, address: str) -> None:
         """Connect to the cluster."""
         self._ray: Any = importlib.import_module("ray")
         host, _, port = address.rpartition(":")
-        if host:  # Ray itself would try for a minute
+        if host:  # fail early, because Ray itself would try for a minute
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         self._ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         self._state: Any = importlib.import_module("ray._private.state")
         self._endpoints: dict[str, Any] = {}
-        """Name of an actor → its answer, or the reference of one that has not come yet."""
+        """Name of an actor → its endpoint, or the reference of an answer that has not arrived yet."""
 
     def about(self) -> dict[str, Any]:
         """Return versions."""
@@ -241,10 +241,10 @@ class Cluster:
         return None
 
     def _without(self, excluded: list[list[str]]) -> Any:
-        """Return the options that keep bundles from nodes."""
+        """Return the options that keep bundles away from excluded nodes, and a warning."""
         function = self._ray.util.placement_group
         if "bundle_label_selector" not in inspect.signature(function).parameters:
-            return {}, "nodes to avoid are not avoided: that needs Ray 2.49 or newer"
+            return {}, "nodes to avoid are ignored: avoiding them needs Ray 2.49 or newer"
         ids: dict[str, list[str]] = {}
         for node in self._ray.nodes():
             ids.setdefault(_node_name(node), []).append(node["NodeID"])
@@ -267,10 +267,10 @@ class Cluster:
         actor.remote(resident, names[index].rpartition("@")[2], index, names, idle_release_s)
 
     def states(self, ids: list[str]) -> dict[str, Any]:
-        """Return what Ray knows about allocations, about their actors, and, if one waits, about the nodes of the cluster."""
+        """Return the states of allocations and their actors, and the nodes of the cluster."""
         groups = {name[:ID_LENGTH]: one for name, one in self._groups(also_removed=True).items()}
         actors = self._actors(ids)
-        self._ask_endpoints([actor["name"] for found in actors.values() for actor in found if actor["state"] == "ALIVE"])
+        self._query_endpoints([actor["name"] for found in actors.values() for actor in found if actor["state"] == "ALIVE"])
         answer: dict[str, Any] = {}
         for one in ids:
             group = groups.get(one)
@@ -301,8 +301,8 @@ class Cluster:
                 )  # fmt: skip
         return found
 
-    def _ask_endpoints(self, names: list[str]) -> None:
-        """Ask new actors for their endpoints."""
+    def _query_endpoints(self, names: list[str]) -> None:
+        """Query new actors for their endpoints."""
         pending = {}
         for name in names:
             known = self._endpoints.get(name)
@@ -338,11 +338,11 @@ class Cluster:
         ]  # fmt: skip
 
     def allocations(self) -> dict[str, Any]:
-        """Return the names of all placement groups with distflow's mark, by id."""
+        """Return id → name, for all placement groups of distflow."""
         return {name[:ID_LENGTH]: one["name"] for name, one in self._groups().items()}
 
     def release(self, ids: list[str]) -> dict[str, Any]:
-        """Remove placement groups and actors. Only those with distflow's mark are touched."""
+        """Remove placement groups and actors. Placement groups of other programs are ignored."""
         groups = {name[:ID_LENGTH]: one["name"] for name, one in self._groups().items()}
         for found in self._actors(ids).values():
             for actor in found:
@@ -361,27 +361,27 @@ class Cluster:
         return {}
 
     def probe(self, python: str, root: str) -> list[dict[str, Any]]:
-        """Run a command on each node, and return the version of its Python and whether ``root`` can be written."""
+        """Run ``python`` on each node. Return its version, and whether ``root`` is writable."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         nodes = sorted((node for node in self._ray.nodes() if node["Alive"]), key=_node_name)
         task = self._ray.remote(_probe)
-        asked = {
+        nodes_by_task = {
             task.options(
                 num_cpus=0, max_retries=0,
                 scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
             ).remote(python, root): _node_name(node)
             for node in nodes
         }  # fmt: skip
-        ready, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=_PROBE_S)
+        ready, late = self._ray.wait(list(nodes_by_task), num_returns=len(nodes_by_task), timeout=_PROBE_S)
         found = []
         for one in ready:
             try:
-                found.append(dict(self._ray.get(one), node=asked[one]))
+                found.append(dict(self._ray.get(one), node=nodes_by_task[one]))
             except self._ray.exceptions.RayError as error:
-                found.append({"node": asked[one], "error": str(error).strip().split("\n")[-1]})
+                found.append({"node": nodes_by_task[one], "error": str(error).strip().split("\n")[-1]})
         for one in late:
             self._ray.cancel(one, force=True)
-            found.append({"node": asked[one], "error": f"no answer within {_PROBE_S:g} s"})
+            found.append({"node": nodes_by_task[one], "error": f"no answer within {_PROBE_S:g} s"})
         return sorted(found, key=lambda one: str(one["node"]))
 
     def _groups(self, also_removed: bool = False) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def _node_name(node: dict[str, Any]) -> str:
 
 
 def _cause(cause: Any) -> dict[str, str] | None:
-    """Return why an actor has died, from Ray's ``ActorDeathCause``."""
+    """Return the cause of an actor's death, from Ray's ``ActorDeathCause``."""
     kind = cause.WhichOneof("context") if cause is not None else None
     if kind is None:
         return None
@@ -433,15 +433,15 @@ def _cause(cause: Any) -> dict[str, str] | None:
 def main(address: str) -> None:
     """Answer requests until standard input ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Ray may print
+    os.dup2(2, 1)  # output of Ray must not mix with answers
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # the main thread may be waiting for Ray
+        os._exit(0)  # at once, because the main thread may be waiting for Ray
 
-    def say(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
@@ -449,21 +449,21 @@ def main(address: str) -> None:
     try:
         cluster = Cluster(address)
     except ImportError as error:
-        say({"kind": "no ray", "error": f"{sys.executable}: {error}"})
+        send({"kind": "no ray", "error": f"{sys.executable}: {error}"})
         return
     except Exception as error:  # noqa: BLE001  Ray's own errors have no common class here
-        say({"kind": "not connected", "error": _short(error)})
+        send({"kind": "not connected", "error": _short(error)})
         return
-    say({"answer": cluster.about()})
+    send({"answer": cluster.about()})
     while True:
-        asked = json.loads(lines.get())
-        function: Callable[..., Any] = getattr(cluster, asked["do"])
+        request = json.loads(lines.get())
+        function: Callable[..., Any] = getattr(cluster, request["do"])
         try:
-            say({"answer": function(**asked["with"])})
+            send({"answer": function(**request["with"])})
         except NotPossible as error:
-            say({"kind": "refused", "error": _short(error)})
+            send({"kind": "refused", "error": _short(error)})
         except Exception as error:  # noqa: BLE001  the next request may succeed
-            say({"kind": "failed", "error": _short(error)})
+            send({"kind": "failed", "error": _short(error)})
 
 
 def _short(error: BaseException) -> str:

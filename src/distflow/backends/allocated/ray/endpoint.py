@@ -19,7 +19,7 @@ _TEST_S = 10.0
 
 
 class EndpointTransport:
-    """Opens channels to Python programs on a node, for a ``MultiplexedTransport``, which runs commands over one of them.
+    """Starts Python programs on a node, for a ``MultiplexedTransport``, which runs commands through one such program.
 
     ``hang_up`` and ``close`` close only the channels to this node. The engine closes the transport to the login node.
     """
@@ -51,8 +51,8 @@ class EndpointTransport:
                 self._test_login()
             endpoint = self._find()
             channel = self._login.open([*python_argv(self._python), "-I", "-S", "-c", _source()])
-            asked = {"address": endpoint.address, "port": endpoint.port, "token": endpoint.token, "argv": list(argv[1:])}
-            channel.write(json.dumps(asked).encode() + b"\n")
+            request = {"address": endpoint.address, "port": endpoint.port, "token": endpoint.token, "argv": list(argv[1:])}
+            channel.write(json.dumps(request).encode() + b"\n")
         except NodeUnreachable as error:
             raise type(error)(self.name, f"its login node {error.message}", hint=error.hint) from error
         with self._lock:
@@ -68,7 +68,7 @@ class EndpointTransport:
         raise NotImplementedError
 
     def hang_up(self) -> None:
-        """Close the channels. The next one first tests the connection to the login node."""
+        """Close the channels. The next ``open`` first tests the connection to the login node."""
         self._is_suspect = True
         self._close_channels()
 

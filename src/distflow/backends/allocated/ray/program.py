@@ -1,4 +1,4 @@
-"""Questions to the program on a node of the Ray cluster (``cluster_program.py``), over a transport to that node."""
+"""Requests to the program on a node of the Ray cluster (``cluster_program.py``), over a transport to that node."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class RayMissing(NodeUnreachable):
 
 
 class ClusterProgram:
-    """The program on the cluster. The first question starts it, and so does the first one after it has ended. Thread-safe."""
+    """The program on the cluster. A request starts it if it does not run. Thread-safe."""
 
     def __init__(self, login: Transport, *, python: str, address: str) -> None:
-        """Run the cluster's interpreter ``python`` behind ``login``. ``address`` is the cluster's, as in ``ray.init``."""
+        """Run the cluster's interpreter ``python`` behind ``login``. ``address`` is the cluster's address for ``ray.init``."""
         self._login = login
         self._python = python
         self._address = address
-        self._asking = threading.Lock()
+        self._requesting = threading.Lock()
         self._channel: Channel | None = None
         self._received = b""
         self.versions: dict[str, Any] = {}
         """The versions of ``ray`` and ``python``, after the program has started."""
 
     def ask(self, name: str, *, timeout_s: float = _ANSWER_S, **arguments: object) -> Any:
-        """Return the answer to a request: a method of ``Cluster``.
+        """Return the answer to a request. ``name`` is a method of ``Cluster``, which gets ``arguments``.
 
-        Raises ``NodeUnreachable``, and ``RequestRefused`` if Ray will never do it.
+        Raises ``NodeUnreachable``, and ``RequestRefused`` if Ray will never grant the request.
         """
-        with self._asking:
+        with self._requesting:
             if self._channel is not None and self._channel.exit_code is not None:
-                self._end()  # it has ended since the last question
+                self._end()  # it has ended since the last request
             channel = self._channel or self._start()
             try:
                 channel.write(json.dumps({"do": name, "with": arguments}).encode() + b"\n")
@@ -71,13 +71,13 @@ class ClusterProgram:
         """End the program."""
         channel = self._channel
         if channel is not None:
-            channel.close()  # also wakes a question that waits
+            channel.close()  # also ends a waiting request
 
     def _start(self) -> Channel:
         channel = self._login.open([*python_argv(self._python), "-c", _LOADER, self._address])
         self._channel, self._received = channel, b""
         try:
-            with contextlib.suppress(NodeUnreachable):  # it has ended, and its messages say why
+            with contextlib.suppress(NodeUnreachable):  # if it has ended, its messages contain the reason
                 channel.write(b"%d\n" % len(_source()) + _source())
             answer = self._answer(channel, Deadline(_START_S), f"Ray at `{self._address}`")
         except BaseException:

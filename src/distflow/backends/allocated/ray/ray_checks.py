@@ -23,7 +23,7 @@ def check_ray(pool: Pool, login: str, program: ClusterProgram, progress: Callabl
     Raises ``NodeUnreachable`` if Ray does not answer, or if its answer cannot be read.
     """
     settings, template = pool.ray or RaySettings(), pool.template or ssh_node()
-    progress("asking Ray for its nodes")
+    progress("querying Ray's nodes")
     nodes = program.ask("nodes")
     try:
         yield from _cluster(login, settings, program.versions, [one for one in nodes if one["is_alive"]])
@@ -64,7 +64,7 @@ def _cluster(
     duplicates = sorted({plain(name) for name in names if names.count(name) > 1})
     if duplicates:
         yield warning(
-            "name", at, f"several nodes are called {listed(duplicates)}", "give them names with `ray start --node-name`"
+            "name", at, f"several nodes have the name {listed(duplicates)}", "give them names with `ray start --node-name`"
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _python(python: str, root: str, found: Mapping[str, Any]) -> Iterator[Findin
     at = (plain(str(found["node"])),)
     if "error" in found:
         yield error(
-            "ray", at, f"Ray could not run a task: {plain(str(found['error']))[:300]}", "see the log of Ray on that node"
+            "ray", at, f"Ray could not run a task: {plain(str(found['error']))[:300]}", "check the log of Ray on that node"
         )
         return
     output = plain(str(found["said"]))

@@ -14,7 +14,7 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
-    QuestionLimit,
+    QueryLimit,
     RequestRefused,
     node_name,
 )
@@ -36,7 +36,7 @@ __all__ = ["RayEngine", "bundle_of"]
 class RayEngine:
     """Allocates nodes as placement groups of a Ray cluster (contract: ``allocated.engine.Engine``)."""
 
-    question_limit: ClassVar = QuestionLimit(at_once=8.0, every_s=2.0)
+    query_limit: ClassVar = QueryLimit(at_once=8.0, every_s=2.0)
 
     def __init__(self, pool: Pool, login: Transport) -> None:
         """Use the cluster's own Python on the machine behind ``login``. ``close`` also closes ``login``."""
@@ -50,7 +50,7 @@ class RayEngine:
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         """The endpoint of each node, by allocation and host."""
         self._over: dict[str, Over] = {}
-        """Ended allocations with their first reason, because Ray may give other reasons after they were released."""
+        """Ended allocation → its first reported end, because Ray may report another reason after the release."""
         self._notices: dict[str, str] = {}
 
     def request(self, wanted: AllocationRequest) -> str:
@@ -75,16 +75,16 @@ class RayEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one question. The remains of ended ones are removed."""
+        """Return the state of each allocation, with one query. Remains of ended allocations are removed."""
         with self._state:
             found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
-        asked = [one for one in ids if one not in found]
-        if not asked:
+        queried = [one for one in ids if one not in found]
+        if not queried:
             return found
-        answer = self._program.ask("states", ids=asked)
+        answer = self._program.ask("states", ids=queried)
         ended = []
         try:
-            for one in asked:
+            for one in queried:
                 state, endpoints = parse_allocation(answer["states"][one], answer["nodes"], ids[one], one)
                 found[one] = state
                 with self._state:
@@ -108,7 +108,7 @@ class RayEngine:
             raise unreadable_answer(self._login.name, error) from error
         return {one: allocation for one, allocation in names.items() if allocation is not None}
 
-    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  Ray keeps no accounts
+    def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:  # noqa: ARG002  Ray has no accounting
         """Remove placement groups and their actors, and with them all of their processes."""
         self._program.ask("release", ids=list(ids))
         with self._state:
@@ -146,9 +146,9 @@ class RayEngine:
             with self._state:
                 endpoint = self._endpoints.get(key)
             if endpoint is None:
-                said = f" ({state.message})" if isinstance(state, Over) else ""
+                reason = f" ({state.message})" if isinstance(state, Over) else ""
                 raise NodeUnreachable(
-                    node_name(host, allocation_id), f"placement group {allocation_id} does not include this node{said}"
+                    node_name(host, allocation_id), f"placement group {allocation_id} does not include this node{reason}"
                 )
         return endpoint
 

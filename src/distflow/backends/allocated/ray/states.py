@@ -34,7 +34,7 @@ SCHEDULING: Mapping[str, str] = MappingProxyType(
         "REMOVED": "is being removed",
     }
 )
-"""Ray's scheduling states of a placement group, with the end of a sentence about the group."""
+"""Ray's scheduling state of a placement group → the end of a sentence about the group."""
 
 DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "UNSPECIFIED": (Reason.NODE_LOST, "its actor ended"),
     }
 )
-"""Ray's reasons for the death of an actor, each with distflow's reason and a clause for the message."""
+"""Ray's reason for the death of an actor → distflow's reason, and a clause for the message."""
 
 _OTHER_DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
     {
@@ -63,7 +63,7 @@ _AMOUNTS = ("CPU", "GPU", "memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address and port at which an actor accepts connections, and the token that it asks for."""
+    """The address and port at which an actor accepts connections, and the token that clients need."""
 
     address: str
     port: int
@@ -75,12 +75,14 @@ def parse_allocation(
 ) -> tuple[AllocationState, Mapping[str, Endpoint]]:
     """Return the state of an allocation, and the endpoint of each host if it is granted.
 
-    ``found`` is the report of the program on the cluster, or ``None`` if Ray does not know the allocation. ``nodes`` are those
-    of the cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
+    ``found`` is the report of the program on the cluster, or ``None`` if Ray does not know the allocation. ``nodes`` are
+    the nodes of the cluster. ``tasks`` are in the order of the bundles. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
     ``AttributeError`` if the report is malformed.
     """
     if found is None:
-        return Over(reason=Reason.NODE_LOST, message=f"Ray no longer knows placement group {name}: was its head restarted?"), {}
+        return Over(
+            reason=Reason.NODE_LOST, message=f"Ray no longer knows placement group {name}; its head may have been restarted"
+        ), {}
     actors = sorted(found["actors"], key=lambda one: int(one["index"]))
     names = {str(one["id"]): plain(str(one["name"])) for one in nodes}
     dead = sorted((one for one in actors if one["state"] == "DEAD"), key=lambda one: float(one["ended"] or 0))
@@ -96,7 +98,7 @@ def parse_allocation(
         return Queued(_pending(found, nodes)), {}
     endpoints = [_endpoint(one) for one in actors]
     if len(endpoints) < len(found["bundles"]) or any(one["state"] != "ALIVE" for one in actors) or None in endpoints:
-        return Queued("has its nodes, and Ray starts distflow's actors there"), {}
+        return Queued("has its nodes, and Ray starts distflow's actors on them"), {}
     hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
     return Granted(hosts=dict(zip(tasks or map(str, range(len(hosts))), hosts, strict=False))), {
         host: endpoint for host, endpoint in zip(hosts, endpoints, strict=True) if endpoint is not None
@@ -120,7 +122,7 @@ def _first_death(dead: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _is_removal(actor: Mapping[str, Any]) -> bool:
-    """Tell whether an actor died with its placement group, which Ray may report before the group's state changes."""
+    """Return whether an actor died with its placement group, which Ray may report before the group's state changes."""
     detail = str((actor["cause"] or {}).get("message", ""))
     return "placement group is removed" in detail or "placement group was removed" in detail
 
@@ -164,10 +166,10 @@ def _endpoint(actor: Mapping[str, Any]) -> Endpoint | None:
 def _pending(found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
     word = str(found["scheduling"])
     if found["state"] == "RESCHEDULING":
-        return "has lost a node, and Ray looks for another one (RESCHEDULING)"
+        return "has lost a node, and Ray searches for another one (RESCHEDULING)"
     text = SCHEDULING.get(word, "waits")
-    asked = Counter(_resources(one) for one in found["bundles"])
-    wanted = " and ".join(f"{number} × {one or 'nothing'}" for one, number in asked.items())
+    requested = Counter(_resources(one) for one in found["bundles"])
+    wanted = " and ".join(f"{number} × {one or 'nothing'}" for one, number in requested.items())
     free = few([f"{plain(str(one['name']))} {_free(one)}" for one in nodes if one["is_alive"]], "; ")
     return f"{text} ({plain(word)[:40]}); requested with {plain(str(found['strategy']))}: {wanted}; free: {free or 'no node'}"
 

@@ -1,4 +1,4 @@
-"""Slurm's commands on the login node."""
+"""Run Slurm's commands on the login node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from distflow.documents.text import plain
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Channel, Completed, Stream, Transport
 
-__all__ = ["CommandMissing", "SlurmCommands", "SlurmLogin", "last_words", "step_may_pass", "step_words"]
+__all__ = ["CommandMissing", "SlurmCommands", "SlurmLogin", "error_text", "is_transient_error", "step_prefix"]
 
 _TIMEOUT_S = 60.0
 _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Variables that say which cluster is meant."""
+"""Variables that choose the cluster."""
 _TIMES = "SLURM_TIME_FORMAT=%s"
 _PRELUDE = r"""
 distflow_jobs='(SLURM|SQUEUE|SCONTROL|SACCT|SINFO|SCANCEL)_[A-Za-z0-9_]*|SBATCH_(ARRAY_INX|EXPORT|WAIT|TEST_ONLY)'
@@ -24,9 +24,10 @@ done
 command -v squeue >/dev/null 2>&1 || [ ! -r /etc/profile ] || . /etc/profile >/dev/null 2>&1
 exec "$@"
 """
-"""Variables of a job in which distflow itself may run, and the user's formats of output, must not change what commands do.
+"""Runs a command of Slurm in a clean environment.
 
-A command over SSH does not start a login shell, which is where many clusters add Slurm to PATH.
+distflow itself may run in a job, and users may set output formats: variables of both must not affect the command. The script
+reads ``/etc/profile``, because a command over SSH does not start a login shell, and many clusters add Slurm to PATH there.
 """
 
 
@@ -38,7 +39,7 @@ class SlurmLogin:
     """The login node as a transport whose commands find Slurm and its cluster (contract: ``transports.base.Transport``)."""
 
     def __init__(self, login: Transport, *, is_local: bool) -> None:
-        """Use ``login``. With ``is_local``, variables of this process choose the cluster."""
+        """Use ``login``. With ``is_local``, environment variables of this process choose the cluster."""
         self._login = login
         chosen = [f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ] if is_local else []
         self._prefix = [*(["env", *chosen] if chosen else []), "sh", "-c", _PRELUDE, "slurm"]
@@ -92,36 +93,36 @@ class SlurmCommands:
         return self._login.name
 
     def run(self, *command: str, input: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Completed:
-        """Run a command to its end. Raises ``NodeUnreachable`` also if the command is not installed."""
+        """Run a command to its end. Raises ``NodeUnreachable``, and ``CommandMissing`` if it is not installed."""
         done = self._login.run(command, input=input, timeout_s=timeout_s)
         if done.exit_code == 127:
             program = next(word for word in command if word != "env" and "=" not in word)
             raise CommandMissing(
                 self.node,
                 f"`{program}` was not found",
-                hint="set `login` of the pool to a machine with the commands of Slurm, and add their directory to PATH there",
+                hint="set `login` of the pool to a machine with the commands of Slurm, and add their directory to its PATH",
             )
         return done
 
-    def asked(self, *command: str) -> str:
-        """Return the output of a command that asks Slurm, with times in seconds. Raises ``NodeUnreachable`` if it fails."""
+    def query(self, *command: str) -> str:
+        """Return the output of a command, with times in seconds since the epoch. Raises ``NodeUnreachable`` if it fails."""
         done = self.run("env", _TIMES, *command)
         if done.exit_code != 0:
-            raise self.failed(command[0], done)
+            raise self.failure(command[0], done)
         return done.stdout.decode("utf-8", "replace")
 
-    def failed(self, program: str, done: Completed) -> NodeUnreachable:
-        """Return the error for a command that failed, which may succeed later."""
-        return NodeUnreachable(self.node, f"`{program}` failed: {last_words(done) or f'exit code {done.exit_code}'}")
+    def failure(self, program: str, done: Completed) -> NodeUnreachable:
+        """Return the error for a failed command that may succeed later."""
+        return NodeUnreachable(self.node, f"`{program}` failed: {error_text(done) or f'exit code {done.exit_code}'}")
 
 
-def last_words(done: Completed) -> str:
-    """Return the messages of a command on one line, without the names of programs in front."""
+def error_text(done: Completed) -> str:
+    """Return the error messages of a command on one line, without the leading names of programs."""
     text = (done.stderr or done.stdout)[-4000:].decode("utf-8", "replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found: list[str] = []
     for line in lines:
-        words = line
+        message = line
         for prefix in (
             "sbatch: ",
             "squeue: ",
@@ -133,9 +134,9 @@ def last_words(done: Completed) -> str:
             "fatal: ",
             "allocation failure: ",
         ):
-            words = words.removeprefix(prefix)
-        if words not in found and not words.startswith('Try "'):
-            found.append(words)
+            message = message.removeprefix(prefix)
+        if message not in found and not message.startswith('Try "'):
+            found.append(message)
     return plain("; ".join(found))[-1000:]
 
 
@@ -143,19 +144,19 @@ _NO_STEP = re.compile(r"(?i)unable to (?:create step|confirm allocation)|socket 
 _NO_JOB = re.compile(r"(?i)invalid job|already completing|expired")
 
 
-def step_may_pass(printed: str) -> bool:
-    """Return whether ``srun`` may create a step a moment later, after it printed this: its job has not ended."""
+def is_transient_error(printed: str) -> bool:
+    """Return whether ``srun``, which printed this error, may create the step a moment later: the job has not ended."""
     return _NO_STEP.search(printed) is not None and _NO_JOB.search(printed) is None
 
 
-def step_words(job: str, host: str, het_group: int | None = None) -> list[str]:
-    """Return the words before a command that run it as a further step of a job, on one of its hosts.
+def step_prefix(job: str, host: str, het_group: int | None = None) -> list[str]:
+    """Return the arguments before a command that run it as another step of a job, on one of its hosts.
 
-    ``het_group``: the component of a heterogeneous job that has the host.
+    ``het_group`` is the component of a heterogeneous job that has the host.
     """
     return [
         "srun", f"--jobid={job}", *([] if het_group is None else [f"--het-group={het_group}"]),
         "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--gres=none", "--mpi=none", "--chdir=/",
-        # Without it, Slurm keeps back incomplete lines.
+        # Otherwise, Slurm holds back incomplete lines.
         "--unbuffered", "--quiet",
     ]  # fmt: skip

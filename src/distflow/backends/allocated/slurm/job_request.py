@@ -1,4 +1,4 @@
-"""From a request for nodes to a job: the options of ``sbatch``, and what its refusals mean."""
+"""Turn a request for nodes into a job: the options of ``sbatch``, and the meaning of its refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, RequestRefused
-from distflow.backends.allocated.slurm.commands import last_words
+from distflow.backends.allocated.slurm.commands import error_text
 from distflow.backends.allocated.slurm.job_states import parse_limit
 from distflow.documents.text import did_you_mean, plain
 from distflow.plan.credentials import pyxis_image
@@ -61,14 +61,14 @@ _TEMPORARY = (
     "unable to resolve",
     "writing script/environment",
 )
-"""Parts of messages of ``sbatch`` after which the same request may succeed later."""
+"""Parts of error messages of ``sbatch`` after which the same request may succeed later."""
 
 _REMEDIES: Sequence[tuple[str, str]] = (
     ("policy", "request less in the spec; `sacctmgr show associations user=$USER` and `sacctmgr show qos` list your limits"),
     ("invalid partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
     ("account", "change `slurm.account` of the pool; `sacctmgr show associations user=$USER` lists your accounts"),
     ("partition", "change `slurm.partition` of the pool; `sinfo -s` lists partitions"),
-    ("qos", "change `slurm.qos` of the pool; `sacctmgr show associations user=$USER` lists what you may use"),
+    ("qos", "change `slurm.qos` of the pool; `sacctmgr show associations user=$USER` lists the QOS that you may use"),
     ("reservation", "change `slurm.reservation` of the pool; `scontrol show reservation` lists reservations"),
     ("generic resource", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
     ("gres", "change `slurm.gres` of the pool; `sinfo -o '%N %G'` lists generic resources"),
@@ -84,11 +84,11 @@ _REMEDIES: Sequence[tuple[str, str]] = (
     ("more processors", "request fewer CPUs in the spec; `sinfo -o '%N %c'` lists the CPUs of nodes"),
     ("option", "check `slurm.extra` of the pool"),
 )
-"""Parts of messages of ``sbatch``, each with a remedy. The first match counts."""
+"""Part of an error message of ``sbatch``, and the remedy. The first match counts."""
 
 
 def components_of(nodes: Sequence[NodeRequest]) -> tuple[tuple[NodeRequest, ...], ...]:
-    """Return runs of consecutive tasks with equal shapes. Several of them need a heterogeneous job."""
+    """Return runs of consecutive tasks with equal resources. Each run is a component; several need a heterogeneous job."""
     return tuple(tuple(run) for _, run in groupby(nodes, key=_shape))
 
 
@@ -97,12 +97,12 @@ def _shape(node: NodeRequest) -> tuple[int, int, int, str | None]:
 
 
 def as_one_shape(nodes: Sequence[NodeRequest]) -> tuple[NodeRequest, ...]:
-    """Return requests of the largest shape for all tasks. Raises ``RequestRefused`` if they need different platforms."""
+    """Return requests that all have the largest resources. Raises ``RequestRefused`` if tasks need different platforms."""
     platforms = sorted({node.platform or "" for node in nodes})
     if len(platforms) > 1:
         raise RequestRefused(
             "the group has tasks for different platforms, which need a heterogeneous job",
-            hint="give all tasks of the group one platform, or allow them with `slurm: {het_jobs: true}`",
+            hint="give all tasks of the group one platform, or allow heterogeneous jobs with `slurm: {het_jobs: true}`",
         )
     gpus, cpus, memory = (max(getattr(node, key) for node in nodes) for key in ("gpus", "cpus", "memory"))
     return tuple(replace(node, gpus=gpus, cpus=cpus, memory=memory) for node in nodes)
@@ -123,8 +123,8 @@ def within_limits(
 ) -> AllocationRequest:
     """Return the request with as much of the margin of its time limit as the limits of its partitions allow.
 
-    ``partitions`` are the settings of all partitions, by name. A partition that is too short even without the margin does not
-    count: Slurm uses another one, or says why the job cannot run.
+    ``partitions`` are the settings of all partitions, by name. A partition whose limit is too short even without the margin is
+    ignored: Slurm uses another one, or reports why the job cannot run.
     """
     if wanted.time_limit_s is None:
         return wanted
@@ -158,7 +158,7 @@ def _component(pool: str, settings: SlurmSettings, wanted: AllocationRequest, no
         ("job-name", plain(wanted.label)[:120]),
         ("comment", wanted.allocation.marker),
         ("output", "/dev/null"),
-        ("chdir", "/"),  # that of the login may not exist on the nodes
+        ("chdir", "/"),  # the login's directory may not exist on the nodes
         ("nodes", len(nodes)),
         ("ntasks-per-node", 1),
         ("cpus-per-task", first.cpus),
@@ -192,7 +192,7 @@ def _platform(pool: str, settings: SlurmSettings, name: str | None) -> SlurmPlat
 
 
 def shell_path(root: str, name: str) -> str:
-    """Return the path of a file in the pool's ``root`` as shell text, in which ``~`` is expanded. ``name`` is shell text."""
+    """Return the path of a file in the pool's ``root`` as shell text that expands ``~``. ``name`` is shell text too."""
     home, rest = re.fullmatch(r"(~[A-Za-z0-9._-]*)?(.*)", root, re.DOTALL).groups()  # type: ignore[union-attr]
     return f"{home or ''}{shlex.quote(rest.rstrip('/')) if rest.strip('/') else ''}/{name}"
 
@@ -205,8 +205,8 @@ def log_path(root: str, job: str) -> str:
 def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
     """Return the options by which ``srun`` starts the resident programs in the image of the tasks, as shell text.
 
-    They are empty without an image. In them, ``$root`` is the pool's root. Raises ``RequestRefused`` for several images.
-    Options: https://github.com/NVIDIA/pyxis/wiki/Usage
+    The result is empty without an image. ``$root`` in the options is the pool's root. Raises ``RequestRefused`` if the tasks
+    have different images. Options: https://github.com/NVIDIA/pyxis/wiki/Usage
     """
     images = {node.image for node in wanted.nodes}
     if pool.template is None or pool.template.container != "engine" or images == {None}:
@@ -227,12 +227,12 @@ def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
 
 
 def job_script(root: str, resident: str, step_options: Sequence[str] = ()) -> bytes:
-    """Return the script of a job, which runs the script that starts the resident programs.
+    """Return the script of a job, which runs ``resident``, the script that starts the resident programs.
 
     ``step_options`` are options of its ``srun``, as shell text in which ``$root`` is the pool's root.
 
-    Its messages go to a file in ``root``, and not to ``--output``, because Slurm fails a job whose file it cannot create. The
-    file is of use only if it can be read on the login node, and it remains only if the script fails with messages.
+    Messages go to a file in ``root``, and not to ``--output``, because a job fails if Slurm cannot create the file of
+    ``--output``. The script keeps the file only if it fails with messages. The login node can read it if it shares ``root``.
     """
     log = log_path(root, "$SLURM_JOB_ID")
     options = ""
@@ -263,10 +263,10 @@ exit "$code"
 
 
 def is_temporary(done: Completed) -> bool:
-    """Return whether the same request may succeed later than this failed ``sbatch``."""
+    """Return whether the request of this failed ``sbatch`` may succeed later."""
     text = _text(done)
     if "accounting/qos policy" in text and "submitjob" not in text:
-        # Older versions do not name the limit, which may be that of submitted jobs.
+        # Older versions do not name the limit, which may be the limit of submitted jobs.
         return re.search(r"\b(assoc|qos)(grp|max|min)[a-z]+", text) is None
     return any(part in text for part in _TEMPORARY)
 
@@ -283,8 +283,8 @@ def refusal(done: Completed) -> RequestRefused:
     hint = next(
         (remedy for part, remedy in _REMEDIES if part in text), "change the pool's `slurm`, or the resources in the spec"
     )
-    return RequestRefused(f"Slurm refused the job: {last_words(done) or f'exit code {done.exit_code}'}", hint=hint)
+    return RequestRefused(f"Slurm refused the job: {error_text(done) or f'exit code {done.exit_code}'}", hint=hint)
 
 
 def _text(done: Completed) -> str:
-    return last_words(done).lower()
+    return error_text(done).lower()

@@ -1,6 +1,7 @@
-"""What Slurm reports about jobs, and what it means: its states, its reasons for waiting, and its accounts of ends.
+"""Slurm's reports about jobs, and their meaning for distflow: states, reasons for waiting, and ends.
 
-Words come from Slurm 22.05 to 25.05 (``job_state_string`` and ``job_reason_string`` in its sources). Newer words fall back.
+The names are those of Slurm 22.05 to 25.05 (``job_state_string`` and ``job_reason_string`` in its sources). A job in an unknown
+state counts as waiting.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ __all__ = [
 
 
 class Phase(Enum):
-    """What a state of Slurm means for an allocation."""
+    """The meaning of a Slurm state for an allocation."""
 
     QUEUED = "queued"
     GRANTED = "granted"
     ENDING = "ending"
-    """Slurm ends its processes. Its state does not yet say why."""
+    """Slurm is ending its processes. The state does not contain the reason yet."""
     OVER = "over"
 
 
@@ -56,7 +57,7 @@ ENDS: Mapping[str, tuple[Reason | None, str]] = MappingProxyType(
         "REVOKED": (None, "was moved to another cluster"),
     }
 )
-"""Final states, each with our reason and the end of a sentence about the job."""
+"""Final state → distflow's reason, and the end of a sentence about the job."""
 
 PHASES: Mapping[str, Phase] = MappingProxyType(
     {
@@ -72,7 +73,7 @@ PHASES: Mapping[str, Phase] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""All states of Slurm."""
+"""State of Slurm → its meaning."""
 
 _PENDING: Mapping[str, str] = MappingProxyType(
     {
@@ -92,7 +93,7 @@ _PENDING: Mapping[str, str] = MappingProxyType(
         "Reservation": "waits for its reservation",
         "ReservationDeleted": "will never start: its reservation was deleted",
         "ReservationInvalid": "will never start: its reservation does not exist",
-        "MaxPoweredUpNodes": "waits for nodes: the cluster has powered up as many as it may",
+        "MaxPoweredUpNodes": "waits for nodes: the cluster has powered up its maximum number of nodes",
         "NodeDown": "waits for a node that is down",
         "FrontEndDown": "waits for a front end that is down",
         "PartitionDown": "waits: its partition is down",
@@ -107,7 +108,7 @@ _PENDING: Mapping[str, str] = MappingProxyType(
         "InvalidAccount": "will not start: its account is not valid",
         "InvalidQOS": "will not start: its QOS is not valid",
         "QOSNotAllowed": "will not start: its partition or account does not allow its QOS",
-        "QOSJobLimit": "waits: the QOS runs as many jobs as it may",
+        "QOSJobLimit": "waits: the QOS runs its maximum number of jobs",
         "QOSResourceLimit": "waits: a limit of the QOS is reached",
         "QOSTimeLimit": "will not start: its time limit is longer than that of its QOS",
         "QOSUsageThreshold": "waits: the usage of the account is above the threshold of its QOS",
@@ -119,7 +120,7 @@ _PENDING: Mapping[str, str] = MappingProxyType(
         "QOSMinBilling": "will not start: its QOS requires a larger job",
         "QOSMinEnergy": "will not start: its QOS requires more energy",
         "QOSMinLicense": "will not start: its QOS requires more licenses",
-        "AssociationJobLimit": "waits: the account runs as many jobs as it may",
+        "AssociationJobLimit": "waits: the account runs its maximum number of jobs",
         "AssociationResourceLimit": "waits: a limit of the account is reached",
         "AssociationTimeLimit": "will not start: its time limit is longer than that of the account",
         "JobArrayTaskUpdating": "waits to be scheduled",
@@ -145,7 +146,7 @@ _PENDING: Mapping[str, str] = MappingProxyType(
         "WaitingForScheduling": "waits to be scheduled",
     }
 )
-"""Reasons for waiting, as the end of a sentence about the job. Limits are decoded by ``_limit``."""
+"""Slurm's reason for waiting → the end of a sentence about the job. ``_limit`` decodes reasons about limits."""
 
 _RESOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -165,7 +166,7 @@ _LIMIT = (
 
 
 def pending_text(reason: str) -> str:
-    """Return why a job waits, in plain words with Slurm's own word."""
+    """Return why a job waits, in plain words and with Slurm's reason."""
     word = re.split(r"[,(\s:]", reason, maxsplit=1)[0]
     text = _PENDING.get(word) or _limit(word)
     shown = plain(reason)[:200]
@@ -200,12 +201,12 @@ def state_text(state: str) -> str:
 
 
 def phase_of(state: str) -> Phase:
-    """Return what a state means. A job in an unknown state waits, until Slurm forgets it."""
+    """Return the meaning of a state. A job in an unknown state counts as waiting until Slurm forgets it."""
     return PHASES.get(state, Phase.QUEUED)
 
 
 def parse_limit(text: str) -> float | None:
-    """Return a time limit such as ``1-12:00:00`` in seconds; ``None`` for one that is not limited."""
+    """Return a time limit such as ``1-12:00:00`` in seconds; ``None`` for no limit."""
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)", text)
     if match is None:
         return None
@@ -217,12 +218,12 @@ SHOW_PARTITIONS = ("scontrol", "--all", "show", "partition", "--oneliner")
 
 
 def partitions_of(text: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the partitions in the answer of ``scontrol show partition --oneliner`` with their settings, by name."""
+    """Return partition → settings, from the output of ``SHOW_PARTITIONS``."""
     lines = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines()]
     return {line["PartitionName"]: line for line in lines if "PartitionName" in line}
 
 
-# -- the answer of squeue ---------------------------------------------------------------------------------------------
+# -- the output of squeue ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +233,9 @@ class Component:
     job: str
     """The id of the whole job."""
     offset: int
-    """Its number in a heterogeneous job; otherwise 0."""
+    """The position of the component in a heterogeneous job; otherwise 0."""
     number: str
-    """Its own id."""
+    """The id of the component."""
     state: str
     starts_at: float | None
     """Start or expected start, in seconds since the epoch."""
@@ -250,13 +251,13 @@ _FIELDS = ("%i", "%A", "%T", "%S", "%N", "%r", "%k")
 def squeue_format(separator: str) -> str:
     """Return the format of ``squeue`` for ``jobs_of``.
 
-    The separator must be one that no job's text can contain, such as a new random text: texts may have any character.
+    The separator must not occur in any text of a job. Such texts may have any character, so it must be new and random.
     """
     return "".join(f"{separator}{field}" for field in _FIELDS) + separator
 
 
 def jobs_of(text: str, separator: str) -> Mapping[str, Sequence[Component]]:
-    """Return all jobs in the answer of ``squeue``, with their components in order. Raises ``ValueError`` for another text."""
+    """Return job → components in order, from the output of ``squeue``. Raises ``ValueError`` for any other text."""
     width = len(_FIELDS) + 1
     first, *parts = text.split(separator)
     if first.strip() or len(parts) % width or any(part.strip() for part in parts[width - 1 :: width]):

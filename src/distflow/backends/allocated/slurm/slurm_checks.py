@@ -1,4 +1,4 @@
-"""Check a pool on Slurm: its settings, as the cluster judges them, and the Python on one of its nodes."""
+"""Check a pool on Slurm: whether the cluster accepts its settings, and the Python on one of its nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, RequestRefused
-from distflow.backends.allocated.slurm.commands import SlurmCommands, last_words
+from distflow.backends.allocated.slurm.commands import SlurmCommands, error_text
 from distflow.backends.allocated.slurm.job_request import is_temporary, refusal, sbatch_arguments, shell_path
 from distflow.backends.allocated.slurm.job_states import SHOW_PARTITIONS, parse_limit, partitions_of
 from distflow.backends.machines.checks.findings import Finding, Grade, error, note, warning
@@ -25,9 +25,9 @@ __all__ = ["check_slurm"]
 _OVERLAP_SINCE = (20, 11)
 """The version of Slurm in which ``srun --overlap`` appeared."""
 _AT_ONCE_S = 5
-"""How long the check waits for a free node."""
+"""Maximum seconds to wait for a free node."""
 _SOON_S = 60.0
-"""A job that starts later than in this time does not start at once."""
+"""If a job would start later than this, no node is free."""
 _PYTHON_S = 60.0
 _PROBE = """
 import json, os, subprocess, sys
@@ -41,21 +41,21 @@ except (OSError, subprocess.TimeoutExpired) as error:
     trouble = str(error)
 print(sys.version.split()[0], os.path.exists(os.path.expanduser(sys.argv[1])), json.dumps(trouble[-500:]))
 """
-"""Prints the version of Python, whether a file of the login node is there, and why ``srun --overlap`` fails."""
+"""Prints the version of Python, whether a file of the login node exists on this node, and why ``srun --overlap`` fails."""
 
 _ALLOCATION = Allocation(workflow="check", group="check", attempt=0)
 
 
 def check_slurm(pool: Pool, commands: SlurmCommands, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Yield the findings. It submits no job, except one that ends at once if a node is free. Raises ``NodeUnreachable``."""
+    """Yield the findings. Submits only one short job, if a node is free. Raises ``NodeUnreachable``."""
     check = _Check(pool, commands)
-    progress("asking Slurm for its configuration")
+    progress("querying Slurm's configuration")
     yield from check.version()
     yield from check.pyxis()
     partitions = check.partitions()
     accepted = []
     for platform, settings in {"": SlurmPlatform(), **check.settings.platforms}.items():
-        progress(f"asking Slurm whether it would accept a job{_of(platform)}")
+        progress(f"checking whether Slurm would accept a job{_of(platform)}")
         found = list(check.partition(platform, settings, partitions))
         for step in (partial(check.gres, platform, settings), partial(check.submission, platform)):
             found += [] if _has_error(found) else step()
@@ -85,8 +85,8 @@ class _Check:
         """Whether no node of the pool is free."""
 
     def version(self) -> Iterator[Finding]:
-        """Ask the controller, so that the check fails at once if it does not answer."""
-        text = self._commands.asked("scontrol", "show", "config")
+        """Check the version. Fails at once if the controller does not answer."""
+        text = self._commands.query("scontrol", "show", "config")
         shown = re.search(r"^SLURM_VERSION\s*=\s*(([0-9]+)\.([0-9]+)\S*)", text, re.MULTILINE)
         if shown is None:
             return
@@ -120,7 +120,7 @@ class _Check:
 
     def partitions(self) -> Mapping[str, Mapping[str, str]]:
         """Return the partitions with their settings, by name."""
-        return partitions_of(self._commands.asked(*SHOW_PARTITIONS))
+        return partitions_of(self._commands.query(*SHOW_PARTITIONS))
 
     def partition(self, platform: str, settings: SlurmPlatform, known: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         """Check that the partitions of a platform exist, are up, and allow the pool's time limit."""
@@ -164,7 +164,7 @@ class _Check:
         wanted = settings.gres or self.settings.gres
         partition = settings.partition or self.settings.partition
         chosen = [f"--partition={partition}"] if partition else []
-        text = self._commands.asked("sinfo", "--noheader", *chosen, "--format=%G")
+        text = self._commands.query("sinfo", "--noheader", *chosen, "--format=%G")
         kinds = set(re.findall(r"([A-Za-z0-9_.-]+(?::[A-Za-z0-9_.-]*[A-Za-z_.-][A-Za-z0-9_.-]*)?):[0-9]", text))
         self._has_gpus[platform] = any(kind == wanted or kind.startswith(f"{wanted}:") for kind in kinds)
         if self._has_gpus[platform]:
@@ -184,20 +184,20 @@ class _Check:
         command = sbatch_arguments(self._pool, _request(node), [(node,)])
         done = self._commands.run("env", "SLURM_TIME_FORMAT=%s", *command, "--test-only", input=b"#!/bin/sh\n")
         if done.exit_code == 0:
-            start = re.search(r" to start at ([0-9]{9,11}) ", last_words(done))
+            start = re.search(r" to start at ([0-9]{9,11}) ", error_text(done))
             when = f"; it would start at {local_minute(float(start[1]))}" if start is not None else ""
             if not platform:
-                self._is_busy = start is not None and float(start[1]) > float(self._commands.asked("date", "+%s")) + _SOON_S
+                self._is_busy = start is not None and float(start[1]) > float(self._commands.query("date", "+%s")) + _SOON_S
             yield note("slurm", self._at, f"Slurm accepts a job of one node{_of(platform)}{when}", "")
         elif is_temporary(done):
-            yield warning("slurm", self._at, f"Slurm refuses a job{_of(platform)} now: {last_words(done)}", "try again later")
+            yield warning("slurm", self._at, f"Slurm refuses a job{_of(platform)} now: {error_text(done)}", "try again later")
         else:
             refused: RequestRefused = refusal(done)
             message = refused.message.replace("the job", f"a job of one node{_of(platform)}", 1)
             yield error("slurm", self._at, message, refused.hint)
 
     def python(self) -> Iterator[Finding]:
-        """Run the pool's Python on a node if one is free at once, and find out whether it sees the login node's ``root``."""
+        """Run the pool's Python on a node if one is free at once, and check whether it shares ``root`` with the login node."""
         if self._is_busy:
             yield note("python", self._at, "Python on the nodes was not checked: no node is free now", "")
             return
@@ -223,28 +223,28 @@ class _Check:
         finally:
             if path:
                 self._commands.run("rm", "-f", path)
-        words = done.stdout.decode("utf-8", "replace").split(maxsplit=2)
-        if len(words) == 3:
-            yield from self._python_is(template.python, template.root, *words[:2], is_at_login=bool(path))
-            if words[2].strip() != '""':
+        fields = done.stdout.decode("utf-8", "replace").split(maxsplit=2)
+        if len(fields) == 3:
+            yield from self._python_findings(template.python, template.root, *fields[:2], is_at_login=bool(path))
+            if fields[2].strip() != '""':
                 yield error(
-                    "slurm", self._at, f"`srun --overlap` fails on a node: {plain(words[2]).strip()[:300]}",
+                    "slurm", self._at, f"`srun --overlap` fails on a node: {plain(fields[2]).strip()[:300]}",
                     "distflow needs it to start and to reach tasks: ask the administrators of the cluster",
                 )  # fmt: skip
-        elif re.search("execve|No such file|not found|Permission denied", last_words(done)):
+        elif re.search("execve|No such file|not found|Permission denied", error_text(done)):
             yield error(
-                "python", self._at, f"`{template.python}` does not run on a node: {last_words(done)[:300]}",
+                "python", self._at, f"`{template.python}` does not run on a node: {error_text(done)[:300]}",
                 "set `python` of the pool to a Python that exists on all nodes",
             )  # fmt: skip
         else:
             yield note(
                 "python",
                 self._at,
-                f"Python on the nodes was not checked: {last_words(done)[:200] or 'no node was free at once'}",
+                f"Python on the nodes was not checked: {error_text(done)[:200] or 'no node was free at once'}",
                 "",
             )
 
-    def _python_is(self, python: str, root: str, version: str, is_seen: str, *, is_at_login: bool) -> Iterator[Finding]:
+    def _python_findings(self, python: str, root: str, version: str, is_seen: str, *, is_at_login: bool) -> Iterator[Finding]:
         trouble = python_trouble(0, version)
         if trouble:
             yield error(
@@ -253,12 +253,12 @@ class _Check:
         else:
             yield note("python", self._at, f"on a node, `{python}` is Python {plain(version)}", "")
         if is_at_login:
-            where = (
+            sharing = (
                 "shared with the login node"
                 if is_seen == "True"
                 else "not shared with the login node: files are sent to each node"
             )
-            yield note("root", self._at, f"`{root}` is {where}", "")
+            yield note("root", self._at, f"`{root}` is {sharing}", "")
 
 
 def _request(node: NodeRequest) -> AllocationRequest:

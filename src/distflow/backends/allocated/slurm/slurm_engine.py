@@ -17,21 +17,21 @@ from distflow.backends.allocated.engine import (
     Granted,
     NodeRequest,
     Over,
-    QuestionLimit,
+    QueryLimit,
     Queued,
     Relay,
     RequestRefused,
 )
-from distflow.backends.allocated.slurm.accounts import Account, account_command
 from distflow.backends.allocated.slurm.commands import (
     CommandMissing,
     SlurmCommands,
     SlurmLogin,
-    last_words,
-    step_may_pass,
-    step_words,
+    error_text,
+    is_transient_error,
+    step_prefix,
 )
 from distflow.backends.allocated.slurm.hostlists import expand_hosts
+from distflow.backends.allocated.slurm.job_ends import JobEnd, job_end_command
 from distflow.backends.allocated.slurm.job_request import (
     as_one_shape,
     components_of,
@@ -70,11 +70,11 @@ __all__ = ["SlurmEngine"]
 _SUBMIT_EVERY_S = 0.2
 """The shortest time between two submissions."""
 _KNOWN_FOR_S = 20.0
-"""How long the last list of jobs answers whether an allocation exists already."""
+"""How long the last list of jobs is used to find an existing job."""
 _PARTITIONS_FOR_S = 600.0
 """How long the last list of partitions is used."""
 _ENDED_ALREADY = "(?i)invalid job id|already completed|already completing"
-"""Matches what ``scancel`` prints about jobs that have ended."""
+"""Matches the output of ``scancel`` for jobs that have ended."""
 _LARGEST_SHAPE = (
     "the tasks of the group request different resources, but every node gets the largest of them, because the pool or the "
     "cluster does not allow heterogeneous jobs"
@@ -84,13 +84,13 @@ _LARGEST_SHAPE = (
 class SlurmEngine:
     """Allocates nodes as jobs of Slurm (contract: ``allocated.engine.Engine``).
 
-    1. One ``squeue`` answers for all jobs of the user. The ends of jobs cost one further command, once.
-    2. A submission whose answer was lost is found by its marker. If Slurm accepts it later nevertheless, so that two jobs have
-       the same marker, ``states`` cancels the one that was not asked about.
+    1. One ``squeue`` lists all jobs of the user. Each ended job needs one further command, once.
+    2. A submission whose answer was lost is found by its marker. If Slurm accepts such a submission later, two jobs have the
+       same marker. Then ``states`` cancels the job that the caller does not know.
     """
 
-    question_limit: ClassVar = QuestionLimit(at_once=4.0, every_s=8.0)
-    """At most 11 questions in any minute. One more comes before the first request: an earlier process may have made it."""
+    query_limit: ClassVar = QueryLimit(at_once=4.0, every_s=8.0)
+    """At most 11 queries a minute, and one before the first request, because an earlier process may have made it."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SlurmEngine:
         """Use the commands of Slurm over ``login``, which ``close`` closes.
 
         ``script(python, idle_release_s, components)`` returns the script that starts the resident programs of a job.
-        ``relay(login, job, host, python, prefix=…, may_pass=…)`` returns a transport to one of them (see ``RelayTransport``).
+        ``relay(login, job, host, python, prefix=…, is_transient=…)`` returns a ``RelayTransport`` to one of them.
         """
         self._script = script
         self._relay = relay
@@ -117,21 +117,21 @@ class SlurmEngine:
         self._last_submit = 0.0
         self._known_partitions: Mapping[str, Mapping[str, str]] = {}
         self._partitions_at: float | None = None
-        """When they were learned, by the monotonic clock."""
+        """When they were queried (monotonic clock)."""
         self._is_closed = threading.Event()
         self._state = threading.Lock()
         """Guards everything below."""
         self._active: dict[str, Allocation] = {}
         self._listed_at: float | None = None
-        """When ``_active`` was learned, by the monotonic clock."""
+        """When ``_active`` was queried (monotonic clock)."""
         self._unsure: set[str] = set()
         """Markers of submissions whose answer was lost."""
         self._submitted: dict[str, tuple[float, Allocation]] = {}
-        """Jobs that this process submitted and has not released, and when."""
+        """Jobs that this process submitted and has not released, with the time of submission."""
         self._over: dict[str, Over] = {}
-        """Ended jobs that have been looked up."""
+        """Ended jobs whose reason is known."""
         self._released: set[str] = set()
-        """Jobs that end now, so that they are not taken for new requests."""
+        """Released jobs. They may still be listed, but a new request must not reuse them."""
         self._notices: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         """Running job → the hosts of its first component, as Slurm writes them."""
@@ -152,7 +152,7 @@ class SlurmEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each job, with one question to Slurm."""
+        """Return the state of each job, with one query to Slurm."""
         with self._state:
             known = {job: self._over[job] for job in ids if job in self._over}
         if not ids.keys() - known.keys():
@@ -173,10 +173,10 @@ class SlurmEngine:
             else:
                 found[job] = state
         if ended:
-            accounts = self._accounts(ended, jobs)
+            ends = self._job_ends(ended, jobs)
             with self._state:
-                self._over |= {job: state for job, state in accounts.items() if isinstance(state, Over)}
-            found |= accounts
+                self._over |= {job: state for job, state in ends.items() if isinstance(state, Over)}
+            found |= ends
         return found
 
     def allocations(self) -> Mapping[str, Allocation]:
@@ -186,22 +186,22 @@ class SlurmEngine:
             return dict(self._active)
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
-        """Cancel jobs, waiting or running. Jobs with an exit code end by it, if their resident program answers."""
+        """Cancel jobs, waiting or running. A job with an exit code ends with it, if its resident program answers."""
         with self._state:
             is_known = all(job in self._active or job in self._submitted for job in ids)
         if not is_known:
             self._list()
         ids = [job for job in ids if job not in exit_codes or not self._end(job, exit_codes[job])]
         with self._state:
-            # Only jobs with a marker: after a reset of the cluster, an old id may be that of the user's own job.
+            # Only jobs with a marker: after a reset of the cluster, the user's own job may have got an old id.
             jobs = [job for job in ids if job in self._active or job in self._submitted]
         if not jobs:
             return
         logs = " ".join(log_path(self._template.root, job) for job in jobs)
         done = self._commands.run("sh", "-c", f'scancel "$@"; code=$?; rm -f {logs}; exit $code', "sh", *jobs)
-        failures = [words for words in last_words(done).split("; ") if re.search(_ENDED_ALREADY, words) is None]
+        failures = [line for line in error_text(done).split("; ") if re.search(_ENDED_ALREADY, line) is None]
         if done.exit_code != 0 and failures:
-            raise self._commands.failed("scancel", done)
+            raise self._commands.failure("scancel", done)
         self._forget(jobs)
 
     def _forget(self, released: Collection[str]) -> None:
@@ -218,7 +218,9 @@ class SlurmEngine:
 
     def _open_relay(self, allocation_id: str, host: str) -> Relay:
         prefix = partial(self._step, allocation_id, host)
-        return self._relay(self._login, allocation_id, host, self._template.python, prefix=prefix, may_pass=step_may_pass)
+        return self._relay(
+            self._login, allocation_id, host, self._template.python, prefix=prefix, is_transient=is_transient_error
+        )
 
     def login_transport(self) -> Transport:
         """Return a transport to the login node, which stays connected for the engine."""
@@ -234,13 +236,13 @@ class SlurmEngine:
         self._login.close()
 
     def _step(self, job: str, host: str) -> Sequence[str]:
-        """Return the words before a command that run it as a further step of a job on one of its hosts."""
-        return step_words(job, host, self._het_group(job, host))
+        """Return the arguments before a command that run it as another step of a job on one of its hosts."""
+        return step_prefix(job, host, self._het_group(job, host))
 
     def _het_group(self, job: str, host: str) -> int | None:
-        """Return the component of a heterogeneous job that has a host; ``None`` for another job.
+        """Return the component of a heterogeneous job that has a host; ``None`` for other jobs.
 
-        Raises ``NodeUnreachable`` if Slurm must be asked and does not answer.
+        Raises ``NodeUnreachable`` if Slurm must be queried and does not answer.
         """
         with self._state:
             groups = self._het_groups.get(job)
@@ -293,9 +295,9 @@ class SlurmEngine:
         done = self._commands.run(*command, input=script)
         match = re.match(r"([0-9]+)(?:;|\s|$)", done.stdout.decode("utf-8", "replace"))
         if done.exit_code == 0 and match is None:
-            raise self._commands.failed("sbatch", done)
+            raise self._commands.failure("sbatch", done)
         if match is None and is_temporary(done):
-            raise self._commands.failed("sbatch", done)
+            raise self._commands.failure("sbatch", done)
         with self._state:
             self._unsure.discard(marker)
             if match is not None:
@@ -305,19 +307,19 @@ class SlurmEngine:
         if len(components) > 1 and lacks_het_jobs(done):
             return None
         if wanted.time_limit_s is not None and wanted.margin_s > 0 and is_about_time(done):
-            # Limits of accounts and qualities of service are not known before.
+            # The limits of accounts and QOS are not known before the submission.
             shortest = replace(wanted, time_limit_s=wanted.time_limit_s - wanted.margin_s, margin_s=0.0)
             return self._submit(shortest, components)
         raise refusal(done)
 
     def _partitions(self) -> Mapping[str, Mapping[str, str]]:
         if self._partitions_at is None or time.monotonic() - self._partitions_at > _PARTITIONS_FOR_S:
-            self._known_partitions = partitions_of(self._commands.asked(*SHOW_PARTITIONS))
+            self._known_partitions = partitions_of(self._commands.query(*SHOW_PARTITIONS))
             self._partitions_at = time.monotonic()
         return self._known_partitions
 
     def _end(self, job: str, exit_code: int) -> bool:
-        """End a job by an exit code. Returns whether it has accepted that."""
+        """End a job with an exit code. Returns whether its resident program accepted that."""
         with self._state:
             hosts = self._hosts.get(job, "") if job in self._active else ""
         try:
@@ -328,14 +330,14 @@ class SlurmEngine:
         self._forget([job])
         return True
 
-    # Questions.
+    # Queries.
 
     def _list(self) -> Mapping[str, Sequence[Component]]:
         """Return all jobs of this user that Slurm knows."""
         separator = f"<{secrets.token_hex(8)}>"
         command = ("squeue", "--me", "--noheader", "--states=all", f"--format={squeue_format(separator)}")
-        asked_at = time.monotonic()
-        text = self._commands.asked(*command)
+        listed_at = time.monotonic()
+        text = self._commands.query(*command)
         try:
             jobs = jobs_of(text, separator)
         except ValueError as error:
@@ -347,31 +349,33 @@ class SlurmEngine:
             and any(phase_of(one.state) in (Phase.QUEUED, Phase.GRANTED) for one in components)
         }
         with self._state:
-            later = {job: allocation for job, (at, allocation) in self._submitted.items() if at >= asked_at and job not in jobs}
-            self._active, self._listed_at = active | later, asked_at
+            later = {
+                job: allocation for job, (at, allocation) in self._submitted.items() if at >= listed_at and job not in jobs
+            }
+            self._active, self._listed_at = active | later, listed_at
             self._hosts = {job: parts[0].hosts for job, parts in jobs.items() if parts[0].hosts}
             self._het_groups = {job: _groups_of(parts) for job, parts in jobs.items() if any(one.hosts for one in parts)}
         return jobs
 
-    def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], asked: Collection[str]) -> None:
-        """Cancel second jobs of an allocation, and the rest of heterogeneous jobs of which a component has ended."""
+    def _cancel_unwanted(self, jobs: Mapping[str, Sequence[Component]], known: Collection[str]) -> None:
+        """Cancel second jobs of the allocations of ``known`` jobs, and ``known`` heterogeneous jobs with an ended component."""
         with self._state:
             active = dict(self._active)
-        wanted = {active[job] for job in asked if job in active}
-        unwanted = [job for job, allocation in active.items() if job not in asked and allocation in wanted]
-        for job in asked:
+        wanted = {active[job] for job in known if job in active}
+        unwanted = [job for job, allocation in active.items() if job not in known and allocation in wanted]
+        for job in known:
             phases = {phase_of(one.state) for one in jobs.get(job, ())}
             if Phase.OVER in phases and phases & {Phase.QUEUED, Phase.GRANTED}:
                 unwanted.append(job)
         if unwanted:
             self.release(unwanted)
 
-    def _accounts(self, ended: Sequence[str], jobs: Mapping[str, Sequence[Component]]) -> Mapping[str, AllocationState]:
-        """Return what Slurm knows about the ends of jobs."""
+    def _job_ends(self, ended: Sequence[str], jobs: Mapping[str, Sequence[Component]]) -> Mapping[str, AllocationState]:
+        """Return the states of jobs that have ended."""
         separator = f"<{secrets.token_hex(8)}>"
-        done = self._commands.run(*account_command(separator, self._template.root, ended))
+        done = self._commands.run(*job_end_command(separator, self._template.root, ended))
         if done.exit_code != 0:
-            raise self._commands.failed("scontrol", done)
+            raise self._commands.failure("scontrol", done)
         *parts, nodes = done.stdout.decode("utf-8", "replace").split(separator)
         if len(parts) != 4 * len(ended):
             raise NodeUnreachable(
@@ -383,10 +387,10 @@ class SlurmEngine:
         }
         found: dict[str, AllocationState] = {}
         for position, job in enumerate(ended):
-            account = Account(*(part.strip() for part in parts[4 * position : 4 * position + 4]))
-            state = account.state_of(job, jobs.get(job, ()), down)
+            end = JobEnd(*(part.strip() for part in parts[4 * position : 4 * position + 4]))
+            state = end.state_of(job, jobs.get(job, ()), down)
             if state is None:
-                raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(account.job)[:300]}")
+                raise NodeUnreachable(self._commands.node, f"`scontrol` failed: {plain(end.job)[:300]}")
             found[job] = state
         return found
 

@@ -1,4 +1,4 @@
-"""What the states of pods mean: a corpus of statuses as kubelets and schedulers of several releases write them."""
+"""The meaning of pod states: statuses that kubelets and schedulers of several releases write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distflow.backends.allocated.kubernetes.pod_states import (
     WAITING,
     Phase,
     Pod,
-    exit_of,
+    failure_of,
     state_of,
     vanished,
 )
@@ -140,24 +140,24 @@ def test_states_of_pods(found: Pod, phase: Phase, reason: Reason | None, words: 
 
 
 @pytest.mark.parametrize("word", [*FAILURES, *TERMINATIONS, *WAITING, "", "Unheard"])
-def test_each_word_has_a_meaning_everywhere(word: str) -> None:
+def test_every_reason_has_a_meaning(word: str) -> None:
     for found in (
         pod({"phase": "Failed", "reason": word, "message": "m"}),
         pod(container("Failed", terminated={"reason": word, "exitCode": 1, "message": "m"})),
         pod(container("Pending", waiting={"reason": word, "message": "m"})),
     ):
         assert state_of(found).phase in (Phase.FAILED, Phase.STARTING)
-    reason, text = exit_of(word, "m")
+    reason, text = failure_of(word, "m")
     assert isinstance(reason, Reason)
     assert text
 
 
 @pytest.mark.parametrize("status", [None, [], {"phase": 3}, {"containerStatuses": {}}, {"conditions": [3], "phase": "Running"}])
-def test_a_hostile_status_is_no_traceback(status: Any) -> None:
+def test_a_malformed_status_raises_nothing(status: Any) -> None:
     assert state_of(Pod({"metadata": None, "spec": [], "status": status})).phase in Phase
 
 
-def test_a_pod_that_vanished_is_explained_by_its_last_state_then_by_events() -> None:
+def test_a_missing_pod_is_explained_by_its_last_state_or_by_events() -> None:
     lost = state_of(pod(container("Running", running={}) | disrupted("DeletionByPodGC"), deleted=True))
     assert vanished(lost, [])[0] is Reason.NODE_LOST
     assert vanished(None, [{"reason": "Scheduled"}, {"reason": "Preempted"}])[0] is Reason.PREEMPTED

@@ -1,4 +1,4 @@
-"""The objects that distflow creates."""
+"""The Kubernetes objects that distflow creates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_objects_are_valid_in_other_releases(release: str) -> None:
     validate.validate(owner_manifest(wanted(node), "train-3-1a2b3c4d"), release, strict=True)
 
 
-def test_a_template_is_merged_and_its_mounts_count() -> None:
+def test_a_template_is_merged_and_its_mounts_replace_others() -> None:
     template = {
         "metadata": {"labels": {"team": "a"}},
         "spec": {
@@ -115,7 +115,7 @@ def test_a_task_without_an_image_or_with_an_unknown_platform_is_refused() -> Non
 
 
 @pytest.mark.parametrize("label", ["train-3/g", "Ünï_code/x", "3/4", "x" * 90 + "/y", "/"])
-def test_names_are_valid(label: str) -> None:
+def test_allocation_names_are_valid(label: str) -> None:
     name = new_id(label)
     assert name == name.lower()
     assert len(f"{name}-123456") <= 63
@@ -124,6 +124,6 @@ def test_names_are_valid(label: str) -> None:
     assert owner["metadata"]["labels"]["distflow.dev/allocation"] == name
 
 
-def test_places_of_pods() -> None:
+def test_host_names_of_pods() -> None:
     assert host_name("10.0.0.1", 12) == "10.0.0.1_12"
     assert (index_of_host("10.0.0.1_12"), node_of_host("10.0.0.1_12"), node_of_host("10.0.0.1")) == (12, "10.0.0.1", "10.0.0.1")

@@ -1,4 +1,4 @@
-"""Questions to the program on the Ray cluster, when its answers are wrong or missing."""
+"""Requests to the program on the Ray cluster whose answers are wrong or missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Given = Callable[..., str]
 
 @pytest.fixture
 def python(tmp_path: Path) -> Given:
-    """An interpreter that prints these lines, whatever it is asked, and goes on reading."""
+    """An interpreter that ignores its program, prints these lines, and then reads its input unless ``ends``."""
 
     def made(*lines: str, ends: bool = False) -> str:
         (tmp_path / "lines").write_text("".join(f"{line}\n" for line in lines))
@@ -82,7 +82,7 @@ def test_a_refusal_is_final(python: Given) -> None:
         ((['{"kind": "not connected", "error": "x"}'], False), NodeUnreachable, "Ray at `auto` did not answer: x"),
     ],
 )
-def test_a_program_that_does_not_start_says_why(
+def test_a_program_that_does_not_start_reports_the_reason(
     python: Given, given: tuple[list[str], bool], kind: type[NodeUnreachable], message: str
 ) -> None:
     lines, ends = given
@@ -101,14 +101,14 @@ def test_an_interpreter_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize(
     "answer", [1, None, [], {}, {"states": []}, {"states": {"abc": 1}, "nodes": []}, {"states": {"abc": {}}}]
 )
-def test_states_without_sense_are_an_error_and_not_an_end(python: Given, answer: Any) -> None:
+def test_malformed_states_are_an_error(python: Given, answer: Any) -> None:
     one = engine(python(READY, json.dumps({"answer": answer})))
     with pytest.raises(NodeUnreachable, match="cannot read Ray"):
         one.states({"abc": ("a",)})
     one.close()
 
 
-def test_other_answers_without_sense_are_errors(python: Given) -> None:
+def test_other_malformed_answers_are_errors(python: Given) -> None:
     wanted = AllocationRequest(allocation=Wanted(workflow="u", group="g", attempt=0), label="w/g", nodes=())
     asks: tuple[Callable[[RayEngine], Any], ...] = (
         lambda one: one.request(wanted),

@@ -1,4 +1,4 @@
-"""What Ray's reports mean: all of its states, and reports without sense."""
+"""The meaning of Ray's reports: all states, and malformed reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def died(reason: str = "", kind: str = "actor_died_error_context", node: str = "
     return {"kind": kind, "reason": reason, "node": node, "message": message}
 
 
-def test_rays_own_words_are_all_known() -> None:
+def test_all_states_and_reasons_of_ray_are_known() -> None:
     assert set(GROUP_STATES) == set(gcs_pb2.PlacementGroupTableData.PlacementGroupState.keys())
     assert set(SCHEDULING) == set(gcs_pb2.PlacementGroupStats.SchedulingState.keys())
     assert set(ACTOR_STATES) == set(gcs_pb2.ActorTableData.ActorState.keys())
@@ -73,7 +73,7 @@ def test_a_placement_group_is_granted_when_all_actors_answer() -> None:
 
 @pytest.mark.parametrize("state", [*GROUP_STATES, "SOMETHING_NEW"])
 @pytest.mark.parametrize("one", [*ACTOR_STATES, "SOMETHING_NEW"])
-def test_every_state_means_something(state: str, one: str) -> None:
+def test_every_state_has_a_meaning(state: str, one: str) -> None:
     given = state_of(found(state, actors=[actor(0), actor(1, one)]))
     if state == "REMOVED":
         assert isinstance(given, Over)
@@ -85,7 +85,7 @@ def test_every_state_means_something(state: str, one: str) -> None:
 
 
 @pytest.mark.parametrize("word", [*SCHEDULING, "SOMETHING_NEW"])
-def test_waiting_is_explained_with_rays_numbers(word: str) -> None:
+def test_the_reason_for_waiting_contains_the_resources(word: str) -> None:
     given = state_of(found("PENDING", word))
     assert isinstance(given, Queued)
     numbers = "requested with STRICT_SPREAD: 2 × 1 CPU, 2 GPU; free: n1 6 of 8 CPU, 0 of 2 GPU; n2 6 of 8 CPU, 0 of 2 GPU"
@@ -106,7 +106,7 @@ def test_waiting_is_explained_with_rays_numbers(word: str) -> None:
         (None, Reason.NODE_LOST, "its actor ended"),
     ],
 )  # fmt: skip
-def test_ends_have_a_reason(cause: Any, reason: Reason, text: str) -> None:
+def test_every_death_has_a_reason(cause: Any, reason: Reason, text: str) -> None:
     given = state_of(found(actors=[actor(0), actor(1, "DEAD", cause, 5)]))
     assert isinstance(given, Over)
     assert given.reason is reason
@@ -114,7 +114,7 @@ def test_ends_have_a_reason(cause: Any, reason: Reason, text: str) -> None:
     assert given.is_failure is (reason is Reason.START_ERROR)
 
 
-def test_a_lost_node_explains_actors_that_ended_before() -> None:
+def test_a_lost_node_explains_earlier_deaths_of_actors() -> None:
     actors = [actor(0, "DEAD", died("WORKER_DIED"), 5), actor(1, "DEAD", died("NODE_DIED"), 6)]
     given = state_of(found("RESCHEDULING", actors=actors))
     assert isinstance(given, Over)
@@ -138,12 +138,12 @@ def test_an_unknown_placement_group_is_lost() -> None:
         {},
     ],
 )
-def test_an_endpoint_without_sense_is_an_error(endpoint: dict[str, Any]) -> None:
+def test_a_malformed_endpoint_is_an_error(endpoint: dict[str, Any]) -> None:
     with pytest.raises((ValueError, KeyError)):
         state_of(found(actors=[actor(0), actor(1, endpoint=endpoint)]))
 
 
-def test_tasks_on_one_node_have_names_of_their_own() -> None:
+def test_tasks_on_one_node_have_different_host_names() -> None:
     assert hosts_of(["n1", "n1", "10.0.0.2", "n1", "a b@c"]) == ["n1", "n1+2", "10.0.0.2", "n1+3", "a-b-c"]
 
 

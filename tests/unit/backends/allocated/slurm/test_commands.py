@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from distflow.backends.allocated.slurm.commands import SlurmCommands, SlurmLogin, last_words
+from distflow.backends.allocated.slurm.commands import SlurmCommands, SlurmLogin, error_text
 from distflow.transports.base import Completed
 from distflow.transports.local import LocalTransport
 
@@ -39,8 +39,8 @@ def test_arguments_arrive_unchanged() -> None:
     assert commands.run("printf", "%s|", *words).stdout.decode() == "".join(f"{word}|" for word in words)
 
 
-def test_last_words_are_one_line_without_the_names_of_programs() -> None:
+def test_the_error_text_is_one_line_without_the_names_of_programs() -> None:
     text = (
         b'sbatch: error: invalid partition: nope\nsbatch: \x1b[31mfailed\nTry "sbatch --help"\nsbatch: error: \x1b[31mfailed\n'
     )
-    assert last_words(Completed(exit_code=1, stdout=b"", stderr=text)) == "invalid partition: nope; failed"
+    assert error_text(Completed(exit_code=1, stdout=b"", stderr=text)) == "invalid partition: nope; failed"

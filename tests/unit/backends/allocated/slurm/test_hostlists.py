@@ -41,6 +41,6 @@ def test_a_list_is_expanded_in_order(text: str, hosts: tuple[str, ...]) -> None:
         "a[1-2\n]",
     ],
 )
-def test_other_texts_are_refused(text: str) -> None:
+def test_invalid_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="list of hosts"):
         expand_hosts(text)

@@ -1,4 +1,4 @@
-"""From a request for nodes to ``sbatch``: its options and script as golden files, and what its refusals mean.
+"""The options and scripts of ``sbatch`` as golden files, and the meaning of its refusals.
 
 ``DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/backends/allocated`` writes the files again; the diff then shows the changes.
 """
@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_command_is_as_recorded(name: str) -> None:
+def test_the_command_matches_the_golden_file(name: str) -> None:
     configured, request = CASES[name]
     pool = pool_of(configured)
     assert pool.template is not None
@@ -173,7 +173,7 @@ POLICY = FAILED + "Job violates accounting/QOS policy (job submit limit, user's 
         ("sbatch: error: lua: state your project\n" + FAILED + "Unspecified error\n", "the pool's `slurm`"),
     ],
 )
-def test_final_refusals_have_slurms_words_and_a_remedy(text: str, hint: str) -> None:
+def test_final_refusals_quote_slurm_and_have_a_remedy(text: str, hint: str) -> None:
     assert not is_temporary(answered(text))
     assert not lacks_het_jobs(answered(text))
     error = refusal(answered(text))
@@ -222,7 +222,7 @@ def test_the_log_of_a_job_is_in_the_root(root: str, path: str) -> None:
     ("resident", "code", "kept"),
     [("exit 0", 0, None), ("echo cannot start >&2; exit 127", 127, "cannot start\n"), ("exec true", 0, None)],
 )
-def test_the_script_keeps_the_messages_of_a_failure_only(tmp_path: Path, resident: str, code: int, kept: str | None) -> None:
+def test_the_script_keeps_messages_only_after_a_failure(tmp_path: Path, resident: str, code: int, kept: str | None) -> None:
     root = tmp_path / "a b"
     script = job_script(str(root), f"#!/bin/sh\n{resident}\n")
     assert (

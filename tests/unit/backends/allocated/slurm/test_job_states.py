@@ -1,4 +1,4 @@
-"""What Slurm's words mean."""
+"""The meaning of Slurm's states and reasons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.backends.allocated.engine import AllocationState, Over, Queued
-from distflow.backends.allocated.slurm.accounts import Account
+from distflow.backends.allocated.slurm.job_ends import JobEnd
 from distflow.backends.allocated.slurm.job_states import (
     ENDS,
     PHASES,
@@ -39,7 +39,7 @@ def test_an_unknown_state_waits() -> None:
     assert state_text("DREAMING") == "waits (DREAMING)"
 
 
-def test_every_reason_is_in_plain_words_with_slurms_own() -> None:
+def test_every_reason_has_a_text_that_contains_it() -> None:
     assert [word for word in REASONS if not pending_text(word).endswith(f" ({word})")] == []
 
 
@@ -70,7 +70,7 @@ def test_reasons_for_waiting(reason: str, text: str) -> None:
     assert pending_text(reason).startswith(text)
 
 
-# Recorded from squeue of 22.05. A comment or name of the user may contain anything, except the separator, which is random.
+# Recorded from squeue of 22.05. Comments and names may contain any text except the separator, which is random.
 SEPARATOR = "<T>"
 RECORDED = (
     "<T>14+0<T>14<T>PENDING<T>1795432380<T><T>Resources<T>distflow:u/g/0<T>\n"
@@ -80,7 +80,7 @@ RECORDED = (
 )
 
 
-def test_the_answer_of_squeue_is_read_whatever_texts_contain() -> None:
+def test_the_output_of_squeue_is_parsed_with_any_texts() -> None:
     assert squeue_format(SEPARATOR) == "<T>%i<T>%A<T>%T<T>%S<T>%N<T>%r<T>%k<T>"
     jobs = jobs_of(RECORDED, SEPARATOR)
     assert list(jobs) == ["14", "18"]
@@ -100,7 +100,7 @@ def test_the_answer_of_squeue_is_read_whatever_texts_contain() -> None:
 @pytest.mark.parametrize(
     "text", ["hello", "<T>1<T>1<T>PENDING", RECORDED[:60], "warning\n" + RECORDED, RECORDED.replace("\n<T>18", "x<T>18")]
 )
-def test_another_answer_is_an_error(text: str) -> None:
+def test_malformed_output_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="requested format"):
         jobs_of(text, SEPARATOR)
 
@@ -120,7 +120,7 @@ def over(
     state: str, *, reason: str = "None", code: str = "0:0", more: str = "", accounting: str = "", by: str = "", log: str = ""
 ) -> AllocationState | None:
     shown = SHOWN.format(job=5, state=state, reason=reason, code=code, more=more)
-    return Account(shown, accounting, by, log).state_of("5", [component(state)], {"n2", "n7"})
+    return JobEnd(shown, accounting, by, log).state_of("5", [component(state)], {"n2", "n7"})
 
 
 @pytest.mark.parametrize("state", ENDS)
@@ -131,7 +131,7 @@ def test_every_end_has_a_sentence(state: str) -> None:
     assert found.message.startswith(f"Slurm job 5 {ENDS[state][1]}")
 
 
-def test_ends_name_their_causes() -> None:
+def test_messages_about_ends_name_the_causes() -> None:
     assert over("TIMEOUT", reason="TimeLimit") == Over(
         reason=Reason.EXEC_TIMEOUT, message="Slurm job 5 reached its time limit of 60 s"
     )
@@ -166,20 +166,20 @@ def test_ends_name_their_causes() -> None:
     )
 
 
-def test_the_gravest_component_explains_a_heterogeneous_job() -> None:
-    found = Account("", "", "", "").state_of("5", [component("CANCELLED", "n1"), component("NODE_FAIL", "n2", 1)], {"n2"})
+def test_the_most_severe_component_explains_a_heterogeneous_job() -> None:
+    found = JobEnd("", "", "", "").state_of("5", [component("CANCELLED", "n1"), component("NODE_FAIL", "n2", 1)], {"n2"})
     assert found == Over(reason=Reason.NODE_LOST, message="Slurm job 5 lost a node (n2)", hosts=("n2",))
 
 
 def test_a_job_that_slurm_has_forgotten_is_over() -> None:
     unknown = "slurm_load_jobs error: Invalid job id specified\n"
-    assert Account(unknown, "", "", "").state_of("5", [], ()) == Over(reason=None, message="Slurm no longer knows job 5")
-    assert Account(unknown, "TIMEOUT|0:0|n1", "", "").state_of("5", [], ()) == Over(
+    assert JobEnd(unknown, "", "", "").state_of("5", [], ()) == Over(reason=None, message="Slurm no longer knows job 5")
+    assert JobEnd(unknown, "TIMEOUT|0:0|n1", "", "").state_of("5", [], ()) == Over(
         reason=Reason.EXEC_TIMEOUT, message="Slurm job 5 reached its time limit"
     )
-    assert Account("slurm_load_jobs error: Unable to contact slurm controller", "", "", "").state_of("5", [], ()) is None
+    assert JobEnd("slurm_load_jobs error: Unable to contact slurm controller", "", "", "").state_of("5", [], ()) is None
 
 
-def test_a_job_that_was_submitted_after_the_question_waits() -> None:
+def test_a_job_that_was_submitted_after_the_query_waits() -> None:
     shown = SHOWN.format(job=5, state="PENDING", reason="None", code="0:0", more="")
-    assert isinstance(Account(shown, "", "", "").state_of("5", [], ()), Queued)
+    assert isinstance(JobEnd(shown, "", "", "").state_of("5", [], ()), Queued)

@@ -1,4 +1,4 @@
-"""Slurm's account of the end of a job: who or what ended it, and the last messages of its script."""
+"""The end of a Slurm job: its cause, and the last messages of its script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distflow.documents.quantities import seconds_text
 from distflow.documents.text import plain
 from distflow.lifecycle.states import Reason
 
-__all__ = ["Account", "account_command"]
+__all__ = ["JobEnd", "job_end_command"]
 
 _LONGEST_LOG = 2000
 """Bytes of a job's messages."""
@@ -35,7 +35,7 @@ timeout 20 sinfo --noheader --Node --format='%N %T' 2>/dev/null
 exit 0
 """
 
-_GRAVEST = (
+_BY_SEVERITY = (
     "NODE_FAIL",
     "BOOT_FAIL",
     "OUT_OF_MEMORY",
@@ -46,44 +46,45 @@ _GRAVEST = (
     "FAILED",
     "CANCELLED",  # codespell:ignore
 )
-"""Which state of several components explains the end of a heterogeneous job, first of all."""
+"""States of components. The first one that occurs explains the end of a heterogeneous job."""
 _OUT_OF_MEMORY = re.compile(
     r"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:exceeded .*memory limit|out of memory|oom.?kill)"
 )
 """Matches a message about a step that used too much memory, with its node. The job itself ends as ``FAILED``."""
 
 _NO_GPUS = re.compile(r" JOB_GRES=\S*:0\s")
-"""Matches what ``scontrol`` prints about a job that Slurm started without the GPUs that it requested.
+"""Matches the output of ``scontrol`` for a job that Slurm started without the GPUs that it requested.
 
 Slurm 22.05 does that if it starts the job after a restart of ``slurmctld`` but before the nodes have registered again. Such a
 job cannot create steps.
 """
 
 
-def account_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
-    """Return a command that prints the four parts of an ``Account`` for each job, and then the state of all nodes."""
+def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
+    """Return a command that prints the four fields of ``JobEnd`` for each job, and then the states of all nodes."""
     script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, log=log_path(root, "$job"))
     return ("sh", "-c", script, "sh", *jobs)
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What the commands of Slurm print about one job that has ended."""
+class JobEnd:
+    """The output of Slurm's commands for one job that has ended."""
 
     job: str
-    """From ``scontrol``, which forgets a job after some minutes."""
+    """Output of ``scontrol``, which forgets a job after some minutes."""
     accounting: str
-    """From ``sacct``; empty on clusters without accounting."""
+    """Output of ``sacct``; empty on clusters without accounting."""
     canceled_by: str
+    """User that canceled it; empty if that is unknown."""
     log: str
     """The last messages of its script; empty unless the script failed and the file can be read on the login node."""
 
     def state_of(self, job: str, components: Sequence[Component], down: Collection[str]) -> AllocationState | None:
-        """Return the state of a job that is not among the active ones; ``None`` if Slurm could not be asked.
+        """Return the state of a job that is no longer active; ``None`` if Slurm did not answer.
 
         Args:
             job: The id of the job.
-            components: Its components, from ``squeue``; empty if that did not list it.
+            components: Its components in ``squeue``; empty if ``squeue`` did not list it.
             down: The nodes that are down now.
 
         """
@@ -96,8 +97,8 @@ class Account:
             return Over(reason=None, message=f"Slurm no longer knows job {job}")
         active = [state for state in states if phase_of(state) is not Phase.OVER]
         if active:
-            return Queued(why=state_text(active[0]))  # it was submitted after the question to squeue
-        state = next((one for one in _GRAVEST if one in states), states[0])
+            return Queued(why=state_text(active[0]))  # it was submitted after the query with squeue
+        state = next((one for one in _BY_SEVERITY if one in states), states[0])
         excess = [match for line in self.log.splitlines() if (match := _OUT_OF_MEMORY.search(line))]
         if state == "FAILED" and excess:
             state = "OUT_OF_MEMORY"
@@ -143,5 +144,5 @@ class Account:
         why = re.search(r" Reason=(\S+)", self.job)
         if why is not None and why[1] not in ("None", "NonZeroExitCode"):
             text += f" ({plain(why[1])[:100]})"
-        words = "; ".join(plain(line).strip() for line in self.log.splitlines()[-5:] if line.strip())
-        return f"{text}: {words}" if words else text
+        log = "; ".join(plain(line).strip() for line in self.log.splitlines()[-5:] if line.strip())
+        return f"{text}: {log}" if log else text
