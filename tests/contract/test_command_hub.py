@@ -279,7 +279,7 @@ def test_a_hub_that_is_killed_at_its_start_may_be_tried_again(make: Callable[...
 
 
 def test_a_machine_without_python_is_named(make: Callable[..., MultiplexedTransport]) -> None:
-    with pytest.raises(BootstrapFailed, match=r"login: Python 3\.8 or newer is needed; `/no/such/python` is not there"):
+    with pytest.raises(BootstrapFailed, match=r"login: Python 3\.8 or newer is needed; `/no/such/python` does not exist"):
         make(python="/no/such/python").run(["true"], timeout_s=60)
 
 

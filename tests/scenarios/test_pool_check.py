@@ -132,7 +132,7 @@ def test_a_stopped_server_is_one_error_with_its_remedy(hosts: Hosts) -> None:
     (error,) = errors(answer)
     assert (error["about"], error["nodes"]) == ("ssh", ["gpu2"])
     assert "connection refused" in error["message"]
-    assert "is sshd running there" in error["hint"]
+    assert "check that sshd is running there" in error["hint"]
     assert states(answer)["gpu2"] == "error"
     # The others are measured all the same.
     assert [pair["kind"] for pair in answer["pairs"]] == ["ok", "ok"]

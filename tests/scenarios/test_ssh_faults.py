@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[Callable[[Sshd], Repair], str, str]] = {
     "refused key": (_refuse_our_key, "refused the key", "authorized_keys"),
     "unknown host key": (_forget_its_key, "is not known", "ssh-keyscan"),
     "changed host key": (_know_another_key, "showed a host key that differs from the known one", "ssh-keygen -R"),
-    "closed port": (_close_its_port, "nothing listens there", "is sshd running there"),
+    "closed port": (_close_its_port, "nothing listens there", "check that sshd is running there"),
 }
 """What is wrong with a host → how it gets so, what is said of it, and of the remedy."""
 

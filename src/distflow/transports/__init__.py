@@ -1,1 +1,1 @@
-"""Ways to run commands and move bytes on one node; they know nothing of workflows."""
+"""Transports, which run commands on one node and transfer bytes. They do not depend on workflows."""

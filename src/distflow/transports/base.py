@@ -1,6 +1,6 @@
-"""The protocol of a transport, which runs commands on one node and carries bytes; and one action on many nodes.
+"""The protocol of a transport, which runs commands on one node and transfers bytes; and ``fan_out`` over many nodes.
 
-Transports know nothing of agents or workflows.
+Transports do not depend on agents or workflows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 REASON_MARK = "[connection] "
-"""Before the reason of a broken connection, in ``Channel.stderr_tail``."""
+"""Precedes the reason of a broken connection in ``Channel.stderr_tail``."""
 
 
 class Deadline:
-    """A point in time, ``seconds`` from now, that limits several steps together."""
+    """A time limit, ``seconds`` from now, for several steps together."""
 
     def __init__(self, seconds: float) -> None:
         """Start now."""
@@ -56,13 +56,13 @@ class Completed:
     exit_code: int
     """As in a shell: 127 if the program was not found, 126 if it cannot be executed, 128 + N after signal N."""
     stdout: bytes
-    """Complete."""
+    """All of standard output."""
     stderr: bytes
-    """Complete."""
+    """All of standard error."""
 
 
 class Channel(Protocol):
-    """One running command with a pipe to it and a pipe back.
+    """The pipes to and from one running command.
 
     Contract, held by tests/contract/test_transport.py for every implementation:
 
@@ -71,7 +71,7 @@ class Channel(Protocol):
     2. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises;
        ``stderr_tail`` explains an early end.
     3. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` or ``write`` that blocks in another
-       thread. It closes the command's standard input and stops no remote process.
+       thread. It closes the command's standard input, and does not stop remote processes.
     4. Standard error is always drained; ``stderr_tail`` returns its last kilobytes. Once ``read`` has returned ``b""`` because
        the command ended, standard error is complete and ``exit_code`` is known.
     """
@@ -100,7 +100,7 @@ class Stream(Protocol):
 
     1. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises.
     2. ``write`` returns when all bytes have been sent, and raises ``NodeUnreachable`` if the other side has closed.
-    3. ``end`` closes this direction; the other one stays open.
+    3. ``end`` closes the sending direction; the other direction stays open.
     4. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` that blocks in another thread.
     """
 
@@ -111,7 +111,7 @@ class Stream(Protocol):
         """Send ``data``."""
 
     def end(self) -> None:
-        """Close the direction to the node."""
+        """Close the sending direction."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -127,7 +127,7 @@ class Transport(Protocol):
        far as it can and raises ``NodeUnreachable``.
     3. It drains stdout and stderr while it writes ``input``, so megabytes in one of them never block the others.
     4. ``argv`` arrives unchanged: no shell on either side changes a byte of it.
-    5. ``open`` starts a command in a session of its own. Neither the end of this process nor ``close`` stops it.
+    5. ``open`` starts a command in its own session. Neither the end of this process nor ``close`` stops it.
     6. ``dial`` connects to a TCP port on the node's loopback address. It raises ``NodeUnreachable`` if nothing listens.
     7. ``hang_up`` drops the connection, or the attempt to connect. Calls that use it end with an error, and the next call
        connects again. It never raises, and does not stop remote processes.
@@ -163,13 +163,13 @@ class Transport(Protocol):
 
 
 def tail_with_reason(tail: str, why: str) -> str:
-    """Return what ``Channel.stderr_tail`` returns. ``why``: why the connection broke; empty if it did not."""
+    """Return the result of ``Channel.stderr_tail``. ``why``: why the connection broke; empty if it did not."""
     newline = "\n" if tail and not tail.endswith("\n") else ""
     return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
 
 
 class BorrowedTransport:
-    """The transport of somebody else, who alone closes it and hangs up (contract: ``Transport``)."""
+    """A transport that belongs to another object, which alone closes it and hangs up (contract: ``Transport``)."""
 
     reached_address: str | None = None
     named_addresses: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ def fan_out(transports: Sequence[Transport], action: Callable[[Transport], T], *
     """Call ``action`` for every transport, at most ``limit`` at a time, and return the outcomes in their order.
 
     A ``DistflowError`` becomes an outcome. Any other exception is a bug, and is raised after all actions have ended. A keyboard
-    interrupt does not wait for them.
+    interrupt does not wait for the actions.
     """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(len(transports)):

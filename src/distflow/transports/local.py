@@ -18,8 +18,8 @@ from distflow.transports.base import Completed
 __all__ = ["LocalChannel", "LocalStream", "LocalTransport", "login_environment"]
 
 _READ = 65536
-_OF_A_LOGIN = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"})
-_PREFIXES_OF_A_LOGIN = ("LC_", "PYENV_", "XDG_")
+_LOGIN_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"})
+_LOGIN_PREFIXES = ("LC_", "PYENV_", "XDG_")
 _TAIL = 16384
 _DRAINED_S = 2.0
 
@@ -28,7 +28,7 @@ class LocalTransport:
     """Runs commands on this machine (contract: ``transports.base.Transport``)."""
 
     umask: ClassVar[int] = -1
-    """The umask of the commands; -1 for the umask of this process. (The supervisor's own umask is stricter than its user's.)"""
+    """The umask of the commands; -1 for the umask of this process. The supervisor's umask is stricter than its user's."""
 
     def __init__(self, name: str = "local") -> None:
         """``name`` is the node's name in messages."""
@@ -36,12 +36,12 @@ class LocalTransport:
 
     @property
     def reached_address(self) -> str | None:
-        """``None``: there is no network in between."""
+        """``None``: commands do not use a network."""
         return None
 
     @property
     def named_addresses(self) -> tuple[str, ...]:
-        """Empty: there is no jump host in between."""
+        """Empty: there is no jump host."""
         return ()
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
@@ -56,11 +56,11 @@ class LocalTransport:
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # Its child processes in other sessions may still hold the pipes: do not wait for those.
+                # Child processes in other sessions may still hold the pipes: do not wait for them.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_DRAINED_S)
                 raise NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s") from None
-        return Completed(exit_code=_shells_code(process.returncode), stdout=stdout, stderr=stderr)
+        return Completed(exit_code=_shell_exit_code(process.returncode), stdout=stdout, stderr=stderr)
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
         """Start a command and keep a channel to it."""
@@ -107,7 +107,7 @@ class LocalStream:
             raise NodeUnreachable(self._node, f"the other side closed the connection ({error.strerror})") from error
 
     def end(self) -> None:
-        """Close the direction to the port."""
+        """Close the sending direction."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -122,7 +122,7 @@ class LocalChannel:
     """A child process's pipes (contract: ``transports.base.Channel``)."""
 
     def __init__(self, node: str, process: subprocess.Popen[bytes] | None, failed: Completed | None = None) -> None:
-        """Use the pipes of ``process``. Without one, the channel has already ended as in ``failed``."""
+        """Use the pipes of ``process``. Without a process, the command did not start, with the result ``failed``."""
         self._node = node
         self._process = process
         self._failed = failed
@@ -179,7 +179,7 @@ class LocalChannel:
         """The command's exit code; ``None`` while it runs."""
         if self._process is None:
             return self._failed.exit_code if self._failed is not None else None
-        return _shells_code(self._process.returncode) if self._process.returncode is not None else None
+        return _shell_exit_code(self._process.returncode) if self._process.returncode is not None else None
 
     def close(self) -> None:
         """Close the pipes; the command continues."""
@@ -198,7 +198,7 @@ class LocalChannel:
             os.close(self._wake_write)
 
     def _wait(self, fd: int, events: int) -> bool:
-        """Wait for the pipe; return False if the channel was closed instead."""
+        """Wait until the pipe is ready. Returns False if the channel was closed first."""
         # Not select(), which cannot handle descriptors from 1024 on.
         poll = select.poll()
         poll.register(fd, events)
@@ -206,7 +206,7 @@ class LocalChannel:
         return all(ready != self._wake_read for ready, _ in poll.poll())
 
     def _drain_stderr(self) -> None:
-        """Keep the end of standard error, then wait for the process so that it leaves no zombie."""
+        """Keep the end of standard error. Then wait for the process, which would otherwise remain as a zombie."""
         if self._process is None or self._process.stderr is None:
             return
         with self._process.stderr as pipe:
@@ -218,7 +218,7 @@ class LocalChannel:
 
 
 def _start(argv: Sequence[str], umask: int) -> subprocess.Popen[bytes]:
-    # A session of its own, so that Ctrl-C in the terminal does not reach the command.
+    # A separate session, so that Ctrl-C in the terminal does not reach the command.
     pipe = subprocess.PIPE
     return subprocess.Popen(
         list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, umask=umask,
@@ -226,7 +226,7 @@ def _start(argv: Sequence[str], umask: int) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def _shells_code(code: int) -> int:
+def _shell_exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
@@ -235,10 +235,10 @@ def login_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     Other variables of the shell that started the supervisor (a WORLD_SIZE, a token) must not reach the tasks.
     """
-    return {name: value for name, value in environ.items() if name in _OF_A_LOGIN or name.startswith(_PREFIXES_OF_A_LOGIN)}
+    return {name: value for name, value in environ.items() if name in _LOGIN_VARIABLES or name.startswith(_LOGIN_PREFIXES)}
 
 
 def _not_started(argv: Sequence[str], error: OSError) -> Completed:
-    """Return the outcome that a shell on the other side of an SSH connection would report."""
+    """Return the result that a login shell would report."""
     code = 127 if isinstance(error, FileNotFoundError) else 126
     return Completed(exit_code=code, stdout=b"", stderr=f"{argv[0]}: {error.strerror}\n".encode())

@@ -1,8 +1,8 @@
-"""Many commands over one channel of another transport.
+"""Run many commands over one channel of another transport.
 
-sshd allows ten sessions for one connection by default (``MaxSessions``), and administrators of login nodes ask for few logins.
-``MultiplexedTransport`` starts one program behind another transport, which runs all commands there
-(``runtime.services.command_hub`` has the messages).
+sshd allows ten sessions for one connection by default (``MaxSessions``), and administrators of login nodes want few logins.
+``MultiplexedTransport`` starts one program through another transport, the command hub. The hub runs all commands.
+``runtime.services.command_hub`` describes the messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MultiplexedChannel", "MultiplexedTransport"]
 _PIECE = 256 << 10
 """Maximum bytes of input in one frame."""
 _MOST_QUEUED = 1 << 20
-"""Maximum bytes of input that wait for the connection, over all channels."""
+"""Maximum bytes of input that wait to be sent, over all channels."""
 _TAIL = 16384
 _DRAINED_S = 2.0
 _FLUSH_S = 1.0
@@ -37,7 +37,7 @@ _START_S = 30.0
 _MOST_NOISE = 4 << 20
 _SIGNALED = 128
 _NO_CONNECTION = 255
-"""The exit code of programs that connect, such as ``ssh``, if they cannot."""
+"""The exit code of programs such as ``ssh`` that could not connect."""
 _SHOWN = 2000
 
 
@@ -46,11 +46,11 @@ class MultiplexedTransport:
 
     1. The first call opens the channel. After it broke, the next call opens another one.
     2. A machine that sends nothing for three heartbeats is unreachable, and ``inner`` hangs up.
-    3. ``hang_up`` and ``close`` do the same to ``inner``.
+    3. ``hang_up`` and ``close`` also apply to ``inner``.
     """
 
     def __init__(self, inner: Transport, *, python: str = "python3", ping_s: float = 5.0) -> None:
-        """``python``: the interpreter behind ``inner``. ``ping_s``: the interval of heartbeats."""
+        """``python``: the interpreter on the machine of ``inner``. ``ping_s``: the interval of heartbeats."""
         self.name = inner.name
         self._inner = inner
         self._shared = SharedConnection(inner.name, lambda: _HubConnection(inner, python, ping_s))
@@ -80,7 +80,7 @@ class MultiplexedTransport:
         return self._shared.get(deadline).dial(port, deadline)
 
     def hang_up(self) -> None:
-        """Drop the connection, with that of ``inner``; the next call connects again."""
+        """Drop this connection and that of ``inner``. The next call connects again."""
         self._shared.drop()
         self._inner.hang_up()
 
@@ -117,7 +117,7 @@ class MultiplexedChannel:
         self._input_closed = False
         self._input_ended = False
         self._answer: str | None = None
-        """Why a port was not reached; empty if it was."""
+        """For a TCP connection: why it failed; empty if it succeeded, ``None`` before the hub has answered."""
         self._is_closed = False
         self._error: NodeUnreachable | None = None
 
@@ -143,7 +143,7 @@ class MultiplexedChannel:
         self._write(data, None)
 
     def end(self) -> None:
-        """Close the direction to the machine."""
+        """Close the sending direction."""
         with self._writing, self._connection.lock:
             if not self._input_ended:
                 self._put(hub.INPUT)
@@ -152,8 +152,8 @@ class MultiplexedChannel:
     def stderr_tail(self) -> str:
         """The end of the command's standard error, and why the connection broke if it did."""
         with self._connection.lock:
-            said = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
-            return tail_with_reason(said, "" if self._error is None or self._is_closed else self._error.message)
+            tail = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
+            return tail_with_reason(tail, "" if self._error is None or self._is_closed else self._error.message)
 
     @property
     def exit_code(self) -> int | None:
@@ -186,7 +186,7 @@ class MultiplexedChannel:
             self._close(hub.KILL)
 
     def wait_connected(self, port: int, deadline: Deadline) -> None:
-        """Wait until the machine has connected to its port."""
+        """Wait until the hub has connected to the port."""
         with self._connection.lock:
             self._changed.wait_for(lambda: self._answer is not None or self._is_cut, deadline.left())
             error, refusal = self._error, self._answer
@@ -200,11 +200,11 @@ class MultiplexedChannel:
         raise NodeUnreachable(self._connection.node, f"no connection to its port {port} within {deadline.seconds:g} s")
 
     def take(self, kind: int, content: bytes) -> None:
-        """Handle a message, with the lock held. Raises ``ValueError`` if it is invalid."""
+        """Handle a message. The lock is held. Raises ``ValueError`` if it is invalid."""
         if kind == hub.OUTPUT:
             self._allowed -= len(content)
             if self._output_ended or self._allowed < 0:
-                raise ValueError("more output than was asked for")
+                raise ValueError("more output than the window allows")
             self._output += content
             self._output_ended = not content
             self._allow(len(content) if self._collects else 0)
@@ -229,18 +229,18 @@ class MultiplexedChannel:
         self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let a waiting ``write`` check the queue, with the lock held."""
+        """Wake a waiting ``write``, which checks the queue. The lock is held."""
         self._changed.notify_all()
 
     def cut(self, error: NodeUnreachable) -> None:
-        """Report that the connection broke, with the lock held."""
+        """End the channel, because the connection broke. The lock is held."""
         self._error = error
         self._code = None  # its output may be incomplete
         self._changed.notify_all()
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing more can come from the command."""
+        """Whether the command cannot send anything more."""
         return self._output_ended and (
             (self._stderr_ended and self._code is not None) if self._is_command else self._input_ended or self._input_closed
         )
@@ -250,7 +250,7 @@ class MultiplexedChannel:
         return self._is_closed or self._error is not None
 
     def _allow(self, size: int) -> None:
-        """Let the machine send ``size`` more bytes, with the lock held."""
+        """Allow the hub to send ``size`` more bytes. The lock is held."""
         self._unreported += size
         if self._unreported >= hub.WINDOW // 4:
             self._allowed += self._unreported
@@ -262,7 +262,7 @@ class MultiplexedChannel:
             self._connection.put(kind, self._number, content)
 
     def _write(self, data: bytes, deadline: Deadline | None) -> None:
-        view = memoryview(bytes(data))  # pieces of it are queued, and not copied
+        view = memoryview(bytes(data))  # slices of the view are queued without a copy
         with self._writing:
             while view:
                 with self._connection.lock:
@@ -272,7 +272,7 @@ class MultiplexedChannel:
                 view = view[size:]
 
     def _wait_for_credit(self, deadline: Deadline | None) -> int:
-        """Return how many bytes may be sent now. With the lock held."""
+        """Wait until input may be sent, and return its maximum size in bytes. The lock is held."""
         while True:
             if self._error is not None:
                 raise _copy_of(self._error)
@@ -296,7 +296,7 @@ class MultiplexedChannel:
 
 
 class _HubConnection:
-    """One hub and the channel to it (``shared_connection.Connection``)."""
+    """The channel to one hub (protocol: ``shared_connection.Connection``)."""
 
     def __init__(self, inner: Transport, python: str, ping_s: float) -> None:
         self.node = inner.name
@@ -314,7 +314,7 @@ class _HubConnection:
         self._queue_changed = threading.Condition(self.lock)
         self._waiting: list[MultiplexedChannel] = []
         self._is_ready = threading.Event()
-        """Also set if the connection ends before."""
+        """Also set if the connection ends before the hub is ready."""
         self._has_ended = threading.Event()
         self._broken_by: TransportError | None = None
         self._error: TransportError | None = None
@@ -338,7 +338,7 @@ class _HubConnection:
         return self._is_ready.is_set() and not self._has_ended.is_set()
 
     def close(self) -> None:
-        """Close the channel: the hub ends, commands do not."""
+        """Close the channel. The hub ends, and commands continue."""
         self._end(NodeUnreachable(self.node, "the connection was closed"))
 
     def flush(self, timeout_s: float) -> None:
@@ -387,7 +387,7 @@ class _HubConnection:
         self._queue_changed.notify_all()
 
     def has_room(self, channel: MultiplexedChannel) -> bool:
-        """Whether input may be queued. If not, ``channel`` is woken later."""
+        """Return whether input may be queued. If not, ``channel`` is woken later."""
         if self._queued < _MOST_QUEUED:
             return True
         self._waiting.append(channel)
@@ -417,12 +417,12 @@ class _HubConnection:
             try:
                 channel.write(batch)
             except NodeUnreachable as error:
-                if not self._has_ended.wait(_REASON_S):  # the reader knows better why
+                if not self._has_ended.wait(_REASON_S):  # the reader knows the reason better
                     self._fail(error)
                 return
 
     def _ping(self, _channel: Channel) -> None:
-        # Intervals are counted, so that a suspension of this process is not taken for a silence of the machine.
+        # Intervals are counted instead of seconds, so that a suspension of this process does not count as silence.
         while not self._has_ended.wait(self._ping_s):
             if not self._is_ready.is_set():
                 continue
@@ -449,8 +449,8 @@ class _HubConnection:
             return
         code = channel.exit_code
         how = "broke" if code is None else f"ended (exit code {code})"
-        said = channel.stderr_tail().strip()[-_SHOWN:]
-        ended = NodeUnreachable(self.node, f"the connection to its command hub {how}", hint=said)
+        stderr = channel.stderr_tail().strip()[-_SHOWN:]
+        ended = NodeUnreachable(self.node, f"the connection to its command hub {how}", hint=stderr)
         self._fail(ended, is_broken=code is None)
 
     def _take(self, kind: int, number: int, content: bytes) -> None:
@@ -458,7 +458,7 @@ class _HubConnection:
             known.take(kind, content)
 
     def _greeting(self, channel: Channel) -> bytes | None:
-        """Return what follows the hub's first line; ``None`` if the hub did not start."""
+        """Return the data after the hub's first line; ``None`` if the hub did not start."""
         line = f"{self._nonce} ready\n".encode()
         noise = b""
         while line not in noise:
@@ -473,17 +473,17 @@ class _HubConnection:
     def _start_error(self, channel: Channel, noise: bytes) -> TransportError:
         code = channel.exit_code
         printed = "\n".join(filter(None, [noise.decode("utf-8", "replace").strip(), channel.stderr_tail().strip()]))
-        hint = f"It printed:\n{printed[-_SHOWN:]}" if printed else ""
+        hint = f"The node printed:\n{printed[-_SHOWN:]}" if printed else ""
         if code is None or code == _NO_CONNECTION:
             return NodeUnreachable(self.node, f"the connection broke before `{self._python}` answered", hint=hint)
         if code > _SIGNALED:
             how = f"signal {code - _SIGNALED} ended the command hub"
             return NodeUnreachable(self.node, f"{how} before `{self._python}` answered", hint=hint)
-        what = "is not there" if code == 127 else f"ended with exit code {code} before it answered"
+        what = "does not exist" if code == 127 else f"ended with exit code {code} before it answered"
         return BootstrapFailed(self.node, f"Python 3.8 or newer is needed; `{self._python}` {what}", hint=hint)
 
     def _fail(self, error: TransportError, *, is_broken: bool = True) -> None:
-        """End because of ``error``. ``is_broken``: ``inner`` hangs up first, so that the next call finds no dead connection."""
+        """End the connection with ``error``. ``is_broken``: hang up ``inner`` first, so that the next call reconnects."""
         if is_broken and not self._has_ended.is_set():
             self._broken_by = self._broken_by or error
             self._inner.hang_up()

@@ -1,4 +1,4 @@
-"""One connection that many threads use, and that is made again after it broke."""
+"""One connection that many threads use, and that is replaced after it broke."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Connection", "SharedConnection"]
 
 
 class Connection(Protocol):
-    """A connection that is used once: after a failure, another one is made."""
+    """A connection that is never reopened: after a failure, another one replaces it."""
 
     def connect(self) -> None:
         """Connect, or raise a ``TransportError``."""
@@ -33,15 +33,15 @@ C = TypeVar("C", bound=Connection)
 
 
 class SharedConnection(Generic[C]):
-    """The current connection to a node.
+    """The current connection to a node, shared by threads.
 
     1. The first ``get`` connects. After a broken connection, the next one connects again.
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
-    3. After ``close`` every ``get`` raises ``NodeUnreachable``, and so does one that waits for a connection attempt.
+    3. After ``close``, every ``get`` raises ``NodeUnreachable``, also a ``get`` that waits for a connection attempt.
     """
 
     def __init__(self, node: str, make: Callable[[], C]) -> None:
-        """``make`` prepares a connection to ``node``."""
+        """Create the object without connecting. ``make`` returns an unopened connection to ``node``."""
         self._node = node
         self._make = make
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class SharedConnection(Generic[C]):
 
     @property
     def current(self) -> C | None:
-        """The last connection that was made, unless it was dropped."""
+        """The last connection that was opened; ``None`` if it was dropped or replaced."""
         return self._connection
 
     def get(self, deadline: Deadline | None) -> C:

@@ -189,7 +189,7 @@ def test_an_error_is_reported_in_the_words_of_ssh(text: str, resolve: Resolve) -
     [
         ("HostName %q\n", "unknown key %q"),
         ("ProxyCommand nc %z\n", "`ProxyCommand nc %z`: `%z` is not a token"),
-        ("IdentityFile ${NOT_SET_AT_ALL}/k\n", "the environment variable NOT_SET_AT_ALL is not set"),
+        ("IdentityFile ${NOT_SET_AT_ALL}/k\n", "the environment variable `NOT_SET_AT_ALL` is not set"),
         ("ProxyJump a:b:c\n", 'Invalid ProxyJump "a:b:c"'),
         ("ProxyCommand x\nProxyUseFdpass yes\n", "distflow does not support `ProxyUseFdpass yes`"),
     ],
@@ -214,7 +214,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_match_exec_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, resolve: Resolve, tmp_path: Path) -> None:
     monkeypatch.setattr(sshconfig, "_READ_TIMEOUT_S", 2.0)
-    with pytest.raises(SshConfigError, match="did not finish within 2 s; does a command of `Match exec` hang"):
+    with pytest.raises(SshConfigError, match="did not finish within 2 s; a command of `Match exec` may hang"):
         resolve(f'Match exec "echo $$ > {tmp_path}/pid; sleep 600; true"\n  Port 1\n')
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_alive(pid), 20, "the command is gone")

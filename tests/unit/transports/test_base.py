@@ -1,4 +1,4 @@
-"""Many nodes at once: bounded, in order, one outcome each."""
+"""``fan_out``: limited parallelism, and one outcome for each node, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distflow.transports.base import Transport, fan_out
 from distflow.transports.local import LocalTransport
 
 
-def test_outcomes_come_in_the_order_of_the_nodes() -> None:
+def test_outcomes_have_the_order_of_the_nodes() -> None:
     transports = [LocalTransport(f"n{number}") for number in range(20)]
 
     def action(transport: Transport) -> str:
@@ -26,7 +26,7 @@ def test_outcomes_come_in_the_order_of_the_nodes() -> None:
     assert str(outcomes[3].error) == "n3: gone"
 
 
-def test_not_more_than_the_limit_at_a_time() -> None:
+def test_the_limit_is_respected() -> None:
     lock, running, most = threading.Lock(), [0], [0]
     full = threading.Event()
 
@@ -44,7 +44,7 @@ def test_not_more_than_the_limit_at_a_time() -> None:
     assert most == [3]
 
 
-def test_no_nodes_no_outcomes() -> None:
+def test_without_nodes_there_are_no_outcomes() -> None:
     assert fan_out([], lambda one: one.name) == ()
 
 

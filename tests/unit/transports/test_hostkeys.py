@@ -1,4 +1,4 @@
-"""known_hosts files, line by line."""
+"""Checks of host keys against known_hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(names: str, kind: str = "ssh-ed25519", body: bytes = b"key", marker: st
 MINE = blob("ssh-ed25519")
 
 
-def test_what_is_no_entry_is_skipped() -> None:
+def test_lines_that_are_not_entries_are_skipped() -> None:
     text = (
         "# comment\n\n   \nhost\nhost ssh-ed25519\nhost ssh-ed25519 ???\nhost ssh-rsa "
         + base64.b64encode(MINE).decode()
@@ -43,7 +43,7 @@ def test_what_is_no_entry_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "name", "holds"),
+    ("names", "name", "matches"),
     [
         ("gpu1", "gpu1", True),
         ("GPU1", "gpu1", True),
@@ -59,9 +59,9 @@ def test_what_is_no_entry_is_skipped() -> None:
         ("|1|!!!|!!!", "gpu1", False),
     ],
 )
-def test_names_hold_for(names: str, name: str, holds: bool) -> None:
+def test_entries_match_names(names: str, name: str, matches: bool) -> None:
     (entry,) = parse_known_hosts(line(names), "kh")
-    assert entry.is_for(name) is holds
+    assert entry.is_for(name) is matches
 
 
 def test_a_hashed_name_as_openssh_writes_it() -> None:
@@ -72,7 +72,7 @@ def test_a_hashed_name_as_openssh_writes_it() -> None:
     assert not entry.is_for("example.com")
 
 
-def test_verdicts() -> None:
+def test_results_of_checks() -> None:
     known = parse_known_hosts(line("gpu1") + line("gpu2", body=b"other") + line("gpu3") + line("*", marker="@revoked "), "kh")
     without_revoked = known[:-1]
     assert check_host_key(without_revoked, "gpu1", MINE).kind == "known"
@@ -84,23 +84,23 @@ def test_verdicts() -> None:
 
 def test_a_key_of_another_kind_counts_as_changed() -> None:
     known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("gpu1", "ssh-ed25519", b"old"), "kh")
-    verdict = check_host_key(known, "gpu1", MINE)
-    assert verdict.kind == "changed"
-    assert [one.key_type for one in verdict.entries] == ["ssh-ed25519", "ssh-rsa"]
+    check = check_host_key(known, "gpu1", MINE)
+    assert check.kind == "changed"
+    assert [one.key_type for one in check.entries] == ["ssh-ed25519", "ssh-rsa"]
 
 
-def test_the_key_without_the_port_is_good_there_too_but_another_says_nothing() -> None:
+def test_a_key_without_a_port_is_valid_for_other_ports_and_never_conflicts() -> None:
     known = parse_known_hosts(line("gpu1"), "kh")
     assert check_host_key(known, "[gpu1]:2222", MINE).kind == "known"
     assert check_host_key(known, "[gpu1]:2222", blob("ssh-ed25519", b"container")).kind == "unknown"
 
 
-def test_a_key_that_is_revoked_everywhere_hides_no_known_key_of_another_port() -> None:
+def test_a_revoked_key_does_not_hide_a_known_key_of_another_port() -> None:
     known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("*", marker="@revoked ", body=b"stolen"), "kh")
     assert known_algorithms(known, "[gpu1]:2222", ("ssh-ed25519", "rsa-sha2-512"))[0] == "rsa-sha2-512"
 
 
-def test_algorithms_of_known_keys_are_asked_for_first() -> None:
+def test_algorithms_of_known_keys_are_requested_first() -> None:
     supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512", "rsa-sha2-256")
     known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("gpu2", "ecdsa-sha2-nistp256"), "kh")
     assert known_algorithms(known, "gpu1", supported) == (
@@ -113,7 +113,7 @@ def test_algorithms_of_known_keys_are_asked_for_first() -> None:
     assert known_algorithms(authority, "gpu1", supported)[4:] == supported
 
 
-def test_remembering_never_replaces(tmp_path: Path) -> None:
+def test_adding_a_key_never_replaces_one(tmp_path: Path) -> None:
     file = str(tmp_path / "sub" / "known_hosts")
     assert add_known_host(file, "[GPU1]:22022", MINE).kind == "known"
     assert add_known_host(file, "[gpu1]:22022", MINE).kind == "known"
@@ -125,7 +125,7 @@ def test_remembering_never_replaces(tmp_path: Path) -> None:
     assert not found[1].is_for("gpu1")
 
 
-def test_names_of_keys() -> None:
+def test_key_types_and_fingerprints() -> None:
     assert key_type_of(MINE) == "ssh-ed25519"
     assert key_type_of(b"") == key_type_of(b"\0\0\0\xffshort") == ""
     assert fingerprint(MINE).startswith("ED25519 SHA256:")

@@ -1,4 +1,4 @@
-"""A fix of paramiko that needs no server."""
+"""Fixes and error messages of the paramiko adapter that need no server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from distflow.transports.ssh.paramiko_adapter import (
 
 
 class BrokenChannel:
-    """A channel whose connection has broken: closing it fails, as paramiko's own does when it cannot send."""
+    """A channel of a broken connection. Closing it raises, like a channel of paramiko that cannot send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -50,7 +50,7 @@ class OuterTransport:
         yield
 
 
-def test_a_channel_that_fails_to_close_wakes_threads_that_wait_for_the_connection() -> None:
+def test_a_channel_that_fails_to_close_wakes_waiting_threads() -> None:
     ours, theirs = socket.socketpair()
     outer: Any = OuterTransport()
     channel: Any = BrokenChannel(ours)
@@ -74,7 +74,7 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
 }
 
 
-def test_every_exception_of_paramiko_is_told() -> None:
+def test_every_exception_of_paramiko_is_converted() -> None:
     classes = [one for _, one in inspect.getmembers(paramiko.ssh_exception, inspect.isclass) if issubclass(one, Exception)]
     assert len(classes) > 10
     for one in classes:
@@ -97,19 +97,19 @@ def test_every_exception_of_paramiko_is_told() -> None:
         IndexError("index"), UnicodeDecodeError("utf-8", b"", 0, 1, "no"),
     ],
 )  # fmt: skip
-def test_what_a_broken_or_hostile_peer_causes_is_told(error: Exception) -> None:
+def test_errors_from_a_broken_or_hostile_peer_are_converted(error: Exception) -> None:
     with pytest.raises(NodeUnreachable, match=r"^gpu1: me@gpu1:22: ."), foreign_errors("gpu1", "me@gpu1:22"):
         raise error
 
 
-def test_our_own_errors_and_bugs_pass_through() -> None:
+def test_errors_of_distflow_and_bugs_pass_through() -> None:
     for error in (AuthenticationRefused("gpu1", "no"), ZeroDivisionError(), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, foreign_errors("gpu1", "me@gpu1:22"):
             raise error
         assert caught.value is error
 
 
-def test_words() -> None:
+def test_messages() -> None:
     assert "nothing listens there" in str(explain("n", "p", ConnectionRefusedError(111, "")))
     assert "this name has no address" in str(explain("n", "p", socket.gaierror(-2, "")))
     assert "it does not answer" in str(explain("n", "p", TimeoutError()))

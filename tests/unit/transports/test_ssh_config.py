@@ -1,4 +1,4 @@
-"""Names that could reach a shell, and lists of algorithms. What `ssh` reads itself is tested in integration/ssh."""
+"""Host and user names that could reach a shell, and lists of algorithms. tests/integration/ssh tests the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOWHERE = SshDestination(host="x", config_file="none")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=evil", "a;b", "$(id)", "`id`", "a b", "a'b", ""])
-def test_host_names_that_a_shell_could_understand_are_refused(name: str) -> None:
+def test_host_names_with_shell_syntax_are_refused(name: str) -> None:
     with pytest.raises(SshConfigError, match="is not a valid host name"):
         resolve_hop(Hop(host=name), NOWHERE)
 
@@ -23,7 +23,7 @@ def test_user_names_may_contain_a_domain() -> None:
     assert resolve_hop(Hop(host="gpu1", user="LAB\\ada.l-9@lab"), NOWHERE).user == "LAB\\ada.l-9@lab"
 
 
-def test_no_file_is_read_when_none_is_asked_for() -> None:
+def test_no_file_is_read_with_the_config_file_none() -> None:
     found = resolve_hop(Hop(host="GPU1", port=7), NOWHERE)
     assert (found.hostname, found.port, found.identity_agent, found.has_own_identities) == ("GPU1", 7, None, False)
 
@@ -35,16 +35,16 @@ def test_algorithms() -> None:
     assert pick_algorithms("z", known) == known
 
 
-def test_only_names_that_certainly_do_not_exist_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_names_without_a_dns_entry_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config"
     config.write_text(
         "Host alias\n  HostName 127.0.0.1\nHost wrong\n  HostName gone.example\nHost inner*\n  HostName gone.example\n"
         "Host inner1\n  ProxyJump gone.example\nHost inner2\n  ProxyCommand nc %h %p\n"
     )
-    asked = set()
+    looked_up = set()
 
     def look_up(name: str, *_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        asked.add(name)
+        looked_up.add(name)
         if name == "127.0.0.1":
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 22))]
         raise socket.gaierror(socket.EAI_AGAIN if name == "later" else socket.EAI_NONAME, "no")
@@ -53,4 +53,4 @@ def test_only_names_that_certainly_do_not_exist_are_unknown(tmp_path: Path, monk
     hosts = ["alias", "wrong", "inner1", "inner2", "later", "gpu9", "bad;name"]
     found = unknown_names([SshDestination(host=host, config_file=str(config)) for host in hosts])
     assert found == [None, "gone.example", None, None, None, "gpu9", None]
-    assert asked == {"127.0.0.1", "gone.example", "later", "gpu9"}
+    assert looked_up == {"127.0.0.1", "gone.example", "later", "gpu9"}

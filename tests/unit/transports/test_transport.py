@@ -1,4 +1,4 @@
-"""The line for a login shell: the same words in every shell."""
+"""The line for a login shell passes the same arguments in every shell."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("shell", ["sh", "dash", "bash", "zsh", "fish", "tcsh", "busybox"])
-def test_words_arrive_as_they_are(shell: str) -> None:
+def test_arguments_arrive_unchanged(shell: str) -> None:
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"{shell} is not here")
@@ -46,21 +46,21 @@ def test_words_arrive_as_they_are(shell: str) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=5))
-def test_any_text_arrives(words: list[str]) -> None:
+def test_any_text_arrives_unchanged(words: list[str]) -> None:
     done = subprocess.run(
         ["sh", "-c", remote_command(["printf", "%s\\0", *words])], capture_output=True, check=True, timeout=20
     )
     assert done.stdout.decode().split("\0")[:-1] == words
 
 
-def test_the_line_has_no_character_that_a_shell_could_take_for_itself() -> None:
+def test_the_line_has_no_characters_that_are_special_in_a_shell() -> None:
     line = remote_command(["python3", "-c", "\n".join(WORDS)], "mark")
     assert line.startswith('exec /bin/sh -c \'eval "$(printf %b "')
     assert line.count("'") == 2
     assert not set(line) & set("!\n`")
 
 
-def test_a_mark_tells_the_process() -> None:
+def test_a_mark_is_printed_with_the_process_id() -> None:
     script = "echo $$"
     done = subprocess.run(
         ["sh", "-c", remote_command(["sh", "-c", script], "mark")], capture_output=True, check=True, timeout=20

@@ -1,4 +1,4 @@
-"""Nodes that are reached over SSH, with paramiko as the client and OpenSSH as the reader of its configuration.
+"""Nodes that are reached over SSH. paramiko is the client, and OpenSSH reads the configuration.
 
 paramiko is imported only when it is needed, and without its optional dependency.
 """
@@ -25,7 +25,7 @@ def load_ssh() -> type[SshTransport]:
 
 
 def load_connection() -> type[SshConnection]:
-    """Return the class of an SSH connection, for callers that have no node."""
+    """Return the class of an SSH connection, for callers that do not need a transport."""
     with _without_invoke():
         from distflow.transports.ssh.connection import SshConnection  # noqa: PLC0415  as above
     return SshConnection
@@ -33,7 +33,7 @@ def load_connection() -> type[SshConnection]:
 
 @contextmanager
 def _without_invoke() -> Iterator[None]:
-    # paramiko imports the task runner `invoke` for `Match exec`, which distflow leaves to OpenSSH. `invoke` takes more than
+    # paramiko imports the task runner `invoke` for `Match exec`, which OpenSSH handles for distflow. `invoke` takes more than
     # half of the import time (225 of 378 ms with -X importtime on a busy machine).
     hidden = "invoke" not in sys.modules
     if hidden:

@@ -1,7 +1,7 @@
-"""Log in with a key: collect the keys for a host in the order in which ssh tries them, and try them.
+"""Log in with a key: collect the keys for a host in the order of ssh, and try them.
 
-Keys come from files and from the agent, with the certificates next to them. Nothing here asks a person: a key with a passphrase
-works only through the agent, and passwords are never sent.
+Keys come from files and from the agent, with their certificates. No input of a person is needed: a key with a passphrase works
+only through the agent, and passwords are never sent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Agent(AgentSSH):
         super().__init__()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # An agent may ask its user to confirm, so allow the whole connect timeout.
+            # An agent may require a confirmation by its user, so allow the whole connect timeout.
             connection.settimeout(timeout_s)
             connection.connect(path)
             self._connect(connection)  # type: ignore[attr-defined]
@@ -72,19 +72,19 @@ class _Agent(AgentSSH):
         self._close()  # type: ignore[attr-defined]
 
 
-def authenticate(node: str, transport: paramiko.Transport, host: SshHost, place: str, deadline: Deadline) -> None:
+def authenticate(node: str, transport: paramiko.Transport, host: SshHost, endpoint: str, deadline: Deadline) -> None:
     """Log in with one of the keys. Raises ``AuthenticationRefused``, and ``NodeUnreachable`` after the deadline."""
     keyring = _Keyring()
     try:
         _collect_keys(keyring, host, deadline)
-        _try_all(node, transport, host, keyring, place, deadline)
+        _try_all(node, transport, host, keyring, endpoint, deadline)
     finally:
         if keyring.agent is not None:
             keyring.agent.close()
 
 
 def _try_all(
-    node: str, transport: paramiko.Transport, host: SshHost, keyring: _Keyring, place: str, deadline: Deadline
+    node: str, transport: paramiko.Transport, host: SshHost, keyring: _Keyring, endpoint: str, deadline: Deadline
 ) -> None:
     tried: list[str] = []
     allowed: Sequence[str] = ()
@@ -102,38 +102,38 @@ def _try_all(
         except paramiko.AuthenticationException:
             tried.append(identity.label)
         except (paramiko.SSHException, OSError, struct.error) as error:
-            # The agent does not sign, or there is no common algorithm: try the next key.
+            # The agent refuses to sign, or there is no common algorithm: try the next key.
             tried.append(f"{identity.label}: {error}")
         if deadline.has_passed:
-            raise NodeUnreachable(node, f"{place} did not finish the login within {deadline.seconds:g} s")
+            raise NodeUnreachable(node, f"{endpoint} did not finish the login within {deadline.seconds:g} s")
         if not transport.is_active():
             break
     if transport.is_active():
         try:
-            # Some servers need no key (Tailscale); others list what they accept.
+            # Some servers need no key (Tailscale); others list the methods that they accept.
             transport.auth_none(host.user)
             return
         except paramiko.BadAuthenticationType as error:
             allowed = error.allowed_types
         except (paramiko.SSHException, OSError, EOFError):
             pass
-    raise _refusal(node, keyring, tried, allowed, place, hung_up=not transport.is_active())
+    raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=not transport.is_active())
 
 
 def _refusal(
-    node: str, keyring: _Keyring, tried: Sequence[str], allowed: Sequence[str], place: str, *, hung_up: bool
+    node: str, keyring: _Keyring, tried: Sequence[str], allowed: Sequence[str], endpoint: str, *, hung_up: bool
 ) -> AuthenticationRefused:
     hints = []
     if tried:
-        many = " and closed the connection: too many were tried" if hung_up else ""
-        message = f"{place} refused {'the key' if len(tried) == 1 else f'all {len(tried)} keys'}{many}"
+        suffix = " and closed the connection: too many were tried" if hung_up else ""
+        message = f"{endpoint} refused {'the key' if len(tried) == 1 else f'all {len(tried)} keys'}{suffix}"
         hints.append("tried:\n" + "\n".join(f"  {label}" for label in tried))
-        if many:
+        if suffix:
             hints.append("set the right key: `identity_file` of the node, or `IdentityFile` with `IdentitiesOnly yes`")
     elif keyring.locked:
-        message = f"there is no usable key for {place}: {keyring.locked[0]} is protected by a passphrase"
+        message = f"there is no usable key for {endpoint}: {keyring.locked[0]} is protected by a passphrase"
     else:
-        message = f"there is no usable key for {place}: none was found"
+        message = f"there is no usable key for {endpoint}: none was found"
     if keyring.locked:
         commands = " or ".join(f"`ssh-add {quote([file])}`" for file in keyring.locked)
         lack = "" if keyring.agent is not None else ' (no agent is running: first run `eval "$(ssh-agent)"`)'
@@ -141,40 +141,40 @@ def _refusal(
     if allowed and "publickey" not in allowed:
         hints.append(f"the host accepts only {', '.join(allowed)}, which distflow never uses")
     elif tried and not hung_up:
-        hints.append("is the public key in the user's ~/.ssh/authorized_keys there, and is the user the right one?")
+        hints.append("check the user name, and that the public key is in the user's ~/.ssh/authorized_keys on the host")
     hints += keyring.notes
     return AuthenticationRefused(node, message, hint="\n".join(hints))
 
 
 def _collect_keys(keyring: _Keyring, host: SshHost, deadline: Deadline) -> None:
     """Collect the keys in the order of ssh: configured keys in the agent, other keys in the agent, then key files."""
-    held = _ask_agent(host, keyring, deadline)
+    in_agent = _agent_keys(host, keyring, deadline)
     named: list[_Identity] = []
     from_files: list[_Identity] = []
     certificates = [found for file in host.certificate_files if (found := _read_certificate(file, keyring)) is not None]
     for file in host.identity_files:
         blob = _public_blob(file)
-        place = _shortened(file)
+        label = _shortened(file)
         adjacent = _read_certificate(f"{file}-cert.pub", keyring) if os.path.exists(f"{file}-cert.pub") else None
-        if blob is not None and blob in held:
-            key: paramiko.PKey = held.pop(blob)
-            into, place = named, f"{place} (agent)"
+        if blob is not None and blob in in_agent:
+            key: paramiko.PKey = in_agent.pop(blob)
+            into, label = named, f"{label} (agent)"
         else:
             loaded = _load(file, keyring, is_named=host.has_own_identities)
             if loaded is None:
                 continue
             key, into = loaded, from_files
-        fitting = [one for one in (*([adjacent] if adjacent else []), *certificates) if _key_in(one) == key.asbytes()]
-        for certificate in fitting:
-            into.append(_Identity(_certified(key, certificate), f"{fingerprint(key.asbytes())} {place} with certificate"))
-        into.append(_Identity(key, f"{fingerprint(key.asbytes())} {place}"))
+        matching = [one for one in (*([adjacent] if adjacent else []), *certificates) if _key_in(one) == key.asbytes()]
+        for certificate in matching:
+            into.append(_Identity(_certified(key, certificate), f"{fingerprint(key.asbytes())} {label} with certificate"))
+        into.append(_Identity(key, f"{fingerprint(key.asbytes())} {label}"))
     others = [] if host.identities_only else [
-        _Identity(key, f"{fingerprint(key.asbytes())} {key.comment} (agent)") for key in held.values()
+        _Identity(key, f"{fingerprint(key.asbytes())} {key.comment} (agent)") for key in in_agent.values()
     ]  # fmt: skip
     keyring.identities = named + others + from_files
 
 
-def _ask_agent(host: SshHost, keyring: _Keyring, deadline: Deadline) -> dict[bytes, AgentKey]:
+def _agent_keys(host: SshHost, keyring: _Keyring, deadline: Deadline) -> dict[bytes, AgentKey]:
     if host.identity_agent is None:
         return {}
     try:
@@ -187,10 +187,10 @@ def _ask_agent(host: SshHost, keyring: _Keyring, deadline: Deadline) -> dict[byt
 
 def _load(file: str, keyring: _Keyring, *, is_named: bool) -> paramiko.PKey | None:
     """Return the private key in ``file``, or ``None`` after noting why it cannot be used."""
-    place = _shortened(file)
+    label = _shortened(file)
     if not os.path.exists(file):
         if is_named:
-            keyring.notes.append(f"{place}: file not found")
+            keyring.notes.append(f"{label}: file not found")
         return None
     try:
         key = paramiko.PKey.from_path(file)
@@ -201,14 +201,14 @@ def _load(file: str, keyring: _Keyring, *, is_named: bool) -> paramiko.PKey | No
         if "password" in str(error).lower():
             keyring.locked.append(file)
         else:
-            keyring.notes.append(f"{place} is not a usable private key: {str(error) or type(error).__name__}")
+            keyring.notes.append(f"{label} is not a usable private key: {str(error) or type(error).__name__}")
         return None
     key.public_blob = None
     return key
 
 
 def _public_blob(file: str) -> bytes | None:
-    """Return the public key of a key file. It needs no passphrase, and works for a public file alone."""
+    """Return the public key of a key file. No passphrase is needed, and the ``.pub`` file alone is enough."""
     for path in (f"{file}.pub", file):
         try:
             data = Path(path).read_bytes()
@@ -240,7 +240,7 @@ def _read_certificate(file: str, keyring: _Keyring) -> PublicBlob | None:
 
 def _certified(key: paramiko.PKey, certificate: PublicBlob) -> paramiko.PKey:
     """Return a copy of the key that presents the certificate."""
-    # copy.copy() fails for an agent's key: its __getattr__ recurses.
+    # copy.copy() fails for an agent's key, because its __getattr__ recurses.
     shown = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
     shown.public_blob = certificate
     return shown

@@ -1,7 +1,7 @@
-"""What the OpenSSH configuration says about a host, read by OpenSSH itself: ``ssh -G`` prints it.
+"""Read a host's settings in the OpenSSH configuration with OpenSSH itself: ``ssh -G`` prints them.
 
 ``ssh -G`` takes about 5 ms of CPU time per host (OpenSSH 9.2). Every connection runs it again, so that an edited configuration
-applies from the next connection on. Where no ``ssh`` is installed, paramiko's smaller reader takes its place.
+applies from the next connection on. If ``ssh`` is not installed, paramiko's smaller reader is used.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ HostKeyPolicy = Literal["strict", "accept-new"]
 """``accept-new`` adds the key of an unknown host to known_hosts. Both policies refuse a changed key."""
 
 Values = Mapping[str, Sequence[str]]
-"""Lower-case keyword → its values; only what differs from OpenSSH's defaults. Lists within one line stay one value."""
+"""Lower-case keyword → its values, if they differ from OpenSSH's defaults. A list in one line is one value."""
 
 
 class SshConfigError(ValueError):
-    """The configuration is wrong, or cannot be read; the text names file and line where OpenSSH does."""
+    """The configuration is invalid or unreadable. The message has file and line if OpenSSH reports them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class SshDestination:
     port: int | None = None
     user: str | None = None
     identity_file: str | None = None
-    """A private key that is tried before those of the configuration; ``~`` is the home directory on this machine."""
+    """A private key that is tried before those of the configuration; ``~`` is the home directory of this machine's user."""
     host_key_policy: HostKeyPolicy | None = None
     """``None``: the value of ``StrictHostKeyChecking`` (``no`` counts as ``accept-new``), else ``strict``."""
     connect_timeout_s: float | None = None
@@ -85,7 +85,7 @@ class SshDestination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """A jump host as ``ProxyJump`` names it."""
+    """A jump host, as in ``ProxyJump``."""
 
     host: str
     port: int | None = None
@@ -97,7 +97,7 @@ class SshHost:
     """A host with all of its settings."""
 
     alias: str
-    """The name it was looked up by."""
+    """The name for which the settings were read."""
     hostname: str
     """The name or address to connect to."""
     port: int
@@ -132,7 +132,7 @@ class SshHost:
     bind_address: str | None
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """``user@host:port``, for messages."""
         host = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
         return f"{self.user}@{host}:{self.port}"
@@ -157,11 +157,11 @@ def resolve_destination(destination: SshDestination) -> SshHost:
 
 def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
     """Return the settings for a host on the way to ``destination``. Raises ``SshConfigError``."""
-    # Before anything is read: both may end in the shell command of a ProxyCommand or a `Match exec`.
+    # Check both first: they may become part of the shell command of a ProxyCommand or a `Match exec`.
     if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host) or not hop.host:
-        raise SshConfigError(f"{hop.host!r} is not a valid host name")
+        raise SshConfigError(f"`{hop.host}` is not a valid host name")
     if hop.user is not None and not _USER.fullmatch(hop.user):
-        raise SshConfigError(f"{hop.user!r} is not a valid user name")
+        raise SshConfigError(f"`{hop.user}` is not a valid user name")
     if destination.config_file != "none" and shutil.which("ssh") is None:
         values = _read_with_paramiko(hop, destination.config_file)
     else:
@@ -242,15 +242,15 @@ def _file_arguments(config_file: str | None) -> list[str]:
     with contextlib.suppress(KeyError, OSError):
         if home.samefile(pwd.getpwuid(os.getuid()).pw_dir):
             return []
-    # OpenSSH ignores HOME. distflow, as everything else it reads there, does not.
+    # OpenSSH ignores HOME. distflow follows HOME, as for its other files.
     files = (str(home / ".ssh" / "config"), _SYSTEM_CONFIG)
     return ["-F", next(filter(os.path.exists, files), "none")]
 
 
 def _run_ssh(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return what ``ssh -G`` prints: each keyword with its values."""
+    """Return keyword → values, as printed by ``ssh -G``."""
     try:
-        # In a session of its own, so that a command of `Match exec` can be killed along with it.
+        # In its own session, so that a command of `Match exec` can be killed with it.
         process = subprocess.Popen(
             ["ssh", "-G", "-T", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -265,7 +265,7 @@ def _run_ssh(arguments: Sequence[str]) -> dict[str, list[str]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise SshConfigError(
-                f"`ssh -G {arguments[-1]}` did not finish within {_READ_TIMEOUT_S:g} s; does a command of `Match exec` hang?"
+                f"`ssh -G {arguments[-1]}` did not finish within {_READ_TIMEOUT_S:g} s; a command of `Match exec` may hang"
             ) from None
     if process.returncode != 0:
         raise SshConfigError(errors.strip() or f"`ssh -G {arguments[-1]}` failed with exit code {process.returncode}")
@@ -277,7 +277,7 @@ def _run_ssh(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_with_paramiko(hop: Hop, config_file: str | None) -> Values:
-    """Read one file without OpenSSH. It refuses what paramiko would silently skip or misread."""
+    """Read one file without OpenSSH. Raises ``SshConfigError`` for lines that paramiko would skip or misread."""
     from paramiko.config import SSHConfig  # noqa: PLC0415  slow to import
     from paramiko.ssh_exception import ConfigParseError  # noqa: PLC0415
 
@@ -350,7 +350,7 @@ class _Settings:
         return float(text)
 
     def files(self, keyword: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the files of a keyword that takes several in one line; OpenSSH prints them without quotes."""
+        """Return the files of a keyword that takes several files in one line. OpenSSH prints them without quotes."""
         return self._paths(keyword, self.text(keyword).split(), default)
 
     def paths(self, keyword: str, default: tuple[str, ...]) -> tuple[str, ...]:
@@ -390,23 +390,23 @@ class _Settings:
         return None if text.lower() in ("", "none") else self._expand("ProxyCommand", text, variables=False)
 
     def policy(self) -> HostKeyPolicy:
-        # `no` would accept a changed key, too: distflow never does that.
+        # `no` would also accept a changed key, which distflow never does.
         return "accept-new" if self.text("StrictHostKeyChecking").lower() in ("accept-new", "no", "off", "false") else "strict"
 
     def _expand(self, keyword: str, text: str, *, variables: bool = True) -> str:
-        """Replace ``%x`` and ``${NAME}``: ``ssh -G`` prints most of them as they are."""
+        """Replace ``%x`` and ``${NAME}``, because ``ssh -G`` prints most of them unexpanded."""
 
         def token(found: re.Match[str]) -> str:
             name = found[1]
             if name == "%":
                 return "%"
             if name not in self._tokens:
-                raise SshConfigError(f"`{keyword} {text}`: `%{name}` is not a token that can be used there")
+                raise SshConfigError(f"`{keyword} {text}`: `%{name}` is not a token of this keyword")
             return self._tokens[name]
 
         def variable(found: re.Match[str]) -> str:
             if found[1] not in os.environ:
-                raise SshConfigError(f"`{keyword} {text}`: the environment variable {found[1]} is not set")
+                raise SshConfigError(f"`{keyword} {text}`: the environment variable `{found[1]}` is not set")
             return os.environ[found[1]]
 
         expanded = re.sub("%(.?)", token, text, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""A connection to a host, through all of its jump hosts. Each has its own configuration, host key check and login."""
+"""A connection to a host through its jump hosts. Each of these hosts has its own configuration, host key check and login."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _T = TypeVar("_T")
 
 
 class SshConnection:
-    """One connection, which is used once: after a failure, make another one.
+    """One connection, which is never reopened: after a failure, create another one.
 
     1. ``connect`` returns within the host's connect timeout, or raises ``NodeUnreachable`` or a subclass.
     2. ``close`` may be called at any time, from any thread, also during ``connect``, and does not wait for the network.
@@ -72,7 +72,7 @@ class SshConnection:
         self._is_closed = False
         self._transport: PatchedTransport | None = None
         self._hops = 0
-        self.place = ""
+        self.endpoint = ""
         """``user@host:port`` of the destination."""
         self.address: str | None = None
         """Network address of the destination; ``None`` behind a jump host or a ``ProxyCommand``."""
@@ -86,10 +86,10 @@ class SshConnection:
             host = resolve_destination(self._destination)
         except SshConfigError as error:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
-        self.place, self.connect_timeout_s = host.place, host.connect_timeout_s
+        self.endpoint, self.connect_timeout_s = host.endpoint, host.connect_timeout_s
         try:
             with _login_slot(host.proxy_jump):
-                self._transport = self._connect_to(host, host.proxy_jump, host.place, Deadline(host.connect_timeout_s))
+                self._transport = self._connect_to(host, host.proxy_jump, host.endpoint, Deadline(host.connect_timeout_s))
         except SshConfigError as error:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
         finally:
@@ -114,10 +114,10 @@ class SshConnection:
     def _begin(self, begin: Callable[[paramiko.Channel], object], deadline: Deadline, grace_s: float) -> paramiko.Channel:
         transport = self._transport
         if transport is None or self._is_closed:
-            raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
-        late = f"{self.place} did not start a command within {deadline.seconds:g} s"
-        # Other threads may use the connection: close it only if not even a request can be sent.
-        with self._close_at(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.place, "starting a command"):
+            raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
+        late = f"{self.endpoint} did not start a command within {deadline.seconds:g} s"
+        # Other threads may use the connection, so close it only if even the request cannot be sent.
+        with self._close_at(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.endpoint, "starting a command"):
             channel = transport.open_session(timeout=max(0.1, deadline.left() + grace_s))
             hang_up = threading.Timer(deadline.left() + grace_s, lambda: _quietly(channel.close))
             hang_up.daemon = True
@@ -130,12 +130,15 @@ class SshConnection:
             return channel
 
     def dial(self, port: int, deadline: Deadline) -> paramiko.Channel:
-        """Let sshd connect to a port on its own machine."""
+        """Let sshd connect to a port of its machine."""
         transport = self._transport
         if transport is None or self._is_closed:
-            raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
-        late = f"{self.place} did not connect to its port {port} within {deadline.seconds:g} s"
-        with self._close_at(deadline, late, _STUCK_S), foreign_errors(self.node, self.place, f"connecting to its port {port}"):
+            raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
+        late = f"{self.endpoint} did not connect to its port {port} within {deadline.seconds:g} s"
+        with (
+            self._close_at(deadline, late, _STUCK_S),
+            foreign_errors(self.node, self.endpoint, f"connecting to its port {port}"),
+        ):
             try:
                 return transport.open_channel(
                     "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left())
@@ -143,14 +146,14 @@ class SshConnection:
             except paramiko.ChannelException as error:
                 if error.code == _PROHIBITED:
                     hint = "allow it in its sshd_config: AllowTcpForwarding and PermitOpen"
-                    raise NodeUnreachable(self.node, f"{self.place} does not allow port forwarding", hint=hint) from error
+                    raise NodeUnreachable(self.node, f"{self.endpoint} does not allow port forwarding", hint=hint) from error
                 raise NodeUnreachable(self.node, f"nothing answers on its port {port} ({error.text})") from error
 
     @contextlib.contextmanager
     def on_behalf_of(self, channel: paramiko.Channel) -> Iterator[None]:
-        """Send nothing for ``channel`` within the block after it has been closed (see ``PatchedTransport``)."""
+        """Within the block, send nothing for ``channel`` after it has been closed (see ``PatchedTransport``)."""
         if self._transport is None:
-            raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
+            raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
         with self._transport.on_behalf_of(channel):
             yield
 
@@ -159,31 +162,31 @@ class SshConnection:
         transport = self._transport
         if transport is None or transport.is_active():
             return ""
-        return transport.disconnect_reason or explain(self.node, self.place, transport.saved_exception).message
+        return transport.disconnect_reason or explain(self.node, self.endpoint, transport.saved_exception).message
 
     def close(self) -> None:
-        """Close the connection, with the sockets and processes below it."""
+        """Close the connection, with its sockets and processes."""
         with self._lock:
             self._is_closed = True
             opened, self._opened = self._opened, []
-        # In the order of opening: once the lowest socket is closed, the layers above it do not wait.
+        # In the order of opening: once the lowest socket is closed, closing the other layers does not block.
         for close in opened:
             _quietly(close)
 
-    def _track(self, thing: _T, close: Callable[[], object]) -> _T:
+    def _track(self, resource: _T, close: Callable[[], object]) -> _T:
         with self._lock:
             if not self._is_closed:
                 self._opened.append(close)
-                return thing
+                return resource
         close()
         raise self._was_closed()
 
     def _was_closed(self) -> NodeUnreachable:
-        return NodeUnreachable(self.node, f"{self.place}: the connection was closed during the connection attempt")
+        return NodeUnreachable(self.node, f"{self.endpoint}: the connection was closed during the connection attempt")
 
     @contextlib.contextmanager
     def _close_at(self, deadline: Deadline, late: str, grace_s: float = 0.0) -> Iterator[None]:
-        """Close the connection if the block still runs ``grace_s`` after ``deadline``, and raise with the message ``late``."""
+        """Close the connection if the block still runs ``grace_s`` after ``deadline``, and raise the message ``late``."""
         timer = threading.Timer(deadline.left() + grace_s, self.close)
         timer.daemon = True
         timer.start()
@@ -198,33 +201,33 @@ class SshConnection:
 
     # Connecting.
 
-    def _connect_to(self, host: SshHost, jumps: Sequence[Hop], place: str, deadline: Deadline) -> PatchedTransport:
+    def _connect_to(self, host: SshHost, jumps: Sequence[Hop], endpoint: str, deadline: Deadline) -> PatchedTransport:
         self._hops += 1
         if self._hops > _MOST_HOPS:
-            raise SshConfigError(f"more than {_MOST_HOPS} jump hosts lead to each other; the last one is {host.alias}")
+            raise SshConfigError(f"more than {_MOST_HOPS} jump hosts, perhaps in a loop; the last one is {host.alias}")
         if jumps:
-            sock, proxy = self._open_via(host, jumps, place, deadline), None
+            sock, proxy = self._open_via(host, jumps, endpoint, deadline), None
         elif host.proxy_command is not None:
-            with foreign_errors(self.node, place, f"starting its ProxyCommand `{host.proxy_command}`"):
+            with foreign_errors(self.node, endpoint, f"starting its ProxyCommand `{host.proxy_command}`"):
                 proxy = ProxyProcess(host.proxy_command)
             sock = self._track(proxy.socket, proxy.close)
         else:
-            sock, proxy = self._connect_tcp(host, place, deadline), None
-        transport = self._handshake(sock, host, place, proxy, deadline)
-        late = f"{place} did not finish the login within {deadline.seconds:g} s"
-        with self._close_at(deadline, late), foreign_errors(self.node, place, "logging in"):
-            authenticate(self.node, transport, host, place, deadline)
+            sock, proxy = self._connect_tcp(host, endpoint, deadline), None
+        transport = self._handshake(sock, host, endpoint, proxy, deadline)
+        late = f"{endpoint} did not finish the login within {deadline.seconds:g} s"
+        with self._close_at(deadline, late), foreign_errors(self.node, endpoint, "logging in"):
+            authenticate(self.node, transport, host, endpoint, deadline)
             if host.keepalive_s > 0:
                 transport.set_keepalive(max(1, int(host.keepalive_s)))
         return transport
 
-    def _open_via(self, host: SshHost, jumps: Sequence[Hop], place: str, deadline: Deadline) -> Any:
-        """Return a channel to ``host`` from the last of ``jumps``, which is reached through the ones before it."""
+    def _open_via(self, host: SshHost, jumps: Sequence[Hop], endpoint: str, deadline: Deadline) -> Any:
+        """Return a channel to ``host`` from the last of ``jumps``, which is reached through the earlier ones."""
         last = resolve_hop(jumps[-1], self._destination)
-        via = f"jump host {last.alias} ({last.place})"
+        via = f"jump host {last.alias} ({last.endpoint})"
         # Named jump hosts override the last one's own ProxyJump, as with ssh -J.
         transport = self._connect_to(last, jumps[:-1] or last.proxy_jump, via, deadline)
-        late = f"{via} did not reach {place} within {deadline.seconds:g} s"
+        late = f"{via} did not reach {endpoint} within {deadline.seconds:g} s"
         try:
             with self._close_at(deadline, late):
                 channel = transport.open_channel(
@@ -235,19 +238,19 @@ class SshConnection:
                 raise NodeUnreachable(self.node, late) from error
             if isinstance(error, paramiko.ChannelException):
                 verb = "does not allow forwarding" if error.code == _PROHIBITED else "cannot connect"
-                raise NodeUnreachable(self.node, f"{via} {verb} to {place} ({error.text})") from error
-            raise explain(self.node, via, error, f"connecting to {place}") from error
+                raise NodeUnreachable(self.node, f"{via} {verb} to {endpoint} ({error.text})") from error
+            raise explain(self.node, via, error, f"connecting to {endpoint}") from error
         tunnel = ChannelSocket(transport, channel)
         return self._track(tunnel, tunnel.close)
 
-    def _connect_tcp(self, host: SshHost, place: str, deadline: Deadline) -> socket.socket:
+    def _connect_tcp(self, host: SshHost, endpoint: str, deadline: Deadline) -> socket.socket:
         try:
-            with foreign_errors(self.node, place):
+            with foreign_errors(self.node, endpoint):
                 sock = connect_tcp(host, deadline)
         except NodeUnreachable as error:
             if deadline.has_passed:
                 raise NodeUnreachable(
-                    self.node, f"{place} did not answer within {deadline.seconds:g} s", hint=error.hint
+                    self.node, f"{endpoint} did not answer within {deadline.seconds:g} s", hint=error.hint
                 ) from error
             raise
         if self._hops == 1:
@@ -255,7 +258,7 @@ class SshConnection:
         return self._track(sock, lambda: _shut_down(sock))
 
     def _handshake(
-        self, sock: Any, host: SshHost, place: str, proxy: ProxyProcess | None, deadline: Deadline
+        self, sock: Any, host: SshHost, endpoint: str, proxy: ProxyProcess | None, deadline: Deadline
     ) -> PatchedTransport:
         """Exchange keys with the host and check its host key."""
         known = read_known_hosts(host.known_hosts_files)
@@ -265,7 +268,7 @@ class SshConnection:
         except OSError as error:  # another thread closed the socket meanwhile
             raise self._was_closed() from error
         self._track(transport, transport.close)
-        # Later than our own deadline, so that a silent host is not reported as a closed connection.
+        # Later than ``deadline``, so that a silent host is not reported as a closed connection.
         transport.banner_timeout = transport.handshake_timeout = deadline.left() + _LATER_S
         # paramiko does not set the event when this side closes the connection.
         is_done = threading.Event()
@@ -273,69 +276,69 @@ class SshConnection:
         transport.start_client(event=is_done)
         in_time = is_done.wait(deadline.left())
         if not in_time or not transport.is_active():
-            # Otherwise paramiko's timer, which is not a daemon thread, keeps the whole process alive.
+            # Stop paramiko's timer, which is not a daemon thread and would keep the process alive.
             transport.packetizer.complete_handshake()
             if self._is_closed:
                 raise self._was_closed()
-            raise self._handshake_error(transport, host, place, proxy, deadline, in_time=in_time)
+            raise self._handshake_error(transport, host, endpoint, proxy, deadline, in_time=in_time)
         key = transport.get_remote_server_key()
         certificate = key.public_blob.key_blob if key.public_blob is not None else None
         revoked = read_revoked(host.revoked_host_keys, key.asbytes(), certificate)
         check = check_host_key((*known, *revoked), host.key_name, key.asbytes(), certificate)
         if check.kind == "unknown" and host.host_key_policy == "accept-new" and host.known_hosts_files:
             file = host.known_hosts_files[0]
-            with foreign_errors(self.node, place, f"writing its key into {file}"):
+            with foreign_errors(self.node, endpoint, f"writing its key into {file}"):
                 check = add_known_host(file, host.key_name, key.asbytes(), hashed=host.hash_known_hosts)
         if check.kind != "known":
             self.close()
             is_direct = isinstance(sock, socket.socket) and proxy is None
-            raise self._host_key_error(host, place, key.asbytes(), check, is_direct=is_direct)
+            raise self._host_key_error(host, endpoint, key.asbytes(), check, is_direct=is_direct)
         return transport
 
     def _handshake_error(
         self,
         transport: PatchedTransport,
         host: SshHost,
-        place: str,
+        endpoint: str,
         proxy: ProxyProcess | None,
         deadline: Deadline,
         *,
         in_time: bool,
     ) -> NodeUnreachable:
         if proxy is not None:
-            place += f" through `{proxy.command}`"
+            endpoint += f" through `{proxy.command}`"
         hint = f"output of the ProxyCommand:\n{proxy.stderr_tail}" if proxy is not None and proxy.stderr_tail else ""
         if not in_time:
-            where = "did not finish the key exchange" if transport.remote_version else "sent no SSH banner"
-            return NodeUnreachable(self.node, f"{place} {where} within {deadline.seconds:g} s", hint=hint)
+            what = "did not finish the key exchange" if transport.remote_version else "sent no SSH banner"
+            return NodeUnreachable(self.node, f"{endpoint} {what} within {deadline.seconds:g} s", hint=hint)
         error = transport.get_exception()
         if transport.remote_version:
-            said = f" ({transport.disconnect_reason})" if transport.disconnect_reason else ""
-            found = explain(self.node, f"{place}{said}", error, "agreeing on keys")
+            reason = f" ({transport.disconnect_reason})" if transport.disconnect_reason else ""
+            found = explain(self.node, f"{endpoint}{reason}", error, "agreeing on keys")
             return NodeUnreachable(self.node, found.message.removeprefix(f"{self.node}: "), hint=hint or found.hint)
         if "Indecipherable" in str(error):
-            return NodeUnreachable(self.node, f"{place} is not an SSH server", hint=hint or f"is {host.port} the right port?")
+            return NodeUnreachable(self.node, f"{endpoint} is not an SSH server", hint=hint or f"check the port {host.port}")
         return NodeUnreachable(
             self.node,
-            f"{place} closed the connection before it sent an SSH banner",
+            f"{endpoint} closed the connection before it sent an SSH banner",
             hint=hint or "its sshd may be restarting, have too many logins in progress (MaxStartups), or refuse this address",
         )
 
     def _host_key_error(
-        self, host: SshHost, place: str, blob: bytes, check: HostKeyCheck, *, is_direct: bool
+        self, host: SshHost, endpoint: str, blob: bytes, check: HostKeyCheck, *, is_direct: bool
     ) -> NodeUnreachable:
         shown = fingerprint(blob)
         note = f"\n{check.note}" if check.note else ""
         if check.kind == "revoked":
             listed = ", ".join(one.where for one in check.entries)
             return HostKeyMismatch(
-                self.node, f"{place} showed a revoked host key: {shown} ({listed}){note}",
+                self.node, f"{endpoint} showed a revoked host key: {shown} ({listed}){note}",
                 hint="do not trust this host before its administrator has replaced the key",
             )  # fmt: skip
         if check.kind == "changed":
             return HostKeyMismatch(
                 self.node,
-                f"{place} showed a host key that differs from the known one; the connection may be intercepted\n"
+                f"{endpoint} showed a host key that differs from the known one; the connection may be intercepted\n"
                 f"  shown: {shown}\n" + "\n".join(f"  known: {fingerprint(one.blob)} ({one.where})" for one in check.entries),
                 hint=f"if you know that its key has changed, run:\n{_removals(check.entries, host)}{note}",
             )
@@ -348,7 +351,7 @@ class SshConnection:
             once = f"  {scan} >> {quote([file])}\nor log in once and confirm the key:\n{once}"
         return HostKeyUnknown(
             self.node,
-            f"the host key of {place} is not known: {shown}{note}",
+            f"the host key of {endpoint} is not known: {shown}{note}",
             hint=f"compare it with the key on the machine itself (ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), "
             f"then run:\n{once}\nor set `host_key_policy: accept-new` in a pool whose network you trust",
         )
@@ -367,7 +370,7 @@ class SshConnection:
 
 
 def _login_slot(jumps: Sequence[Hop]) -> contextlib.AbstractContextManager[object]:
-    """Limit the number of simultaneous logins through the same jump hosts. Direct connections have no limit.
+    """Limit the number of simultaneous logins through the same jump hosts. Direct connections are not limited.
 
     sshd drops connections at random when more than ten logins are in progress (MaxStartups 10:30:100, sshd_config(5)). Time
     spent waiting here does not count towards the connect timeout.

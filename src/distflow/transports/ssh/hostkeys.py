@@ -72,7 +72,7 @@ class KnownKey:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def is_for(self, name: str) -> bool:
-        """Whether the line applies to the host with this name in known_hosts."""
+        """Return whether the line applies to the host ``name``, as written in known_hosts."""
         name = name.lower()
         patterns = [pattern.lower() for pattern in self.names if not pattern.startswith("|")]
         return matches_list(name, patterns) or any(_is_hash_of(text, name) for text in self.names if text.startswith("|"))
@@ -128,8 +128,8 @@ def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
 def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -> tuple[KnownKey, ...]:
     """Return the keys in the files of ``RevokedHostKeys``.
 
-    Of a binary list (KRL), return only those of ``blob`` and ``certificate`` that it contains. Raises ``SshConfigError`` if a
-    file cannot be read: ``ssh`` then trusts no host.
+    From a binary list (KRL), return only ``blob`` and ``certificate``, if the list contains them. Raises ``SshConfigError``
+    if a file cannot be read, because ``ssh`` then trusts no host.
     """
     found: list[KnownKey] = []
     for file in files:
@@ -138,10 +138,10 @@ def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -
         except OSError as error:
             raise SshConfigError(f"RevokedHostKeys {file} cannot be read: {error.strerror}") from error
         if content.startswith(_KRL):
-            shown = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
-            entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in shown]
+            revoked = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
+            entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in revoked]
         else:
-            # Each line is a key; with a name in front it is a line of known_hosts.
+            # Each line is a key. Prefixed with a name, it is a line of known_hosts.
             lines = (f"* {line.strip()}" if line.strip() else "" for line in content.decode("utf-8", "replace").splitlines())
             entries = list(parse_known_hosts("\n".join(lines), file))
         found += [replace(one, kind="revoked") for one in entries]
@@ -163,7 +163,7 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
 
 
 def known_algorithms(known: Sequence[KnownKey], name: str, supported: Sequence[str]) -> tuple[str, ...]:
-    """Return ``supported`` in the order to request, so that a host with several keys shows a known one.
+    """Return ``supported`` in the order of preference, so that a host with several keys presents a known key.
 
     Certificates come first if known_hosts has an authority for the host; otherwise they are not requested.
     """
@@ -180,7 +180,7 @@ def check_host_key(known: Sequence[KnownKey], name: str, blob: bytes, certificat
     """Check the key ``blob``, or its ``certificate``, of the host ``name`` against the ``known`` keys."""
     check = _check_host_key(known, name, blob, certificate)
     if check.kind == "unknown" and name.startswith("["):
-        # As in OpenSSH, a key that is listed without a port is valid at other ports too. A different key there is ignored.
+        # As in OpenSSH, a key that is listed without a port is valid for all ports, but a different key does not conflict.
         bare = _check_host_key(known, _bare(name), blob, certificate)
         if bare.kind in ("known", "revoked"):
             return bare
@@ -244,7 +244,7 @@ def key_type_of(blob: bytes) -> str:
 
 
 def matches_list(text: str, patterns: Sequence[str]) -> bool:
-    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``) and none of those that begin with ``!``."""
+    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``), and no pattern after a ``!``."""
     found = False
     for pattern in patterns:
         plain = pattern.removeprefix("!")

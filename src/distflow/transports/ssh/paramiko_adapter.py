@@ -1,7 +1,7 @@
 """paramiko with distflow's algorithms, fixes and error messages.
 
-Each fix names paramiko's issue where one exists. A test in tests/integration/ssh or tests/contract fails without it. Another
-test checks that every error of paramiko, the operating system and cryptography is converted.
+Each fix names the issue of paramiko, if there is one. Without the fix, a test in tests/integration/ssh or tests/contract fails.
+Another test checks that every error of paramiko, the operating system and cryptography is converted.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _TABLE = "_channel_handler_table"
 
 
 class ChannelSocket:
-    """A channel of one connection as the socket of another. Its ``close`` never raises.
+    """A channel of one connection as the socket of another connection. Its ``close`` never raises.
 
-    paramiko closes its socket before it wakes threads that wait for the connection. After an error there, they would wait
+    paramiko closes its socket before it wakes threads that wait for the connection. If ``close`` raised, they would wait
     forever.
     """
 
@@ -79,9 +79,9 @@ class ChannelSocket:
 
 
 class PatchedTransport(paramiko.Transport):
-    """One SSH connection over a socket or a channel of another one.
+    """One SSH connection over a socket, or over a channel of another connection.
 
-    1. Nothing sent within ``on_behalf_of(channel)`` follows the end of that channel. paramiko builds a message under the
+    1. Within ``on_behalf_of(channel)``, nothing is sent after the channel has been closed. paramiko builds a message under the
        channel's lock and sends it later, and sshd closes the connection when data arrives for a closed channel (issue 1115).
     2. During a key exchange its own thread never waits to send, because only this thread can finish the exchange (issue 822).
     3. A command that a signal ended has an exit code; paramiko ignores ``exit-signal`` (issue 598).
@@ -172,35 +172,35 @@ FOREIGN: tuple[type[Exception], ...] = (
 )  # fmt: skip
 
 _CODES: dict[int | None, tuple[str, str]] = {
-    errno.ECONNREFUSED: ("nothing listens there (connection refused)", "is sshd running there, and on this port?"),
-    errno.EHOSTUNREACH: ("no route to host", "is the machine on, and in a network that this machine can reach?"),
-    errno.ENETUNREACH: ("its network is unreachable", "is this machine online, or is a VPN down?"),
-    errno.ETIMEDOUT: ("it does not answer", "is the machine on, or does a firewall drop packets?"),
+    errno.ECONNREFUSED: ("nothing listens there (connection refused)", "check that sshd is running there, and on this port"),
+    errno.EHOSTUNREACH: ("no route to host", "check that it is powered on, and in a network that this machine can reach"),
+    errno.ENETUNREACH: ("its network is unreachable", "check the network of this machine, and its VPN"),
+    errno.ETIMEDOUT: ("it does not answer", "check that it is powered on, and that no firewall drops packets"),
     errno.ECONNRESET: ("it reset the connection", ""),
     errno.EPIPE: ("it reset the connection", ""),
 }
 
 
 @contextlib.contextmanager
-def foreign_errors(node: str, place: str, doing: str = "") -> Iterator[None]:
-    """Raise foreign errors as ``NodeUnreachable`` of ``node``. ``place`` and ``doing`` say where and in which step."""
+def foreign_errors(node: str, endpoint: str, doing: str = "") -> Iterator[None]:
+    """Raise foreign errors as ``NodeUnreachable`` of ``node``. The message names the ``endpoint`` and the step ``doing``."""
     try:
         yield
     except NodeError:
         raise
     except FOREIGN as error:
-        raise explain(node, place, error, doing) from error
+        raise explain(node, endpoint, error, doing) from error
 
 
-def explain(node: str, place: str, error: BaseException | None, doing: str = "") -> NodeUnreachable:
+def explain(node: str, endpoint: str, error: BaseException | None, doing: str = "") -> NodeUnreachable:
     """Return ``error`` as a message for people."""
     what, hint = _describe(error)
-    return NodeUnreachable(node, f"{place}: {what}" + (f", while {doing}" if doing else ""), hint=hint)
+    return NodeUnreachable(node, f"{endpoint}: {what}" + (f", while {doing}" if doing else ""), hint=hint)
 
 
 def _describe(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
-        return "this name has no address", "is it spelled right, or a `Host` of ~/.ssh/config without `HostName`?"
+        return "this name has no address", "check the spelling; a `Host` in ~/.ssh/config may lack its `HostName`"
     if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
         return _describe(next(iter(error.errors.values()), None))
     if isinstance(error, TimeoutError) and error.errno is None:

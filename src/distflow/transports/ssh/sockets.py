@@ -1,4 +1,4 @@
-"""The sockets below SSH: a TCP connection, or the process of a ``ProxyCommand``, within one deadline."""
+"""The sockets of SSH connections: a TCP connection, or the process of a ``ProxyCommand``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _TAIL = 2000
 _LOOK_UP_S = 2.0
 _LOOK_UPS_AT_ONCE = 16
-"""The number of names that are looked up at the same time."""
+"""Maximum number of names that are looked up at the same time."""
 
 
 def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
@@ -47,7 +47,7 @@ def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
 
 
 def addresses_of(host: SshHost) -> tuple[str, ...]:
-    """Return the addresses of a host behind a jump host or proxy; none if this machine cannot resolve its name in 2 s."""
+    """Return the addresses of a host behind a jump host or proxy; empty if this machine cannot resolve its name in 2 s."""
     try:
         found = _resolve(host, Deadline(_LOOK_UP_S))
     except OSError:
@@ -58,8 +58,8 @@ def addresses_of(host: SshHost) -> tuple[str, ...]:
 def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
     """Return the host name of each destination that no name service knows, and ``None`` for all others.
 
-    A destination behind a jump host or a ``ProxyCommand`` is ``None``, because its name is resolved there. So is a name whose
-    lookup failed for another reason, or did not end within 2 s.
+    A destination behind a jump host or a ``ProxyCommand`` is ``None``, because the jump host resolves its name. A name whose
+    lookup failed for another reason, or did not end within 2 s, is ``None`` too.
     """
     deadline = Deadline(_LOOK_UP_S)
     found: list[str | None] = [None] * len(destinations)
@@ -102,7 +102,7 @@ def _tune(connection: socket.socket, host: SshHost) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if host.keepalive_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
-        # The connection ends when no acknowledgment arrives for this long. TCP alone would wait for 15 minutes.
+        # Without an acknowledgment for this time, the connection ends. The default of TCP is 15 minutes.
         timeout_ms = int(host.keepalive_s * max(1, host.keepalive_count) * 1000)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
@@ -120,7 +120,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
     # getaddrinfo() has no timeout.
     answer: queue.SimpleQueue[list[tuple[int, int, int, Any]] | OSError] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def resolve() -> None:
         try:
             answer.put(look_up())
         except OSError as error:
@@ -128,7 +128,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
         except UnicodeError:
             answer.put(socket.gaierror(socket.EAI_NONAME, "invalid host name"))
 
-    threading.Thread(target=ask, name=f"address of {host.hostname}", daemon=True).start()
+    threading.Thread(target=resolve, name=f"address of {host.hostname}", daemon=True).start()
     try:
         found = answer.get(timeout=deadline.left())
     except queue.Empty:
@@ -139,18 +139,18 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
 
 
 class ProxyProcess:
-    """A ``ProxyCommand``, run by the user's shell, behind a socket.
+    """A ``ProxyCommand``, which the user's shell runs, as a socket.
 
     paramiko's own ``ProxyCommand`` runs no shell, spins when the command ends, and leaves a zombie process.
     """
 
     def __init__(self, command: str) -> None:
-        """Start it. Raises ``OSError``."""
+        """Start the command. Raises ``OSError``."""
         self.command = command
         self.socket, theirs = socket.socketpair()
         shell = os.environ.get("SHELL") or "/bin/sh"
         try:
-            # A session of its own, so that one signal ends all processes that the shell starts.
+            # A separate session, so that one signal ends all processes that the shell starts.
             self._process = subprocess.Popen(
                 [shell, "-c", f"exec {command}"],
                 stdin=theirs.fileno(),

@@ -1,4 +1,4 @@
-"""A machine that is reached over SSH: its commands, their arguments and pipes, and how they end."""
+"""Run commands on a machine over SSH: their arguments, pipes and exit codes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class SshTransport:
 
     1. The first ``run`` or ``open`` connects. After a broken connection, the next one connects again.
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
-    3. ``HostKeyUnknown``, ``HostKeyMismatch`` and ``AuthenticationRefused`` need a person; other errors may be temporary.
-    4. After ``close`` every call raises ``NodeUnreachable``, and so does a connection attempt that was under way.
+    3. ``HostKeyUnknown``, ``HostKeyMismatch`` and ``AuthenticationRefused`` need an action of a person; other errors may be
+       temporary.
+    4. After ``close``, every call raises ``NodeUnreachable``, also a call that waits for a connection attempt.
     """
 
     def __init__(self, name: str, destination: SshDestination) -> None:
@@ -53,7 +54,7 @@ class SshTransport:
         return SshStream(connection, connection.dial(port, deadline))
 
     def hang_up(self) -> None:
-        """Drop the connection; the next use makes a new one."""
+        """Drop the connection; the next call connects again."""
         self._shared.drop()
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class SshChannel:
 
     def write(self, data: bytes) -> None:
         """Send ``data`` to the command's standard input."""
-        with self._writing, foreign_errors(self._connection.node, self._connection.place, "writing to a command"):
+        with self._writing, foreign_errors(self._connection.node, self._connection.endpoint, "writing to a command"):
             if self._is_closed:
                 raise NodeUnreachable(self._connection.node, "the channel is closed")
             with self._connection.on_behalf_of(self._channel):
@@ -169,13 +170,13 @@ class SshStream:
     def write(self, data: bytes) -> None:
         """Send ``data``."""
         with (
-            foreign_errors(self._connection.node, self._connection.place, "writing to a port"),
+            foreign_errors(self._connection.node, self._connection.endpoint, "writing to a port"),
             self._connection.on_behalf_of(self._channel),
         ):
             _send(self._connection, self._channel, data)
 
     def end(self) -> None:
-        """Close the direction to the node."""
+        """Close the sending direction."""
         with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
             self._channel.shutdown_write()
 
@@ -189,7 +190,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
     program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
     stderr = bytearray()
     pid = re.compile(rf"{mark} (\d+)\n".encode())
-    # A command can be stopped only after it has started, so it gets some extra time to start.
+    # A command can be stopped only after it has started, so the start gets some extra time.
     channel = connection.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
@@ -224,7 +225,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
         thread.start()
     stdout = bytearray()
     try:
-        with foreign_errors(connection.node, connection.place, f"running `{program}`"), connection.on_behalf_of(channel):
+        with foreign_errors(connection.node, connection.endpoint, f"running `{program}`"), connection.on_behalf_of(channel):
             while data := channel.recv(_BULK):
                 stdout += data
         channel.status_event.wait(max(deadline.left(), _LATE_S))
@@ -241,12 +242,13 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
 
 
 def remote_command(argv: Sequence[str], mark: str = "") -> str:
-    """Return one line for a login shell that runs exactly ``argv``, whatever shell that is.
+    """Return one line with which any login shell runs exactly ``argv``.
 
     With a ``mark``, the mark and the command's process id are first written to standard error.
 
-    sshd passes the line to the login shell. In fish and csh, quotes, backslashes, newlines and ``!`` have other meanings. So
-    they are sent as octal numbers inside one pair of single quotes. A POSIX shell replaces the login shell and decodes them.
+    sshd passes the line to the login shell. In fish and csh, quotes, backslashes, newlines and ``!`` have other meanings.
+    Therefore, they are sent as octal numbers inside one pair of single quotes. A POSIX shell, which replaces the login shell,
+    decodes them.
     """
     first = f'printf "{mark} %d\\n" $$ >&2; ' if mark else ""
     words = f"{first}exec {quote(argv)}".encode("utf-8", "surrogateescape")
