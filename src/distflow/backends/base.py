@@ -167,7 +167,7 @@ class NodeDown(_Observed):
     node: str
     error: str
     since: float | None = None
-    """Time of the last message. ``None`` if the node has sent none since it was last reported down."""
+    """Time of the last message. ``None`` if the node has sent none since it was last reported down, or never."""
     needs_action: bool = False
     """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
     is_engine_away: bool = False

@@ -1,7 +1,7 @@
 """Run many commands over one channel of another transport.
 
 sshd allows ten sessions for one connection by default (``MaxSessions``), and administrators of login nodes want few logins.
-``MultiplexedTransport`` starts one program through another transport, the command hub. The hub runs all commands.
+``MultiplexedTransport`` starts one program, the command hub, through another transport. The hub runs all commands.
 ``runtime.services.command_hub`` describes the messages.
 """
 

@@ -168,7 +168,7 @@ class AllocatedBackend:
         self._thread = threading.Thread(target=self._work, name=f"allocations of {pool.name}", daemon=True)
         self._thread.start()
 
-    # The protocol `Backend`.
+    # Methods of the protocol `Backend`.
 
     def connect(self, nodes: Sequence[Node]) -> None:
         """Do nothing: nodes are connected when they are allocated."""
@@ -202,7 +202,7 @@ class AllocatedBackend:
         ended: Collection[str] | None = None,
         exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
     ) -> None:
-        """Release all other allocations, also those that ended workflows have left."""
+        """Release all other allocations, including leftover allocations of ended workflows."""
         kept = {_allocation_of(key) for key in gangs}
         codes = {_allocation_of(key): code for key, code in exit_codes.items()}
         with self._changed:
@@ -507,7 +507,7 @@ class AllocatedBackend:
             self._finish(held, state)
 
     def _recover(self, held: _Held) -> None:
-        """Read the ends of attempts that were not reported on the login node. It has them if it shares ``root``."""
+        """Read unreported ends of attempts on the login node, which has them if it shares ``root``."""
         held.recovers_until = time.monotonic() + _RECOVERY_S
         names = tuple(held.nodes.values())
         self._up.difference_update(names)

@@ -1,4 +1,4 @@
-"""Find remaining allocations of an engine: release those of ended workflows, and search those of unknown workflows."""
+"""Find remaining allocations of an engine: release those of ended workflows, and query those of unknown workflows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _AT_ONCE = 32
 def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collection[str], is_dry_run: bool) -> Reaped:
     """Release the allocations of workflows that have ended, and report those of other submitters.
 
-    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. The
-    result's ``node`` is the name of the pool. An error of the engine is in the result and is not raised.
+    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. ``node``
+    of the result is the name of the pool. An error of the engine is in the result and is not raised.
     """
     found: list[Leftover] = []
     try:

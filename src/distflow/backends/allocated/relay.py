@@ -203,7 +203,7 @@ class RelayChannel:
     ) -> None:
         """Start the relay: ``start`` returns a channel to it, or raises ``NodeUnreachable``.
 
-        The relay's own lines begin with ``mark``. ``is_transient`` is that of ``RelayTransport``. ``forget`` is
+        The relay's own lines begin with ``mark``. ``is_transient`` is as in ``RelayTransport``. ``forget`` is
         called when the channel ends.
         """
         self._node = node

@@ -63,7 +63,7 @@ _PREPARE_THREADS = 32
 _COLLECT_THREADS = 32
 _BUILD_THREADS = 64
 _INLINE = 64 << 10
-"""Largest file that is sent within the launch, in bytes. Larger ones are staged, and stay on the node for later attempts."""
+"""Largest file that is sent within the launch, in bytes. Larger files are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
 """Timeout for unpacking and copying staged files. A dead node is detected long before, because its heartbeats stop."""
 _REPORT_INTERVAL_S = 5.0
@@ -174,7 +174,7 @@ class MachinesBackend:
         self._send(key, "start", answered)
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
-        """Begin the stop. The status reports the end."""
+        """Begin to stop an attempt. Its status reports the end."""
         self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
@@ -188,7 +188,7 @@ class MachinesBackend:
         self._send(key, "stop", answered, grace_s=grace_s, why=why)
 
     def release(self, key: AttemptKey) -> None:
-        """Release a lease before the start."""
+        """Release the lease of an attempt that has not started."""
         self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
@@ -234,7 +234,7 @@ class MachinesBackend:
             halt.set()
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
-        """Return whether every node of the pool has a blob already. False for small ones, which launch records contain."""
+        """Return whether every node of the pool has a blob already. False for small blobs, which launch records contain."""
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:

@@ -233,7 +233,7 @@ class FoundWorkflow:
 
     uuid: str
     memo: str
-    """The submitter's latest note; empty if there is none."""
+    """The last note that the submitter stored; empty if there is none."""
     attempts: tuple[FoundAttempt, ...]
 
 

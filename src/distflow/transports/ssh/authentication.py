@@ -1,4 +1,4 @@
-"""Log in with a key: collect the keys for a host in the order of ssh, and try them.
+"""Log in with a key: collect the keys for a host, and try them in the order of ssh.
 
 Keys come from files and from the agent, with their certificates. No input of a person is needed: a key with a passphrase works
 only through the agent, and passwords are never sent.

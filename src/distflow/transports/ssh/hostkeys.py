@@ -244,7 +244,7 @@ def key_type_of(blob: bytes) -> str:
 
 
 def matches_list(text: str, patterns: Sequence[str]) -> bool:
-    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``), and no pattern after a ``!``."""
+    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``), and no pattern that begins with ``!``."""
     found = False
     for pattern in patterns:
         plain = pattern.removeprefix("!")

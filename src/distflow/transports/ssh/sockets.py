@@ -58,8 +58,8 @@ def addresses_of(host: SshHost) -> tuple[str, ...]:
 def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
     """Return the host name of each destination that no name service knows, and ``None`` for all others.
 
-    A destination behind a jump host or a ``ProxyCommand`` is ``None``, because the jump host resolves its name. A name whose
-    lookup failed for another reason, or did not end within 2 s, is ``None`` too.
+    A destination behind a jump host or a ``ProxyCommand`` is ``None``, because the jump host or proxy resolves its name. A
+    name whose lookup failed for another reason, or did not end within 2 s, is ``None`` too.
     """
     deadline = Deadline(_LOOK_UP_S)
     found: list[str | None] = [None] * len(destinations)

@@ -61,7 +61,7 @@ _BY_SEVERITY = (
 class KubernetesEngine:
     """Allocates nodes as pods (contract: ``allocated.engine.Engine``).
 
-    1. An allocation is a ConfigMap that owns its pods. Its deletion deletes them, even if distflow never runs again.
+    1. An allocation is a ConfigMap that owns its pods. Deleting it deletes the pods, even if distflow never runs again.
     2. One query lists the pods of all allocations of the pool.
     3. If only a part of a gang's pods has got nodes within ``start_barrier``, all are deleted, because they could block another
        gang.
@@ -114,7 +114,7 @@ class KubernetesEngine:
         return allocation_id
 
     def notice(self, allocation_id: str) -> str:  # noqa: ARG002  there are none
-        """Return an empty text."""
+        """Return an empty string."""
         return ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:

@@ -77,7 +77,7 @@ def node_of_host(host: str) -> str:
 
 
 def owner_manifest(wanted: AllocationRequest, allocation_id: str) -> dict[str, Any]:
-    """Return the object that owns the pods of an allocation: its deletion deletes them."""
+    """Return the object that owns the pods of an allocation, which are deleted with it."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -304,7 +304,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _drop_duplicates(spec: dict[str, Any]) -> None:
-    """Let the volumes and mounts of the template replace those of distflow with the same name or directory."""
+    """Let the volumes and mounts of the template replace distflow's volumes and mounts with the same name or directory."""
     container = spec["containers"][0]
     container.pop("args", None)
     container["volumeMounts"] = _unique(container["volumeMounts"], "mountPath")

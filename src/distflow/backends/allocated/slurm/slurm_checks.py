@@ -104,7 +104,10 @@ class _Check:
             )  # fmt: skip
         if "sched/builtin" in text and self.settings.het_jobs:
             yield note(
-                "slurm", self._at, "the cluster has no heterogeneous jobs: every node of a group gets its largest resources", ""
+                "slurm",
+                self._at,
+                "the cluster has no heterogeneous jobs: every node of a group gets the largest resources of its tasks",
+                "",
             )
 
     def pyxis(self) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ class SlurmEngine:
     """
 
     query_limit: ClassVar = QueryLimit(at_once=4.0, every_s=8.0)
-    """At most 11 queries a minute, and one before the first request, because an earlier process may have made it."""
+    """At most 11 queries a minute, and one before the first request, which an earlier process may have made already."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Everything that was measured."""
+    """The measurements of a pool's nodes."""
 
     nodes: tuple[Measured, ...]
     """In the order of the pool."""

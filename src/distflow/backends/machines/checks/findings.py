@@ -181,7 +181,7 @@ def _paths(measured: Measured) -> Iterator[Finding]:
             hint = "copy or mount the data there, because a gang's tasks run on any node with free resources"
             yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
         elif not found["is_complete"]:
-            message = f"{path} has too many files to check: {count(found['files'], 'file')} were seen"
+            message = f"{path} has too many files to check: {count(found['files'], 'file')} found"
             yield note("path", [measured.node.name], message, "")
 
 
@@ -212,7 +212,7 @@ def _leases(measured: Measured) -> Iterator[Finding]:
 def _gpus(measured: Measured) -> Iterator[Finding]:
     names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
     if measured.gpu_error:
-        hint = "its GPUs cannot be used until `nvidia-smi` works: reboot it, or see the driver's log (`dmesg`)"
+        hint = "its GPUs cannot be used until `nvidia-smi` works: reboot the node, or read the driver's log (`dmesg`)"
         yield warning("gpus", names, f"`nvidia-smi` fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
         reported = int(measured.facts.get("gpus") or 0)
@@ -282,7 +282,9 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         yield warning("torch", names, f"torch {torch.version} ({built}) sees none of its GPUs", hint)
     elif measured.gpus and torch.devices < len(measured.gpus):
         message = f"torch sees {torch.devices} of its {len(measured.gpus)} GPUs"
-        yield warning("torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?")
+        yield warning(
+            "torch", names, message, "check whether `environment`, `setup` or a login script sets CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _venv(measured: Measured) -> Iterator[Finding]:
@@ -462,7 +464,7 @@ def _differing(about: str, what: str, values: Mapping[str, str | None], grade: G
         groups.setdefault(value or "", []).append(name)
     if len(groups) > 1:
         found = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
-        hint = "use the same on all nodes of a world" if grade is Grade.WARNING else ""
+        hint = "use the same version or model on all nodes of a world" if grade is Grade.WARNING else ""
         yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} differs: {found}", hint=hint)
 
 

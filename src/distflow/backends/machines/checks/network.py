@@ -1,6 +1,7 @@
 """Findings about connections between nodes, the all-reduce between them, and the summary of a check.
 
-There are n·(n-1) connections between n nodes. A machine that is cut off fails in 2·(n-1) of them and is reported once.
+There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them,
+and is reported in two findings.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _WITHOUT_TORCH = (
 _PORTS = "training uses ports that the system chooses: all TCP ports above 1023 must be open between the nodes"
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
-        "refused": "check that no firewall of the node rejects it, and that the address belongs to the node\n"
+        "refused": "check that no firewall rejects the connection, and that the address belongs to the node\n"
         f"{_PORTS}; or set the node's `address`",
-        "timeout": f"a firewall drops it, or the networks are not connected\n{_PORTS}; or set the node's `address`",
-        "no_route": "check that both are in one network, and that no firewall of the node rejects it\n"
-        f"{_PORTS}; or set the node's `address` to one that the others reach",
+        "timeout": f"a firewall drops the packets, or the networks are not connected\n{_PORTS}; or set the node's `address`",
+        "no_route": "check that both are in one network, and that no firewall rejects the connection\n"
+        f"{_PORTS}; or set the node's `address` to an address that the others reach",
         "no_name": "set the node's `address` to an IP address, such as 10.0.0.2",
         "stranger": "set the node's `address` to one of its own addresses",
     }
@@ -100,7 +101,7 @@ def verdict(
 
 
 def _may_have_torch(measured: Measured) -> bool:
-    """Return False if the node's Python is known to have no torch. A torch that cannot be imported counts."""
+    """Return False if the node's Python is known to have no torch. A torch that cannot be imported counts as torch."""
     torch = measured.torch
     return torch is None or bool(torch.version or torch.error) or not torch.python
 

@@ -291,7 +291,7 @@ def open_service(
 ) -> Opened:
     """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` with the node's error.
 
-    ``~`` in ``root`` and ``python`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path there.
+    ``~`` in ``root`` and ``python`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path.
     """
     nonce = f"distflow-{secrets.token_hex(12)}"
     channel = transport.open(service_argv(root, python, nonce, service, bundle))

@@ -299,7 +299,7 @@ class Connection:
         return training_address(self.node, self._transport, self._facts)
 
     def path_prepend(self) -> list[str]:
-        """Return the first entries of the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+        """Return the first entries of the tasks' PATH: the directory of the configured Python, where a venv has its tools."""
         return path_prepend(self.node, self._facts)
 
     @property

@@ -123,7 +123,7 @@ class OutputReader:
         """Copy files below ``folder``, which exists, with their modification times.
 
         A file gets its name when it is complete. Until then, its data is in a hidden file next to it, and the next call
-        continues there. Existing files with the same size and modification time are skipped, others are replaced.
+        continues there. Existing files with the same size and modification time are skipped, other files are replaced.
 
         Args:
             files: Some of ``self.files``.

@@ -24,13 +24,13 @@ def training_address(node: Node, transport: Transport, facts: Mapping[str, Any])
 
 
 def path_prepend(node: Node, facts: Mapping[str, Any]) -> list[str]:
-    """Return the first entries of the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+    """Return the first entries of the tasks' PATH: the directory of the configured Python, where a venv has its tools."""
     python = node.python if node.python.startswith("/") else str(facts.get("python", "/usr/bin/python3"))
     return [str(PurePosixPath(python).parent)]
 
 
 def interpreter(node: Node, facts: Mapping[str, Any]) -> str:
-    """Return the configured python, as its absolute path if it is in a home directory that only the node can expand."""
+    """Return the configured Python, with ``~`` expanded by the node."""
     return str(facts.get("python")) if node.python.startswith("~") else node.python
 
 
