@@ -188,7 +188,7 @@ class KubernetesApi:
             ) from None
         configuration.retries = False
         if not configuration.verify_ssl:
-            warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig disables it
+            warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig disables verification
         return client.ApiClient(configuration)
 
 

@@ -113,8 +113,8 @@ class KubernetesEngine:
             raise _refusal(error, self._api.namespace) from None
         return allocation_id
 
-    def notice(self, allocation_id: str) -> str:  # noqa: ARG002  there are none
-        """Return an empty string."""
+    def notice(self, allocation_id: str) -> str:  # noqa: ARG002
+        """Return an empty string: requests cause no warnings."""
         return ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:

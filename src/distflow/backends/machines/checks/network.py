@@ -1,7 +1,7 @@
 """Findings about connections between nodes, the all-reduce between them, and the summary of a check.
 
-There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them,
-and is reported in two findings.
+There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them, and
+is reported in two findings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CAUSES: Mapping[str, str] = MappingProxyType(
         "refused": "connection refused",
         "timeout": "no answer",
         "no_route": "no route to host",
-        "no_name": "the address is a name that this node cannot resolve",
+        "no_name": "the address is a name that cannot be resolved",
         "stranger": "another machine or program answers",
     }
 )

@@ -59,17 +59,17 @@ class FetchCounts:
     """The result of ``OutputReader.fetch``."""
 
     files: int = 0
-    """Files that were copied."""
+    """Number of copied files."""
     size: int = 0
-    """Their size in bytes."""
+    """Bytes of the copied files."""
     unchanged: int = 0
-    """Files that existed already with the same size and modification time."""
+    """Number of files that existed already with the same size and modification time."""
     left_out: int = 0
     """Number of links that would lead out of the local directory, and were not created."""
     problems: list[str] = field(default_factory=list)
     """Files that the node could not send, each with the reason."""
     finished: set[str] = field(default_factory=set)
-    """The names of all these files and links. The next call does not count them again."""
+    """Names of finished files and links, which the next call skips."""
 
 
 class OutputReader:
