@@ -1,7 +1,8 @@
-"""The program of a rank that calls a function of ``distflow.run``. It is sent to the nodes, and imports nothing of distflow.
+"""The program that each rank of ``distflow.run`` executes: it calls the function and stores the result.
 
-Its directory contains ``function.pkl``, the function with its arguments, and ``cloudpickle``, in the version that wrote it. The
-result is a file of the task's output. It is a pickle of one of these mappings:
+distflow sends this file to the nodes, where it cannot import distflow. Its directory there also contains ``function.pkl`` (the
+function with its arguments), ``function.json`` (the Python that pickled it), and the version of ``cloudpickle`` that wrote the
+pickle. The result is a file in the task's output. It is a pickle of one of these mappings:
 
 * ``{"value": bytes}``, the pickled return value
 * ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception (empty if it cannot be pickled), its traceback, and
@@ -23,9 +24,9 @@ from typing import Any, NoReturn
 __all__ = ["RESULTS", "main", "result_name"]
 
 RESULTS = "distflow-results"
-"""The directory of the results in the output of each task."""
+"""The directory in each task's output that contains the results."""
 __tracebackhide__ = True
-"""The launcher leaves the frames of this module out of tracebacks, because they say nothing to users."""
+"""The launcher leaves the frames of this module out of tracebacks, because they do not help users."""
 _HERE = Path(__file__).resolve().parent
 
 
@@ -36,29 +37,29 @@ def result_name(rank: int) -> str:
 
 def main() -> None:
     """Call the function and store its result. An exception ends the process, after it has been stored."""
-    # The function may change the environment.
-    place = Path(os.environ["DISTFLOW_OUTPUT"]) / RESULTS / result_name(int(os.environ.get("RANK", "0")))
-    about = json.loads((_HERE / "function.json").read_text(encoding="utf-8"))
-    _check_python(place, about["python"], about["executable"])
-    sys.path[1:1] = [os.getcwd(), *(os.path.join(os.getcwd(), path) for path in about["paths"])]
-    import cloudpickle  # noqa: PLC0415  it is next to this file on a node
+    # Read the environment first, because the function may change it.
+    result_path = Path(os.environ["DISTFLOW_OUTPUT"]) / RESULTS / result_name(int(os.environ.get("RANK", "0")))
+    metadata = json.loads((_HERE / "function.json").read_text(encoding="utf-8"))
+    _check_python(result_path, metadata["python"], metadata["executable"])
+    sys.path[1:1] = [os.getcwd(), *(os.path.join(os.getcwd(), path) for path in metadata["paths"])]
+    import cloudpickle  # noqa: PLC0415  on a node, it is next to this file
 
     try:
         function, args, kwargs = pickle.loads((_HERE / "function.pkl").read_bytes())
     except Exception as error:
-        _refuse(place, f"the function cannot be loaded with {sys.executable}: {type(error).__name__}: {error}")
+        _exit_with_error(result_path, f"the function cannot be loaded with {sys.executable}: {type(error).__name__}: {error}")
     try:
         value = function(*args, **kwargs)
     except Exception as error:
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
         name = traceback.format_exception_only(type(error), error)[-1].strip()
-        _store(place, {"error": _pickled(cloudpickle, error), "traceback": shown, "name": name})
+        _store(result_path, {"error": _pickled(cloudpickle, error), "traceback": shown, "name": name})
         raise
     try:
         result = {"value": cloudpickle.dumps(value)}
     except Exception as error:
-        _refuse(place, f"the return value cannot be pickled: {error}")
-    _store(place, result)
+        _exit_with_error(result_path, f"the return value cannot be pickled: {error}")
+    _store(result_path, result)
     _leave_group()
 
 
@@ -70,24 +71,24 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _check_python(place: Path, wanted: str, executable: str) -> None:
-    """End the process if this is another Python than the one that pickled the function: their byte code differs."""
+def _check_python(result_path: Path, wanted: str, executable: str) -> None:
+    """End the process if its Python version differs from the one that pickled the function: their byte code is incompatible."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != wanted:
-        _refuse(
-            place,
+        _exit_with_error(
+            result_path,
             f"the function was pickled by Python {wanted} ({executable}), but {sys.executable} is Python {version}. "
             f"Use the same version: pass `python=` with the path of a Python {wanted} on the nodes to distflow.run",
         )
 
 
-def _refuse(place: Path, message: str) -> NoReturn:
-    _store(place, {"error": b"", "traceback": "", "name": message})
+def _exit_with_error(result_path: Path, message: str) -> NoReturn:
+    _store(result_path, {"error": b"", "traceback": "", "name": message})
     raise SystemExit(f"distflow: error: {message}")
 
 
 def _pickled(cloudpickle: Any, error: Exception) -> bytes:
-    """Return the pickle of an exception, or an empty one if no pickle of it can be loaded."""
+    """Return the pickle of an exception, or empty bytes if no pickle of it can be loaded."""
     for one in (error, _Rebuilt(error)):
         with contextlib.suppress(Exception):
             data: bytes = cloudpickle.dumps(one)
@@ -113,12 +114,12 @@ def _rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]
     return error
 
 
-def _store(place: Path, result: dict[str, Any]) -> None:
-    """Write the result as a whole: a file that exists is complete."""
-    place.parent.mkdir(exist_ok=True)
-    part = place.with_suffix(".part")
+def _store(result_path: Path, result: dict[str, Any]) -> None:
+    """Write the result atomically: if the file exists, it is complete."""
+    result_path.parent.mkdir(exist_ok=True)
+    part = result_path.with_suffix(".part")
     part.write_bytes(pickle.dumps(result))
-    part.replace(place)
+    part.replace(result_path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Functions as gang jobs: a function runs on every rank of a gang, and the return values come back.
+"""Run Python functions on every rank of a gang, and return the values of all ranks.
 
-The function and its arguments travel as a pickle (cloudpickle: functions of a notebook or a script by value, functions of a
-module by name), and the project that contains its module travels with them. cloudpickle travels, too, so the nodes do not need
-it, but the same minor version of Python, and the packages that the pickle names. Both are checked before anything is stored.
-Results are pickles, too, and reading a pickle runs code: run functions only on nodes that you trust.
+distflow sends the function and its arguments as a pickle of cloudpickle, together with cloudpickle and with the project that
+contains the function's module. The pickle contains functions of a notebook or a script by value, and functions of a module by
+name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both before it
+stores anything. The results are pickles, too. Loading a pickle runs code, so run functions only on nodes that you trust.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _log = logging.getLogger("distflow")
 _POLL_S = 0.2
 """Seconds between two checks whether jobs have ended."""
 _DIRECTORY = "distflow_function"
-"""The directory of the function in the working directory of a task."""
-_SENT = {"cloudpickle", "distflow"}
-"""Packages that tasks get from distflow."""
-_PLAIN_IMPORTS = (
+"""The directory for the function's files in a task's working directory."""
+_SENT_PACKAGES = {"cloudpickle", "distflow"}
+"""Packages that distflow itself sends to the nodes."""
+_IMPORT_INSTRUCTIONS = (
     "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_", "LOAD_CONST", "LOAD_SMALL_INT", "MAKE_CELL", "POP_TOP", "RESUME",
     "ROT_TWO", "STORE_DEREF", "STORE_FAST", "STORE_GLOBAL", "SWAP",
 )  # fmt: skip
-"""Beginnings of the names of all instructions of imports. Others may catch an error of an import, or make it possible."""
+"""Prefixes of the byte code instructions of import statements. Other instructions may install a module or handle an error."""
 _CHECKED = set[Hashable]()
-"""The checks of nodes that this program has done. A rank checks its Python again."""
+"""The requirements that this process has already checked on nodes. Each rank checks its Python version again."""
 
 
 class RemoteTraceback(Exception):
@@ -62,10 +62,10 @@ class RemoteTraceback(Exception):
 
 
 class Results(Sequence[T]):
-    """The return values of all ranks: ``results[3]`` is that of rank 3."""
+    """The return values of all ranks: ``results[3]`` is the value of rank 3."""
 
     def __init__(self, values: Sequence[T], workflow: Workflow) -> None:
-        """Store the values in the order of the ranks, and the workflow that made them."""
+        """Store the values in the order of the ranks, and the workflow that returned them."""
         self._values = tuple(values)
         self.workflow = workflow
 
@@ -90,11 +90,11 @@ class FunctionJob(Generic[T]):
     """A function that runs on nodes."""
 
     def __init__(self, workflow: Workflow) -> None:
-        """Keep the workflow."""
+        """Use a workflow that ``Launcher.submit`` started."""
         self.workflow = workflow
 
     def __repr__(self) -> str:
-        """Return the id and the present status."""
+        """Return the id and the current status."""
         return repr(self.workflow).replace("Workflow", "FunctionJob", 1)
 
     def result(self, timeout: float | None = None) -> Results[T]:
@@ -104,10 +104,10 @@ class FunctionJob(Generic[T]):
             timeout: The maximum time to wait, in seconds. Default: no limit.
 
         Raises:
-            Exception: the exception of the rank that failed first. Its ``__cause__`` has the traceback of the node.
+            Exception: the exception of the rank that failed first. Its ``__cause__`` is the traceback on the node.
             WaitTimeout: if the job has not ended after ``timeout``. It continues to run.
-            WorkflowEnded: if the job ended without an exception of the function: it was canceled, a rank was killed, the
-                function cannot be loaded on a node, or the exception cannot be sent.
+            WorkflowEnded: if the job failed without an exception from the function. For example, it was canceled, a rank was
+                killed, the function could not be loaded on a node, or the exception could not be pickled.
 
         """
         self.workflow.wait(timeout)
@@ -133,23 +133,23 @@ class FunctionJob(Generic[T]):
         return value
 
     def _fetch(self, tasks: Sequence[TaskInfo]) -> dict[int, dict[str, Any]]:
-        """Return what each rank of these tasks has stored (see ``function_rank``)."""
+        """Return the stored results of these tasks by rank. ``function_rank`` describes their format."""
         stored = {}
         with tempfile.TemporaryDirectory(prefix="distflow-results-") as folder:
             try:
                 fetched = self.workflow.fetch(function_rank.RESULTS, to=folder, task=[task.name for task in tasks])
-            except (InputError, NotFound):  # no task has run, or none has stored anything
+            except (InputError, NotFound):  # no task has run, or no rank has stored a result
                 return {}
             for task in tasks:
                 for rank in task.ranks:
-                    place = fetched.folders.get(task.name, Path(folder))
-                    path = place / function_rank.RESULTS / function_rank.result_name(rank)
+                    task_folder = fetched.folders.get(task.name, Path(folder))
+                    path = task_folder / function_rank.RESULTS / function_rank.result_name(rank)
                     if path.is_file():
                         stored[rank] = pickle.loads(path.read_bytes())
         return stored
 
     def _failure(self, ended: WorkflowEnded) -> BaseException:
-        """Return the exception of the rank that failed first. If it has stored none, or it cannot be read, return ``ended``."""
+        """Return the exception of the rank that failed first, or ``ended`` if it is not stored or cannot be loaded."""
         cause = next((failure.cause for failure in self.workflow.why() if failure.cause), None)
         if cause is None or not cause.ranks.isdigit():
             return ended
@@ -165,14 +165,14 @@ class FunctionJob(Generic[T]):
             if error["traceback"]:
                 raised.__cause__ = RemoteTraceback(f"\n\n{where}:\n{error['traceback']}")
         except Exception as other:
-            _log.warning("the exception of rank %d of %s cannot be read: %s", rank, self.workflow.id, other)
+            _log.warning("the exception of rank %d of %s cannot be loaded: %s", rank, self.workflow.id, other)
             return ended
         return raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """Where and how functions run. It starts jobs and does not wait for them; ``distflow.run`` starts one and waits.
+    """Settings for running functions. ``submit`` returns as soon as the job is stored; ``distflow.run`` waits for its result.
 
     ::
 
@@ -183,37 +183,37 @@ class Launcher:
 
     nodes: int = 1
     gpus: int | None = None
-    """GPUs of each node. Default: none are reserved, and the job sees all of them."""
+    """The number of GPUs to reserve on each node. Default: the job reserves no GPUs and sees all of them."""
     ranks: int | None = None
     """Processes on each node. Default: one for each GPU, or else one."""
     pool: str | None = None
     hosts: str | os.PathLike[str] | Sequence[str] | None = None
     """A hostfile, or its lines, instead of a pool."""
     python: str | None = None
-    """The Python of the nodes. Default: that of the pool."""
+    """The Python interpreter on the nodes. Default: the pool's."""
     venv: str | None = None
     """A requirements file, from which each node builds an environment once."""
     name: str | None = None
-    """The name of the workflows. Default: that of the function."""
+    """The name of the workflows. Default: the name of the function."""
     project: str | None = "auto"
-    """The directory to send, or ``None``. ``auto``: the working directory, or for a module elsewhere its git repository, but
-    never a home directory. Files that ``.gitignore`` names are not sent."""
+    """The directory to send, or ``None`` to send no files. ``auto`` sends the working directory, or the git repository of the
+    function's module if the module is elsewhere, but never a home directory. Files that ``.gitignore`` lists are not sent."""
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Secret environment variables, which are not stored with the workflow."""
     memory: str | None = None
-    """Memory of each node that is reserved, such as ``64Gi``."""
+    """Memory to reserve on each node, such as ``64Gi``."""
     timeout: str | float | None = None
     """The maximum time from start to end, such as ``2h``, or in seconds."""
     queue_timeout: str | float | None = None
-    """The maximum time to wait for nodes."""
+    """The maximum time to wait for nodes, in the same format."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> FunctionJob[T]:
         """Start a function on all ranks, and return at once.
 
         Args:
-            function: The function. It is called with the arguments on each rank, which finds its place in ``RANK``,
-                ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+            function: The function. Each rank calls it with the arguments. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
+                ``MASTER_ADDR`` and ``MASTER_PORT`` are set in the environment.
             args: Its arguments.
             kwargs: Its keyword arguments.
 
@@ -229,7 +229,7 @@ class Launcher:
             modules = _pickle_to(Path(folder, "function.pkl"), function, args, kwargs)
             spec = self._spec(function, root, Path(folder))
             modules |= _first_imports(function)
-            needed = tuple(name for name in sorted(modules - _SENT) if not _is_in_project(name, root))
+            needed = tuple(name for name in sorted(modules - _SENT_PACKAGES) if not _is_in_project(name, root))
             workflow = submit_checked(
                 spec, lambda planned: self._check_nodes(planned, needed), pool=self.pool, hosts=self.hosts, python=self.python,
                 secrets=self.secrets,
@@ -237,12 +237,12 @@ class Launcher:
         return FunctionJob(workflow)
 
     def _check_nodes(self, planned: PlannedWorkflow, modules: tuple[str, ...]) -> None:
-        """Check the Python of the nodes, once for all jobs of this program that need the same."""
-        modules = () if "PYTHONPATH" in self.environment else modules  # which may name files of the project
-        asked = (pool_key(planned.pool), planned.plan.groups[0].venv, modules, frozenset(self.environment.items()))
-        if asked not in _CHECKED:
+        """Check Python and the modules on the nodes, unless this process has already checked the same requirements."""
+        modules = () if "PYTHONPATH" in self.environment else modules  # they may be in the project, which is not sent yet
+        requirements = (pool_key(planned.pool), planned.plan.groups[0].venv, modules, frozenset(self.environment.items()))
+        if requirements not in _CHECKED:
             check_python(planned, modules, self.environment)
-            _CHECKED.add(asked)
+            _CHECKED.add(requirements)
 
     @overload
     def map_array(
@@ -268,7 +268,7 @@ class Launcher:
             return_exceptions: Whether to yield exceptions instead of raising the first one.
 
         Raises:
-            Exception: the exception of a job. Jobs that are submitted continue to run, and no more are submitted.
+            Exception: the exception of a job. Submitted jobs continue to run, and no more jobs are submitted.
 
         """
         if limit < 1:
@@ -294,7 +294,7 @@ class Launcher:
             yield result
 
     def _check(self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Raise ``InputError`` for numbers, names and calls that cannot work."""
+        """Raise ``InputError`` if a setting is invalid, or if the function cannot be called with these arguments."""
         for name, number in (("nodes", self.nodes), ("ranks", self.ranks)):
             if number is not None and not (str(number).isdigit() and int(number) > 0):
                 raise InputError(f"`{name}` must be a whole number, 1 or more, not {number!r}")
@@ -313,12 +313,12 @@ class Launcher:
 
     def _spec(self, function: Callable[..., object], root: Path | None, folder: Path) -> Spec:
         """Return the spec of a job whose pickle is in ``folder``."""
-        about = {
+        metadata = {
             "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
             "executable": sys.executable,
             "paths": [] if root is None else _paths_in(root),
         }
-        (folder / "function.json").write_text(json.dumps(about), encoding="utf-8")
+        (folder / "function.json").write_text(json.dumps(metadata), encoding="utf-8")
         sent = {
             "main.py": Path(function_rank.__file__),
             "function.pkl": folder / "function.pkl",
@@ -358,14 +358,14 @@ class Launcher:
         try:
             return project_directory(Path.cwd(), script, None)
         except InputError:
-            where = Path.cwd()
-            _log.warning("no files are sent with the function, because %s contains a home directory; see `project`", where)
+            why = f"because `{Path.cwd()}` contains a home directory"
+            _log.warning("no files are sent with the function, %s: set `project` to the directory to send", why)
             return None
 
 
 def print_line(line: LogLine) -> None:
     """Print a line of output with the rank or the task that printed it."""
-    print(f"[{line.task if line.rank is None else f'rank {line.rank}'}] {line.text}")  # noqa: T201  it is its purpose
+    print(f"[{line.task if line.rank is None else f'rank {line.rank}'}] {line.text}")  # noqa: T201  its purpose is to print
 
 
 def run(
@@ -403,33 +403,33 @@ def run(
         print(results[0])
 
     Args:
-        function: The function. It is called with the arguments on each rank, which finds its place in ``RANK``, ``LOCAL_RANK``,
-            ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+        function: The function. Each rank calls it with the arguments. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+            and ``MASTER_PORT`` are set in the environment.
         args: Its arguments.
         kwargs: Its keyword arguments.
         on_line: Called with each line of the output. ``None``: do nothing.
-        on_interrupt: What happens to the job if this call ends before it, by Ctrl-C or an error of ``on_line``: ``cancel``, or
-            ``detach``, after which it continues to run.
-        nodes: The number of nodes. This and the other arguments are the fields of ``Launcher``.
-        gpus: GPUs of each node.
+        on_interrupt: The action if Ctrl-C or an error in ``on_line`` ends this call before the job ends: ``cancel`` the job, or
+            ``detach`` and let it run.
+        nodes: The number of nodes. This and the following arguments are the fields of ``Launcher``.
+        gpus: The number of GPUs to reserve on each node.
         ranks: Processes on each node. Default: one for each GPU, or else one.
         pool: The name of the pool.
         hosts: A hostfile, or its lines, instead of a pool.
-        python: The Python of the nodes.
+        python: The Python interpreter on the nodes.
         venv: A requirements file, from which each node builds an environment once.
-        name: The name of the workflow. Default: that of the function.
-        project: The directory to send, or ``None``. Default: as ``distflow run`` chooses it.
+        name: The name of the workflow. Default: the name of the function.
+        project: The directory to send, or ``None`` to send no files. Default: see ``Launcher.project``.
         environment: Environment variables.
         secrets: Secret environment variables.
-        memory: Memory of each node that is reserved.
+        memory: Memory to reserve on each node.
         timeout: The maximum time from start to end.
         queue_timeout: The maximum time to wait for nodes.
 
     Raises:
-        Exception: the exception of the rank that failed first. Its ``__cause__`` has the traceback of the node.
-        InputError: if the function or an argument cannot be pickled.
+        Exception: the exception of the rank that failed first. Its ``__cause__`` is the traceback on the node.
+        InputError: if the job cannot be submitted (see ``Launcher.submit``).
         ProblemsFound: if the pool cannot hold the job.
-        WorkflowEnded: if the job ended without an exception of the function (see ``FunctionJob.result``).
+        WorkflowEnded: if the job failed without an exception from the function (see ``FunctionJob.result``).
 
     """
     launcher = Launcher(
@@ -454,22 +454,22 @@ def run(
         raise
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """A pickler that notes the installed packages that are imported when the pickle is loaded."""
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """A pickler that records the installed packages that loading the pickle will import."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.packages: set[str] = set()
 
     def reducer_override(self, obj: object) -> object:
-        """Pickle an object as cloudpickle does."""
-        how = super().reducer_override(obj)
-        if how is NotImplemented and isinstance(obj, type | FunctionType | BuiltinFunctionType | ModuleType):
+        """Pickle an object as cloudpickle does, and record its package if it is pickled by name."""
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and isinstance(obj, type | FunctionType | BuiltinFunctionType | ModuleType):
             name = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
             file = getattr(sys.modules.get(name or ""), "__file__", None)
             if file and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
                 self.packages.add(name.partition(".")[0])
-        return how
+        return reduced
 
 
 def _pickle_to(path: Path, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
@@ -485,16 +485,16 @@ def _pickle_to(path: Path, function: Callable[..., object], args: Sequence[objec
 
 
 def _first_imports(function: Callable[..., object]) -> set[str]:
-    """Return the modules that the first statements of a function import, before it could install them or handle an error."""
+    """Return the modules of a function's leading import statements. Later statements may install modules or handle errors."""
     code = getattr(function, "__code__", None)
     if code is None:
         return set()
     found, seen = set(), list[object]()
     handled_from = min((one.start for one in getattr(dis.Bytecode(code), "exception_entries", ())), default=len(code.co_code))
     for one in dis.get_instructions(code):
-        if one.offset >= handled_from or not one.opname.startswith(_PLAIN_IMPORTS):
+        if one.offset >= handled_from or not one.opname.startswith(_IMPORT_INSTRUCTIONS):
             break
-        if one.opname == "IMPORT_NAME" and seen[-2] == 0:  # which is the level: this import is not relative
+        if one.opname == "IMPORT_NAME" and seen[-2] == 0:  # the level: 0 is an absolute import
             found.add(str(one.argval).partition(".")[0])
         seen.append(one.argval)
     return found - sys.stdlib_module_names
@@ -502,13 +502,11 @@ def _first_imports(function: Callable[..., object]) -> set[str]:
 
 def _is_in_project(module: str, root: Path | None) -> bool:
     """Return whether a top-level module is also sent as a part of the project."""
-    places = [] if root is None else [root, *(root / path for path in _paths_in(root))]
-    return any((place / module).is_dir() or (place / f"{module}.py").is_file() for place in places)
+    folders = [] if root is None else [root, *(root / path for path in _paths_in(root))]
+    return any((folder / module).is_dir() or (folder / f"{module}.py").is_file() for folder in folders)
 
 
 def _paths_in(root: Path) -> list[str]:
-    """Return the import directories of this process that are in the project, relative to it."""
-    places = [Path(path or ".").resolve() for path in sys.path]
-    return [
-        path.relative_to(root).as_posix() for path in places if path.is_relative_to(root) and path != root and path.is_dir()
-    ]
+    """Return the directories of ``sys.path`` that are below the project, relative to it."""
+    paths = [Path(path or ".").resolve() for path in sys.path]
+    return [path.relative_to(root).as_posix() for path in paths if path.is_relative_to(root) and path != root and path.is_dir()]

@@ -1,4 +1,4 @@
-"""What a notebook shows of a workflow: the status, its tasks with their ranks, and a curve of the loss, as HTML."""
+"""Render a workflow as HTML for a notebook: its status, its tasks with their ranks, and a curve of the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLORS: Mapping[str, str] = {"COMPLETED": "#1a7f37", "RUNNING": "#0969da"}
 _FAILED, _OTHER = "#cf222e", "#6e7781"
 _MOST_TASKS = 64
 _WIDTH, _HEIGHT, _MARGIN = 480, 140, 36
-"""Of the curve, in CSS pixels."""
+"""The size and the margin of the curve, in CSS pixels."""
 _MOST_POINTS = 1000
 
 
@@ -50,12 +50,14 @@ def _row(task: TaskInfo) -> str:
 
 
 def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and the points of a metric of the first rank: ``loss``, or else the first number that it prints."""
+    """Return the name and the points of the first rank's loss, or of its first other metric if it printed no loss."""
     metrics = workflow.metrics()
-    of_one = [
+    rank_metrics = [
         one for one in metrics if (one.task, one.rank, one.attempt) == (metrics[0].task, metrics[0].rank, metrics[-1].attempt)
     ]
-    numbers = [(one.step, key, value) for one in of_one for key, value in one.values.items() if isinstance(value, int | float)]
+    numbers = [
+        (one.step, key, value) for one in rank_metrics for key, value in one.values.items() if isinstance(value, int | float)
+    ]
     names = dict.fromkeys(key for _, key, _ in numbers)
     name = next((key for key in names if "loss" in key.lower()), next(iter(names), ""))
     points = [(step, float(value)) for step, key, value in numbers if key == name]
@@ -63,12 +65,12 @@ def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
 
 
 def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return a line from point to point as SVG, with the first and last step and the range of the values."""
+    """Return an SVG line chart, labeled with the first and last step and the range of the values."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     (left, right), (low, high) = (min(steps), max(steps)), (min(values), max(values))
-    across, up = (_WIDTH - 2 * _MARGIN) / max(right - left, 1), (_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)
+    x_scale, y_scale = (_WIDTH - 2 * _MARGIN) / max(right - left, 1), (_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)
     line = " ".join(
-        f"{_MARGIN + (step - left) * across:.1f},{_HEIGHT - _MARGIN - (value - low) * up:.1f}" for step, value in points
+        f"{_MARGIN + (step - left) * x_scale:.1f},{_HEIGHT - _MARGIN - (value - low) * y_scale:.1f}" for step, value in points
     )
     bottom = _HEIGHT - _MARGIN + 16
     labels = [

@@ -2,7 +2,7 @@
 
 A field has the name and the meaning of the YAML key (``docs/spec.md``), with underscores instead of hyphens and capital
 letters: ``exit_actions`` is ``exitActions``. Fields without a value are left out of the YAML. Numbers may also be strings with
-a template, such as ``"{{gpus}}"``. ``distflow.submit`` checks a spec as the command line does; nothing is checked before.
+a template, such as ``"{{gpus}}"``. Values are only checked by ``distflow.submit``, in the same way as on the command line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Text = str | int | float | bool
-"""A value of the type *text*: a number or a Boolean is taken as written."""
+"""A text. A number or a Boolean is converted to its YAML text."""
 Count = int | str
 """A whole number, or a template."""
 Flag = bool | str
@@ -54,7 +54,7 @@ Duration = int | float | str
 
 
 class _Part(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A mapping of a spec."""
+    """The base class of all mappings in a spec."""
 
 
 class Timeouts(_Part, frozen=True):
@@ -83,7 +83,7 @@ class Topology(_Part, frozen=True):
 
 
 class Resources(_Part, frozen=True):
-    """What a task requests of its node."""
+    """The resources that a task requests from its node."""
 
     cpu: Count | None = None
     gpu: Count | None = None
@@ -95,7 +95,7 @@ class Resources(_Part, frozen=True):
 
 
 class Ranks(_Part, frozen=True):
-    """The global ranks of a task: ``size`` ranks from ``offset`` of ``world_size`` in the group."""
+    """The global ranks of a task: ``size`` ranks, of which ``offset`` is the first. The group has ``world_size`` ranks."""
 
     offset: Count | None = None
     size: Count | None = None
@@ -121,7 +121,7 @@ class File(_Part, frozen=True):
 
 
 class Dataset(_Part, frozen=True):
-    """A dataset: for an input its files, for an output the files that become its new version."""
+    """A dataset that an input reads, or to which an output adds a new version."""
 
     name: Text
     path: Text | None = None
@@ -163,14 +163,14 @@ class Checkpoint(_Part, frozen=True):
 
 
 class Shared(_Part, frozen=True):
-    """A directory of checkpoints of all tasks of a group."""
+    """A directory for the checkpoints of all tasks of a group."""
 
     path: Text
     frequency: Duration | None = None
 
 
 class Elastic(_Part, frozen=True):
-    """How few tasks a group may run with."""
+    """The smallest number of tasks with which a group may run, and the time to wait for more."""
 
     min: Count
     wait: Duration | None = None
@@ -184,7 +184,7 @@ class Kpi(_Part, frozen=True):
 
 
 class Notify(_Part, frozen=True):
-    """Whom to notify of the workflow, and when: either ``url`` or ``credential``."""
+    """A target of notifications, which ``url`` or ``credential`` names, and the events to send."""
 
     on: list[Text] = field(default_factory=list)
     url: Text | None = None
@@ -271,21 +271,21 @@ class Spec(_Part, frozen=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as the mapping that its YAML contains."""
-        workflow: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_written)
+        workflow: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_encode)
         variables = workflow.pop("variables", None)
         return {"workflow": workflow} | ({"default-values": variables} if variables else {})
 
     def to_yaml(self) -> str:
-        """Return the spec as YAML, for a file that ``distflow submit`` takes. ``Spec.from_yaml`` returns an equal spec."""
+        """Return the spec as YAML for ``distflow submit``. ``Spec.from_yaml`` converts it back to an equal spec."""
         return yaml_text(self.to_dict())
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any], *, file: str = "the spec") -> Spec:
-        """Return the spec in a mapping of the form that ``to_dict`` returns.
+        """Return the spec from a mapping in the format of ``to_dict``.
 
         Args:
             document: The mapping, with ``workflow`` and ``default-values``.
-            file: Its name in errors.
+            file: The name of the document in error messages.
 
         Raises:
             InputError: if a key is unknown, or if a value has the wrong type.
@@ -303,11 +303,11 @@ class Spec(_Part, frozen=True):
 
     @classmethod
     def from_yaml(cls, text: str, *, file: str = "the spec") -> Spec:
-        """Return the spec in a YAML document, without rendering its templates.
+        """Return the spec from a YAML document, without rendering its templates.
 
         Args:
-            text: The document. Templates must be inside of texts: ``gpu: "{{gpus}}"``.
-            file: Its name in errors.
+            text: The document. Templates must be inside of quoted texts: ``gpu: "{{gpus}}"``.
+            file: The name of the document in error messages.
 
         Raises:
             InputError: if a key is unknown, or if a value has the wrong type.
@@ -320,15 +320,15 @@ class Spec(_Part, frozen=True):
         return cls.from_dict(document, file=file)
 
 
-def _written(value: object) -> str:
-    """Return a path as text. Raises ``InputError`` for all other objects that YAML does not have."""
+def _encode(value: object) -> str:
+    """Return a path as text. Raises ``InputError`` for other objects, which YAML cannot represent."""
     if isinstance(value, PurePath):
         return str(value)
     raise InputError(f"a spec contains texts, numbers, lists and mappings, not {value!r}")
 
 
 def _plain(value: Any) -> Any:
-    """Return a document without the parser's type of numbers, and without null, which has the same effect as no key."""
+    """Convert the parser's number type to ``float``, and remove keys with null, which are equal to missing keys."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

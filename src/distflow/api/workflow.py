@@ -48,20 +48,20 @@ __all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit
 _log = logging.getLogger("distflow")
 _POLL_S = 0.2
 _REPORT_EVERY = 25
-"""Polls of the logs between two checks why a workflow waits."""
+"""The number of polls of the logs between two checks of the reason for which a workflow waits."""
 _CONNECT_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInfo:
-    """The latest attempt of a task, as it was when it was read."""
+    """A snapshot of the latest attempt of a task."""
 
     name: str
     group: str
     status: str
     """``WAITING``, ``INITIALIZING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` and others (``docs/states.md``)."""
     message: str
-    """Why it ended, in one sentence. May be empty."""
+    """The reason for its end, in one sentence; may be empty."""
     is_lead: bool
     ranks: range
     """Its global ranks. Empty if the group has no ranks."""
@@ -69,33 +69,33 @@ class TaskInfo:
     gpus: tuple[int, ...]
     """The numbers of its GPUs on the node."""
     attempt: int
-    """Counted from 0."""
+    """The number of the attempt, counted from 0."""
     exit_code: int | None
-    """``None`` before it has ended, and if it did not run."""
+    """``None`` if the task has not ended, or did not run."""
     started_at: datetime | None
-    """In UTC, as the other times."""
+    """In UTC, like ``ended_at``."""
     ended_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInfo:
-    """A group, as it was when it was read."""
+    """A snapshot of a group."""
 
     name: str
     status: str
     message: str
-    """What it waits for, or why it ended. May be empty."""
+    """The reason for its wait or its end; may be empty."""
     cause: str
     """The first cause of its failure, such as ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``. May be empty."""
     attempt: int
-    """Counted from 0."""
+    """The number of the attempt, counted from 0."""
     tasks: tuple[TaskInfo, ...]
 
 
 class Workflow:
     """A submitted workflow. ``distflow.submit``, ``distflow.get`` and ``distflow.list`` return it.
 
-    It holds only the id: each property and method reads the present state. It may be used from several threads. ::
+    It stores only the id and the name: each property and method reads the current state. Several threads may use it. ::
 
         workflow = distflow.submit("train.yaml", pool="lab")
         for line in workflow.logs(follow=True):
@@ -107,13 +107,13 @@ class Workflow:
     """
 
     def __init__(self, record: WorkflowRecord) -> None:
-        """Keep the names of a stored workflow."""
+        """Copy the id, the uuid and the name of a stored workflow."""
         self.id = record.id
         """The id for people: the name of the workflow and a number, such as ``train-3``."""
         self.uuid = record.uuid
         self.name = record.name
 
-    # -- the present state --------------------------------------------------------------------------------------------
+    # -- the current state --------------------------------------------------------------------------------------------
 
     def _record(self, client: Client) -> WorkflowRecord:
         return workflows.find_workflow(client, self.uuid, report_age=False)
@@ -149,7 +149,9 @@ class Workflow:
             cause, why = record.first_cause, record.end_text
             lines = [*(cause.traceback.splitlines() or cause.lines)] if cause else []
             message = f"{self.id}: {record.status}" + (f": {why}" if why else "")
-            raise WorkflowEnded(message, hint="\n".join([*lines, f"more: workflow.why(), or: distflow workflow why {self.id}"]))
+            raise WorkflowEnded(
+                message, hint="\n".join([*lines, f"details: workflow.why(), or: distflow workflow why {self.id}"])
+            )
         return self
 
     # -- wait ---------------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ class Workflow:
         attempt: int | None = None,
         last: int | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output lines of tasks, merged by time. Lines are here soon after they were printed.
+        """Yield the output lines of tasks, merged by time. A line arrives soon after it was printed.
 
         Args:
             follow: Whether to wait for new lines until the workflow has ended.
@@ -232,7 +234,9 @@ class Workflow:
 
         """
         with _client() as client:
-            workflows.choose_tasks(self._record(client), _several(task), _ranks(rank))  # errors are raised now, not later
+            workflows.choose_tasks(
+                self._record(client), _several(task), _ranks(rank)
+            )  # raise errors now, not with the first line
         return self._lines(workflows.pause, follow=follow, task=task, rank=rank, attempt=attempt, last=last)
 
     async def logs_async(
@@ -252,10 +256,8 @@ class Workflow:
                 raise asyncio.CancelledError
 
         lines = self._lines(wait, follow=follow, task=task, rank=rank, attempt=attempt, last=last)
-        loop, thread = (
-            asyncio.get_running_loop(),
-            ThreadPoolExecutor(max_workers=1),
-        )  # SQLite stays in the thread that opened it
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(max_workers=1)  # an SQLite connection works only in the thread that opened it
         try:
             while (line := await loop.run_in_executor(thread, partial(next, lines, None))) is not None:
                 yield line
@@ -287,23 +289,23 @@ class Workflow:
                 _log.warning("%s", remark)
 
     def _reporting(self, wait: Wait) -> Wait:
-        """Return ``wait`` with a warning each time that the reason changes for which a group waits."""
-        polls, said = 0, dict[str, str]()
+        """Return a ``wait`` that also logs a warning when the reason for which a group waits has changed."""
+        polls, logged = 0, dict[str, str]()
 
         def reporting(seconds: float) -> None:
             nonlocal polls
             polls += 1
             if polls % _REPORT_EVERY == 0:
                 for group in self.groups:
-                    if group.status == State.SCHEDULING.value and group.message and said.get(group.name) != group.message:
-                        said[group.name] = group.message
+                    if group.status == State.SCHEDULING.value and group.message and logged.get(group.name) != group.message:
+                        logged[group.name] = group.message
                         _log.warning("%s waits: %s", self.id, group.message)
             wait(seconds)
 
         return reporting
 
     def events(self, *, follow: bool = False, task: str | Sequence[str] = ()) -> Iterator[Event]:
-        """Yield what happened to the workflow, oldest first. An event has ``at``, ``code``, ``task`` and ``text``.
+        """Yield the events of the workflow, oldest first. An event has ``at``, ``code``, ``task`` and ``text``.
 
         Args:
             follow: Whether to wait for new events until the workflow has ended.
@@ -341,7 +343,7 @@ class Workflow:
         Args:
             task: Names of tasks. Default: all tasks.
             attempt: Only samples of this attempt, counted from 0. Default: all attempts.
-            most: Return at most this number of samples of each attempt, as means. Default: all samples.
+            most: The maximum number of samples of each attempt. More samples are averaged. Default: all samples.
 
         Raises:
             NotFound: if a task does not exist.
@@ -399,11 +401,11 @@ class Workflow:
         return self
 
     def restart(self, *, pool: str | None = None, secrets: Mapping[str, str] | None = None) -> Workflow:
-        """Run the groups of an ended workflow again that did not complete, as a new workflow, and return that.
+        """Submit a new workflow with the groups that did not complete, and return it.
 
         Args:
-            pool: The name of the pool. Default: that of this workflow.
-            secrets: The secret variables that ``submit`` got, which are not stored.
+            pool: The name of the pool. Default: the pool of this workflow.
+            secrets: The secret variables of the first submission, which are not stored.
 
         Raises:
             InputError: if the workflow has not ended, has completed, or needs a secret that is not given.
@@ -429,7 +431,7 @@ class Workflow:
             The exit code and the output of the command for each task.
 
         Raises:
-            InputError: if a named task, or no task at all, is running.
+            InputError: if a named task is not running, or if no task is running.
             NotFound: if a task does not exist.
             NodeError: if a node is unreachable or refuses the command.
 
@@ -476,7 +478,7 @@ class Workflow:
             task: Names of tasks. Default: all tasks that have run.
 
         Raises:
-            InputError: if a named task, or no task at all, has run.
+            InputError: if a named task has not run, or if no task has run.
             NotFound: if a task does not exist.
 
         """
@@ -490,17 +492,17 @@ class Workflow:
         task: str | Sequence[str] = (),
         on_progress: OnOutputProgress | None = None,
     ) -> FetchedFiles:
-        """Copy output files to this machine. Files that are here already are skipped.
+        """Copy output files to this machine. Files that already exist here are skipped.
 
         Args:
             paths: Files, directories and patterns (``*.pt``), relative to the output directories. Default: all files.
             to: The local directory. If files of several tasks are chosen, each task has a subdirectory.
             task: Names of tasks. Default: all tasks that have run.
-            on_progress: Called with ``done`` and ``total`` bytes.
+            on_progress: Called with an object whose ``done`` and ``total`` are in bytes.
 
         Raises:
-            DistflowError: the first error of a node. The files of the other nodes are here.
-            InputError: if a named task, or no task at all, has run.
+            DistflowError: the first error of a node. The files of the other nodes have been copied.
+            InputError: if a named task has not run, or if no task has run.
             NotFound: if no file matches one of ``paths``, or if a task does not exist.
             StorageError: if ``to`` cannot be created or does not have enough space.
 
@@ -529,7 +531,7 @@ class Workflow:
         return hash(self.uuid)
 
     def __repr__(self) -> str:
-        """Return the id and the present status."""
+        """Return the id and the current status."""
         try:
             return f"<Workflow {self.id}: {self.status}>"
         except DistflowError:
@@ -559,21 +561,20 @@ def submit(
     """Check a spec, submit it, and return the workflow. It runs in the background, also after this program has ended.
 
     Args:
-        spec: The path of a YAML file, a YAML text of several lines, a mapping with the content of one, or a ``Spec``. Or the
-            id of a workflow to submit again. Files that a text, a mapping or a ``Spec`` names are relative to the working
-            directory.
-        pool: The name of the pool. Default: that of the spec, or else the default pool.
+        spec: The path of a YAML file, a YAML text of several lines, the mapping that such a file contains, a ``Spec``, or the
+            id of a workflow to submit again. Paths in a text, a mapping or a ``Spec`` are relative to the working directory.
+        pool: The name of the pool. Default: the pool of the spec, or else the default pool.
         hosts: Machines to use instead of a pool: the path of a hostfile, or its lines, such as ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
-        python: The Python of the nodes for tasks and for distflow. Default: that of the pool.
-        venv: A requirements file, or its lines, from which each node builds an environment once. Default: that of the spec.
+        python: The Python interpreter on the nodes, for tasks and for distflow. Default: the pool's.
+        venv: A requirements file, or its lines, from which each node builds an environment once. Default: the spec's ``venv``.
         secrets: Secret environment variables for every task. They are not stored with the workflow.
         labels: Labels in addition to those of the spec.
         priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: ``NORMAL``.
-        on_progress: Called with the bytes of files that have been read and that are to be read, as tqdm's ``update_to``.
+        on_progress: Called with the number of bytes of files that have been read, and with the total number.
 
     Raises:
-        InputError: if the request does not fit the spec.
+        InputError: if an argument is invalid, or does not fit the spec.
         NotFound: if the pool does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains all findings with their lines.
         SupervisorError: if the background process does not start. The workflow is stored in this case.
@@ -599,7 +600,7 @@ def submit_checked(
     priority: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workflow:
-    """Submit as ``submit`` does. ``check`` may raise an error before anything is stored."""
+    """Submit as ``submit`` does. distflow calls ``check`` before it stores anything; an error in it prevents the submission."""
     name, text = _source(spec)
     with _client() as client:
         configuration = client.configuration()
@@ -693,7 +694,7 @@ def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[st
 
 
 def _requirements(venv: str | os.PathLike[str] | Sequence[str]) -> Requirements:
-    from distflow.documents.requirements_file import parse_requirements, read_requirements  # noqa: PLC0415  few need it
+    from distflow.documents.requirements_file import parse_requirements, read_requirements  # noqa: PLC0415  few programs use it
 
     return read_requirements(os.fspath(venv)) if isinstance(venv, str | os.PathLike) else parse_requirements(venv, "<venv>")
 
