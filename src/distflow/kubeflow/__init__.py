@@ -1,7 +1,7 @@
-"""Kubeflow's ``TrainerClient`` for machines over SSH: a notebook for ``kubeflow.trainer`` runs after one changed import.
+"""Kubeflow's ``TrainerClient`` for machines over SSH: to run a ``kubeflow.trainer`` notebook, change only its import.
 
-Names, fields, signatures and exceptions are those of the Kubeflow SDK 0.5.0; ``docs/kubeflow.md`` says what differs.
-Modules are imported when a name is first used.
+Names, fields, signatures and exceptions are those of the Kubeflow SDK 0.5.0; ``docs/kubeflow.md`` lists the differences.
+A module is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> object:
     """Import a name's module when the name is first used (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415  a plain import costs no more than needed
+    from importlib import import_module  # noqa: PLC0415  keeps `import distflow.kubeflow` fast
 
     module = "backends" if name.endswith("BackendConfig") else "trainer_client" if name == "TrainerClient" else "types"
     found: object = getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,6 +1,6 @@
-"""Where a ``TrainerClient`` runs jobs: its configurations, and the pool that each of them means.
+"""The backend configurations of ``TrainerClient``, and the pool that each of them selects.
 
-All configurations of Kubeflow are accepted. Two of them mean this machine, and ``KubernetesBackendConfig`` means the default
+All of Kubeflow's configurations are accepted. Two of them select this machine. ``KubernetesBackendConfig`` selects the default
 pool.
 """
 
@@ -34,7 +34,7 @@ class SSHBackendConfig:
         pool: The name of a pool in distflow's configuration. Default: the default pool.
         hosts: Machines to use without a configuration: the path of a hostfile, or its lines, such as
             ``["gpu1 slots=8", "gpu2 slots=8"]``.
-        python: The Python of the machines. Default: that of the pool.
+        python: The Python interpreter on the machines. Default: the pool's.
 
     """
 
@@ -84,7 +84,7 @@ class PoolChoice:
 
 
 def pool_choice(config: object | None) -> PoolChoice:
-    """Return the pool that a configuration of distflow or of the package ``kubeflow`` means. Raises ``ValueError``."""
+    """Return the pool that a configuration of distflow or of the package ``kubeflow`` selects. Raises ``ValueError``."""
     if config is None:
         return PoolChoice()
     name = class_name(config, (*_CONFIGS,))
@@ -100,7 +100,7 @@ def pool_choice(config: object | None) -> PoolChoice:
         return PoolChoice()
     if name == "ContainerBackendConfig":
         _log.warning(
-            "jobs run as processes in the pool `local`; its setting `container` runs tasks with an image in containers"
+            "jobs run as processes in the pool `local`: set `container` for this pool to run tasks with an image in containers"
         )
         return PoolChoice(pool=_LOCAL_POOL)
     if name == "LocalProcessBackendConfig":
@@ -112,8 +112,8 @@ _CONFIGS = ("SSHBackendConfig", "LocalProcessBackendConfig", "ContainerBackendCo
 
 
 def class_name(value: object, known: Sequence[str]) -> str | None:
-    """Return which of the ``known`` classes a value is an instance of, by name; ``None`` for other values.
+    """Return the name of the ``known`` class that a value is an instance of; ``None`` if there is none.
 
-    Classes of the package ``kubeflow`` have the same names and fields as distflow's.
+    Classes are compared by name, because those of the package ``kubeflow`` have the same names and fields as distflow's.
     """
     return next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in known), None)

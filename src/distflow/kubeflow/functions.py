@@ -1,7 +1,7 @@
 """Turn a Python function into a script: its source, and a call with its arguments.
 
-Only the source of the function itself travels, as with Kubeflow. Everything else that it uses must be imported in the
-function, defined in it, or passed as an argument. That is checked here, before anything starts.
+As with Kubeflow, only the source of the function itself is sent to the nodes. Everything else that it uses must be imported in
+the function, defined in it, or passed as an argument. ``function_script`` checks this before the job is submitted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from distflow.documents.text import listed
 
 __all__ = ["function_script"]
 
-_OF_MODULES = {"__annotations__", "__builtins__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
-_LAZY = "from __future__ import annotations\n\n"
-_KNOWN = {*dir(builtins), *_OF_MODULES}
+_MODULE_ATTRIBUTES = {
+    "__annotations__",
+    "__builtins__",
+    "__doc__",
+    "__file__",
+    "__loader__",
+    "__name__",
+    "__package__",
+    "__spec__",
+}
+_LAZY_ANNOTATIONS = "from __future__ import annotations\n\n"
+_DEFINED_EVERYWHERE = {*dir(builtins), *_MODULE_ATTRIBUTES}
 
 
 def function_script(function: object, arguments: Mapping[str, Any] | None) -> str:
-    """Return a script that calls a function with arguments by name.
+    """Return a script that defines a function and calls it with keyword arguments.
 
     Raises ``ValueError`` if the function has no source, uses names that are defined outside of it, or does not take the
     arguments, or if an argument cannot be written as source.
@@ -38,12 +47,14 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
     if inspect.iscoroutinefunction(inner):
         raise ValueError(f"`{name}` is an `async` function: pass a function that calls `asyncio.run`")
     is_lazy = bool(inner.__code__.co_flags & __future__.annotations.compiler_flag)
-    start = f"if __name__ == '__main__':\n    {name}({_written(inner, name, arguments or {})})\n"
-    script = f"{_LAZY if is_lazy else ''}{_source(inner)}\n\n{start}"
+    start = f"if __name__ == '__main__':\n    {name}({_arguments_source(inner, name, arguments or {})})\n"
+    script = f"{_LAZY_ANNOTATIONS if is_lazy else ''}{_source(inner)}\n\n{start}"
     try:
         missing = sorted(_missing_names(script, name, has_lazy_annotations=is_lazy))
     except SyntaxError as error:  # `nonlocal`, for example
-        raise ValueError(f"`{name}` cannot be moved out of the place where it is defined: {error}") from error
+        raise ValueError(
+            f"`{name}` cannot run outside of the code around it: {error}: define it in a file or a cell"
+        ) from error
     if missing:
         raise ValueError(
             f"`{name}` uses {listed(missing)}, which the nodes do not have, because only the source of the function is sent: "
@@ -53,14 +64,14 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """Return the definition at the top of a module. The lines of texts in it stay as they are."""
+    """Return the source of a function, so that it is valid at the top level of a module."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:
         raise ValueError(
             f"the source of `{function.__name__}` is not available ({error}): define it in a file or in a cell of a notebook"
         ) from error
-    if source[0].isspace():  # it was defined in another function or a class
+    if source[0].isspace():  # dedenting a nested function would change its strings of several lines
         source = f"if True:\n{source}"
     try:
         body = ast.parse(source).body
@@ -74,7 +85,7 @@ def _source(function: Callable[..., Any]) -> str:
     return source
 
 
-def _written(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> str:
+def _arguments_source(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> str:
     """Return the arguments of the call as source."""
     try:
         inspect.signature(function).bind(**arguments)
@@ -85,7 +96,7 @@ def _written(function: Callable[..., Any], name: str, arguments: Mapping[str, An
             names = {node.id for node in ast.walk(ast.parse(repr(value), mode="eval")) if isinstance(node, ast.Name)}
         except SyntaxError:
             names = {repr(value)}
-        if names - _KNOWN:
+        if names - _DEFINED_EVERYWHERE:
             raise ValueError(
                 f"`func_args`: `{key}` is of the type `{type(value).__name__}`, which cannot be written as source: pass "
                 "numbers, texts, lists and dictionaries, and build other values in the function"
@@ -108,7 +119,7 @@ def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set
                 defined.add(symbol.get_name())
             elif is_global and symbol.is_referenced():
                 used.add(symbol.get_name())
-    return used - defined - _KNOWN
+    return used - defined - _DEFINED_EVERYWHERE
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
@@ -118,12 +129,12 @@ class _WithoutAnnotations(ast.NodeTransformer):
         self._only_variables = only_variables
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        """Remove the annotation of an argument."""
+        """Remove the annotation of a parameter."""
         node.annotation = node.annotation if self._only_variables else None
         return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Remove the annotation of the result."""
+        """Remove the annotation of the return value."""
         node.returns = node.returns if self._only_variables else None
         return self.generic_visit(node)
 

@@ -40,7 +40,7 @@ class JobOptions:
 
 
 def read_options(options: Sequence[object] | None) -> JobOptions:
-    """Return the values of options of distflow or of the package ``kubeflow``. Raises ``ValueError`` for the others."""
+    """Return the values of options of distflow or of the package ``kubeflow``. Raises ``ValueError`` if one is unsupported."""
     values: dict[str, Any] = {}
     for option in options or ():
         name = class_name(option, ["Name", "Labels", "ActiveDeadlineSeconds", "TrainerCommand", "TrainerArgs"])
@@ -63,7 +63,7 @@ def read_options(options: Sequence[object] | None) -> JobOptions:
 
 
 def check_initializer(initializer: object | None) -> None:
-    """Raise ``ValueError`` if data is to be fetched first."""
+    """Raise ``ValueError`` if the initializer contains a dataset or a model."""
     if getattr(initializer, "dataset", None) is not None or getattr(initializer, "model", None) is not None:
         raise ValueError(
             "distflow does not run Kubeflow's initializers: fetch the data in the function, or write a spec with `inputs`, "
@@ -110,7 +110,7 @@ def _function_command(trainer: object, options: JobOptions) -> dict[str, Any]:
         raise ValueError("TrainerCommand and TrainerArgs need a CustomTrainerContainer: a CustomTrainer runs its function")
     given = vars(trainer)
     script = function_script(given["func"], given.get("func_args"))
-    # Base64, because `{{` in the source is not a template.
+    # Base64 prevents that `{{` in the source is read as a template.
     file = File(path=_SCRIPT, contents=base64.b64encode(script.encode()).decode(), base64=True)
     return {"command": ["python3", _SCRIPT], "files": [file]}
 
@@ -119,7 +119,7 @@ def _container_command(options: JobOptions, pool: Pool) -> dict[str, Any]:
     """Return the fields of a task that runs a command in an image."""
     if not options.command:
         raise ValueError(
-            "CustomTrainerContainer needs the option TrainerCommand(command=[…]): distflow does not run entry points"
+            "CustomTrainerContainer needs the option TrainerCommand(command=[…]): distflow does not run the image's entry point"
         )
     if any(node.container == "none" for node in pool.node_settings):
         raise ValueError(
@@ -130,9 +130,9 @@ def _container_command(options: JobOptions, pool: Pool) -> dict[str, Any]:
 
 
 def required_packages(runtime: str, trainer: object | None) -> list[str]:
-    """Return the lines of a requirements file for a job; none if it uses the packages of the nodes.
+    """Return the lines of a requirements file for a job; an empty list if it uses the packages of the nodes.
 
-    The environment that they make does not contain the packages of the nodes, so the runtime's own package is added.
+    An environment from these lines does not contain the packages of the nodes, so the runtime's own package is added.
     """
     packages = [str(one) for one in getattr(trainer, "packages_to_install", None) or ()]
     if not packages:
@@ -146,7 +146,7 @@ def required_packages(runtime: str, trainer: object | None) -> list[str]:
 
 
 def _literal(text: object) -> str:
-    """Return a text so that a spec contains it unchanged, although it may look like a template or a reference."""
+    """Escape templates and references, so that a task gets the text unchanged."""
     return re.sub(r"\$(?=\$*\()", "$$", re.sub(r"\{[{%#]", r"{% raw %}\g<0>{% endraw %}", str(text)))
 
 
@@ -158,7 +158,7 @@ def _nodes(number: object) -> int:
     if number is None:
         return 1
     if type(number) is not int or number < 1:
-        raise ValueError(f"num_nodes is {number!r}: it must be a whole number from 1")
+        raise ValueError(f"num_nodes is {number!r}: it must be a whole number, 1 or more")
     return number
 
 
@@ -171,9 +171,9 @@ def _ranks(environment: Mapping[str, str], gpus: int, framework: Framework | Non
 
 
 def _resources(requested: Mapping[str, object], pool: Pool) -> tuple[Resources, int]:
-    """Return what a job reserves on each node, and the number of GPUs in it.
+    """Return the resources that a job reserves on each node, and the number of GPUs among them.
 
-    On one machine, the nodes of a job are processes of that machine: CPU and memory are not counted there.
+    If all nodes of a pool are processes on one machine, only GPUs are reserved.
     """
     found: dict[str, Any] = {}
     for key, value in requested.items():
@@ -181,7 +181,7 @@ def _resources(requested: Mapping[str, object], pool: Pool) -> tuple[Resources, 
         if name in _GPU:
             found["gpu"] = _count(key, value)
         elif name not in _RESOURCES:
-            raise ValueError(f"resources_per_node: distflow does not know `{key}`: use gpu, cpu, memory and storage")
+            raise ValueError(f"resources_per_node: distflow does not know `{key}`: use `gpu`, `cpu`, `memory` and `storage`")
         elif not pool.shares_nodes:
             found[_RESOURCES[name]] = math.ceil(_quantity(key, value)) if name == "cpu" else value
     return Resources(**found), found.get("gpu", 0)
@@ -195,7 +195,7 @@ def _count(key: str, value: object) -> int:
 
 
 def _quantity(key: str, value: object) -> float:
-    """Return a number of Kubernetes: ``4``, ``"4"``, ``0.5`` or ``"500m"``."""
+    """Return the value of a Kubernetes quantity: ``4``, ``"4"``, ``0.5`` or ``"500m"``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", str(value))
     if match is None:
         raise ValueError(f"resources_per_node: `{key}` is {value!r}: it must be a number")

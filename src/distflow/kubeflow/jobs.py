@@ -1,4 +1,4 @@
-"""Turn stored workflows into ``TrainJob`` and ``Event``, and into the text of a failure."""
+"""Convert stored workflows to ``TrainJob`` and ``Event`` objects, and to messages about failures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def steps_of(record: WorkflowRecord) -> list[str]:
 
 
 def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Event]:
-    """Return events in the order in which they happened."""
+    """Convert stored events to Kubeflow's, oldest first."""
     name = record.labels[JOB_LABEL]
     return [
         Event(
@@ -94,16 +94,17 @@ def events_of(record: WorkflowRecord, events: Iterable[StoredEvent]) -> list[Eve
 
 
 def failure_text(record: WorkflowRecord, last_lines: Mapping[str, str]) -> str:
-    """Return why a job failed: the first cause with its last lines, and the end of each node."""
+    """Return the message for a failed job: the first cause with its last lines, and the status of each node."""
     name = record.labels[JOB_LABEL]
     cause = record.first_cause
     lines = [f"TrainJob {name} is Failed: {record.end_text or record.status}"]
     if cause is not None:
         lines += [f"  {line}" for line in cause.traceback.splitlines() or cause.lines]
     for task in (task for group in record.groups for task in group.tasks):
-        ended = f", exit_code={task.exit_code}" if task.exit_code is not None else ""
-        said = f": {last_lines[task.name]}" if cause is not None and task.name in last_lines and task.name != cause.task else ""
-        lines.append(f"{task.name}: status={task.status}{ended}{said}")
+        exit_code = f", exit_code={task.exit_code}" if task.exit_code is not None else ""
+        is_other = cause is not None and task.name in last_lines and task.name != cause.task
+        last_line = f": {last_lines[task.name]}" if is_other else ""
+        lines.append(f"{task.name}: status={task.status}{exit_code}{last_line}")
     return "\n".join([*lines, f"details: distflow workflow why {record.id}"])
 
 

@@ -1,4 +1,4 @@
-"""The options of ``TrainerClient.train``. Kubeflow's patches of Kubernetes objects have no counterpart."""
+"""The options of ``TrainerClient.train``. Kubeflow's options that patch Kubernetes objects are not supported."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class TrainerArgs:
 
 @dataclass
 class ActiveDeadlineSeconds:
-    """The maximum run time. After it the job is stopped, and its status is ``Failed``."""
+    """The maximum run time. A job that runs longer is stopped, and its status is ``Failed``."""
 
     seconds: int
 
     def __post_init__(self) -> None:
         """Check the number."""
         if type(self.seconds) is not int or self.seconds < 1:
-            raise ValueError(f"ActiveDeadlineSeconds is {self.seconds!r}: it must be a whole number from 1")
+            raise ValueError(f"ActiveDeadlineSeconds is {self.seconds!r}: it must be a whole number, 1 or more")

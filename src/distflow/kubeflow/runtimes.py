@@ -1,4 +1,4 @@
-"""Runtimes: the training frameworks that distflow starts, in one pool. Kubernetes stores them; here they are a table."""
+"""Kubeflow's runtimes: the training frameworks that distflow can start. They are a fixed table, not objects in Kubernetes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Framework:
     name: str
     """Kubeflow's name of the framework."""
     command: tuple[str, ...]
-    """The program that starts the ranks, for people."""
+    """The program that starts the ranks. It is only shown to users."""
     launcher: str | None = None
-    """``launcher`` of the group."""
+    """The value of ``launcher`` in the spec of the group."""
     framework: str | None = None
-    """``framework`` of the group."""
+    """The value of ``framework`` in the spec of the group."""
     package: str | None = None
-    """The package that its program needs."""
+    """The Python package of the framework."""
     has_one_rank: bool = False
     """Whether each node has one process, which uses all its GPUs."""
 
 
-def _of(name: str, *command: str, package: str | None) -> Framework:
+def _framework(name: str, *command: str, package: str | None) -> Framework:
     return Framework(name=name, command=command, framework=name, package=package, has_one_rank=command == ("python3",))
 
 
@@ -43,22 +43,22 @@ RUNTIMES: Mapping[str, Framework] = MappingProxyType(
         f"{one.name}-distributed": one
         for one in (
             Framework(name="torch", command=("torchrun",), launcher="torchrun", package="torch"),
-            _of("deepspeed", "deepspeed", package="deepspeed"),
-            _of("accelerate", "accelerate", "launch", package="accelerate"),
-            _of("jax", "python3", package="jax"),
-            _of("tensorflow", "python3", package="tensorflow"),
-            _of("ray", "python3", package="ray"),
-            _of("horovod", "horovodrun", package="horovod"),
-            _of("mpi", "mpirun", package=None),
-            _of("custom", "python3", package=None),
+            _framework("deepspeed", "deepspeed", package="deepspeed"),
+            _framework("accelerate", "accelerate", "launch", package="accelerate"),
+            _framework("jax", "python3", package="jax"),
+            _framework("tensorflow", "python3", package="tensorflow"),
+            _framework("ray", "python3", package="ray"),
+            _framework("horovod", "horovodrun", package="horovod"),
+            _framework("mpi", "mpirun", package=None),
+            _framework("custom", "python3", package=None),
         )
     }
 )
-"""The framework of each runtime. The names are Kubeflow's where it has the same one."""
+"""The framework of each runtime. Runtimes that Kubeflow also has keep Kubeflow's names."""
 
 
 def runtime_name(runtime: object) -> str:
-    """Return the name of a runtime of ``train``: its name, or an object of distflow or ``kubeflow``. Raises ``ValueError``."""
+    """Return the name of a runtime, which is given as a name or as a ``Runtime`` object. Raises ``ValueError`` if unknown."""
     if runtime is None:
         return DEFAULT_RUNTIME
     name = getattr(runtime, "name", None) if class_name(runtime, ["Runtime"]) else runtime
@@ -68,7 +68,7 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime with the GPUs of a pool's nodes, as far as they are configured."""
+    """Return a runtime with the number of GPUs that each node of the pool has at least, if it is configured."""
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

@@ -65,7 +65,7 @@ class TrainerClient:
         backend_config: The pool: ``SSHBackendConfig`` or ``LocalProcessBackendConfig``. Default: the default pool.
 
     Raises:
-        ValueError: if the configuration does not mean a pool.
+        ValueError: if the configuration does not select a pool.
 
     """
 
@@ -83,7 +83,7 @@ class TrainerClient:
         return [runtime_in(pool, name) for name in RUNTIMES]
 
     def get_runtime(self, name: str) -> Runtime:
-        """Return a runtime. Raises ``ValueError`` if there is none of that name."""
+        """Return a runtime. Raises ``ValueError`` if it does not exist."""
         return runtime_in(self._pool(), runtime_name(name))
 
     def get_runtime_packages(self, runtime: Runtime) -> None:
@@ -117,7 +117,7 @@ class TrainerClient:
 
         Args:
             runtime: A runtime of ``list_runtimes`` or its name. Default: ``torch-distributed``.
-            initializer: Must be empty, because distflow does not fetch Kubeflow's data.
+            initializer: Must be empty, because distflow does not run Kubeflow's initializers.
             trainer: The function or the container that trains.
             options: Options of ``distflow.kubeflow.options``.
 
@@ -137,7 +137,7 @@ class TrainerClient:
         """Return the jobs of all clients, newest first; with a runtime, only its jobs."""
         labels = {JOB_LABEL: "*"} | ({} if runtime is None else {RUNTIME_LABEL: runtime_name(runtime)})
         with _client() as client:
-            # The newest workflow of each job: `distflow workflow restart` makes another one.
+            # `distflow workflow restart` adds a workflow to a job. Only the newest workflow of each job counts.
             found = {one.labels[JOB_LABEL]: one.uuid for one in reversed(_records(client, labels))}
             records = [workflows.find_workflow(client, uuid, report_age=False) for uuid in found.values()]
             return [_job(client, one) for one in sorted(records, key=lambda one: one.submitted_at, reverse=True)]
@@ -167,7 +167,7 @@ class TrainerClient:
         return _lines(Workflow(record), step, bool(follow))
 
     def get_job_events(self, name: str) -> list[Event]:
-        """Return what happened to a job, oldest first. Raises ``ValueError`` if the job does not exist."""
+        """Return the events of a job, oldest first. Raises ``ValueError`` if the job does not exist."""
         with _client() as client:
             record = _find(client, name)
             return events_of(record, workflows.read_events(client, record))
@@ -194,8 +194,8 @@ class TrainerClient:
 
         Raises:
             ValueError: if an argument is wrong, or if the job does not exist.
-            RuntimeError: if the job fails and that is not expected, with the first cause and the last lines; or if only a
-                failure is expected and the job completes.
+            RuntimeError: if the job has ended with none of the statuses. If the job failed, the message contains the first
+                cause and the last lines.
             TimeoutError: if the job has none of the statuses after ``timeout``. The job continues.
 
         """
@@ -240,7 +240,7 @@ class TrainerClient:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _pool(self) -> Pool:
-        """Return the pool of new jobs, as configured now."""
+        """Return the pool for new jobs, from the current configuration."""
         hosts = self._chosen.hosts
         with _client() as client:
             return choose_pool(
@@ -291,7 +291,7 @@ def _records(client: Client, labels: dict[str, str]) -> Sequence[WorkflowRecord]
 
 def _find(client: Client, name: str) -> WorkflowRecord:
     """Return the workflow of a job."""
-    is_name = re.fullmatch(r"[-A-Za-z0-9_.]+", name)  # it has no meaning as a pattern
+    is_name = re.fullmatch(r"[-A-Za-z0-9_.]+", name)  # other characters could be a pattern
     found = _records(client, {JOB_LABEL: name}) if is_name else []
     if not found:
         raise ValueError(f"there is no TrainJob {name}: `list_jobs` returns the jobs that exist")
@@ -328,7 +328,7 @@ def _end_text(client: Client, record: WorkflowRecord, job: TrainJob) -> str:
 
 
 def _print_packages() -> None:
-    """Print what a job finds on its node. Only the source of this function is sent."""
+    """Print the Python version, the Python packages and the GPUs of a job's node."""
     import shutil  # noqa: PLC0415  only this function is sent
     import subprocess  # noqa: PLC0415
     import sys  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The types of ``kubeflow.trainer``: what ``TrainerClient`` takes and returns, with the fields of the SDK 0.5.0."""
+"""The types of the arguments and results of ``TrainerClient``, with the fields of ``kubeflow.trainer`` in SDK 0.5.0."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class CustomTrainer:
     """A function that trains.
 
     Args:
-        func: The function. Its source travels to the nodes, so it must import what it uses.
+        func: The function. Only its source is sent to the nodes, so it must import the modules that it uses.
         func_args: Its arguments, by name.
         image: A container image, for pools with a container runtime.
-        packages_to_install: Python packages, as pip names them.
+        packages_to_install: Python packages, in the syntax of pip.
         pip_index_urls: The package index, and additional ones.
         num_nodes: The number of nodes. Default: 1.
-        resources_per_node: What to reserve on each node: ``{"gpu": 4, "cpu": 5, "memory": "10Gi"}``. Each node has one rank
-            for each GPU, or one rank without GPUs.
+        resources_per_node: The resources to reserve on each node: ``{"gpu": 4, "cpu": 5, "memory": "10Gi"}``. Each node has
+            one rank for each GPU, or one rank without GPUs.
         env: Environment variables. ``PET_NPROC_PER_NODE`` sets the number of ranks on each node.
 
     """
@@ -85,7 +85,7 @@ class CustomTrainer:
 
 @dataclass
 class CustomTrainerContainer:
-    """A container image that trains. The option ``TrainerCommand`` gives its command."""
+    """A container image that trains. The option ``TrainerCommand`` sets its command."""
 
     image: str
     num_nodes: int | None = None
@@ -158,7 +158,7 @@ class TorchTuneConfig:
 
 @dataclass
 class BuiltinTrainer:
-    """torchtune's trainer. distflow does not have it: ``train`` raises ``ValueError``."""
+    """torchtune's trainer. distflow does not support it: ``train`` raises ``ValueError``."""
 
     config: TorchTuneConfig
 
@@ -182,7 +182,7 @@ class RuntimeKind(Enum):
 
 @dataclass
 class RuntimeTrainer:
-    """How a runtime trains: its framework, and the devices of one node of the pool."""
+    """The framework of a runtime, and the devices of one node of the pool."""
 
     trainer_type: TrainerType
     framework: str
@@ -240,7 +240,7 @@ class TrainJob:
 
 @dataclass
 class Event:
-    """Something that happened to a job, or to one of its nodes (the kind ``Pod``)."""
+    """An event of a job, or of one of its nodes (the kind ``Pod``)."""
 
     involved_object_kind: str
     involved_object_name: str
