@@ -228,7 +228,7 @@ class _Night:
                 for peer in ends
                 if (peer.workflow, peer.group, peer.attempt) == (key.workflow, key.group, key.attempt)
             ):
-                backend.leave(key.name)
+                backend.end_after_peer_failure(key.name)
         if self.driver.seen:
             self.driver.settle()
 

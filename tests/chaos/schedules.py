@@ -119,7 +119,7 @@ def behavior(seed: int, name: str) -> Behavior:
         seconds=dice.choice([0.0, 1.0, 30.0, 300.0, HANG_S]),
         exit_code=dice.choice([0, 0, 0, 0, 1, 2]),
         obeys_term=dice.random() < 0.8,
-        refuses="no space" if dice.random() < 0.03 else "",
+        prepare_error="no space" if dice.random() < 0.03 else "",
     )
 
 

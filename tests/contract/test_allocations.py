@@ -258,7 +258,7 @@ def test_an_engine_that_cannot_be_asked_is_asked_again(bench: Bench) -> None:
 
 
 def test_a_refused_request_is_final(bench: Bench) -> None:
-    bench.engine.refuses = "sbatch: error: invalid partition specified: nope"
+    bench.engine.refusal = "sbatch: error: invalid partition specified: nope"
     bench.backend.lease(bench.request("a"))
     refused = bench.await_one(LeaseRefused)
     assert refused.is_final

@@ -64,7 +64,7 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """Return the source of a function, so that it is valid at the top level of a module."""
+    """Return the source of a function, in a form that is valid at the top level of a module."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Fakes and test servers. The fakes implement distflow's protocols and pass the same contract suites as the real ones.
+"""Fakes and real servers for tests. No other package of distflow imports this one.
 
-No other part of distflow imports them.
+A fake implements one of distflow's protocols, and passes the same contract tests as the real implementation.
 """

@@ -1,4 +1,4 @@
-"""The attempts on the nodes of the fake backend: they lease, run and end on a clock that tests set."""
+"""The attempts of the fake backend. They hold leases, run and end by a clock that tests set."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Behavior:
     """How a task of the fake backend runs."""
 
     seconds: float = 1.0
-    """The run time until it ends by itself; infinite for a task that hangs."""
+    """The run time in seconds; infinite for a task that hangs."""
     exit_code: int = 0
     signal: int | None = None
     output: bytes = b""
     obeys_term: bool = True
     """Whether it ends at once when it is stopped; otherwise it ends after the grace period."""
-    refuses: str = ""
-    """Why it cannot be prepared; empty if it can."""
-    spoils: str = ""
-    """Why its output cannot be collected; empty if it can."""
+    prepare_error: str = ""
+    """The error of its preparation; empty if the preparation succeeds."""
+    collect_error: str = ""
+    """The error of the collection of its output; empty if the collection succeeds."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt on its node, since its lease."""
+    """One attempt on a node, from the grant of its lease."""
 
     key: AttemptKey
     gpus: tuple[int, ...]
     expires_at: float = _NEVER
-    """When the lease expires if the attempt has not started."""
+    """The time at which the lease expires if the attempt has not started."""
     phase: str = "leased"
     behavior: Behavior = field(default_factory=Behavior)
     started_at: float = 0.0
@@ -54,25 +54,25 @@ class Attempt:
 
     @property
     def due_at(self) -> float:
-        """When it ends or expires by itself."""
+        """The time at which its command exits, or at which its lease expires if the command has not started."""
         return self.ends_at if self.started_at > 0 else min(self.ends_at, self.expires_at)
 
     def finish(self, at: float, why: str = "") -> None:
-        """Record the end."""
+        """Record the end, with ``why`` as its reason (default: ``stopped`` or ``exited``)."""
         why = why or ("stopped" if self.stopped_at else "exited")
-        own, behavior = why == "exited", self.behavior
+        has_exited, behavior = why == "exited", self.behavior
         self.phase = "ended"
         self.end = {
-            "exit_code": None if behavior.signal or not own else behavior.exit_code,
-            "signal": behavior.signal if own else 15 if why in ("stopped", "peer_failed") else None,
+            "exit_code": None if behavior.signal or not has_exited else behavior.exit_code,
+            "signal": behavior.signal if has_exited else 15 if why in ("stopped", "peer_failed") else None,
             "reason": why,
             "stopped_at": self.stopped_at,
             "started_at": self.started_at if self.started_at > 0 else None,
             "ended_at": at,
         }
 
-    def end_by(self, clock: Clock) -> dict[str, Any]:
-        """Return its end with the times of a node's clock."""
+    def end_in_time_of(self, clock: Clock) -> dict[str, Any]:
+        """Return the recorded end with its times converted to a node's clock."""
         return {
             name: value + clock.offset_s if name.endswith("_at") and value is not None else value
             for name, value in (self.end or {}).items()
@@ -89,7 +89,7 @@ class Attempt:
 
 
 class Attempts:
-    """All attempts and the watched ones, indexed by node, because there may be thousands of nodes."""
+    """All attempts, and which of them are watched. Both are indexed by node, because there may be thousands of nodes."""
 
     def __init__(self) -> None:
         """Start without attempts."""

@@ -1,7 +1,7 @@
-"""A backend in memory, with a clock that tests set. It keeps the contract of ``backends.base.Backend``.
+"""A backend in memory, with a clock that tests set. It implements the protocol ``backends.base.Backend``.
 
-It can fail like real nodes on request: be unreachable, lose answers, restart, or kill an attempt. ``Behavior`` describes what
-runs there.
+Tests can make its nodes fail like real ones: become unreachable, lose responses, restart, or kill an attempt. ``Behavior``
+describes how a task runs there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from distflow.testing.attempts import Attempt, Attempts, Behavior
 __all__ = ["Behavior", "FakeBackend"]
 
 
-_RIGHT = Clock(offset_s=0.0, uncertainty_s=0.0)
+_CORRECT_CLOCK = Clock(offset_s=0.0, uncertainty_s=0.0)
 
 
 class FakeBackend:
@@ -67,7 +67,7 @@ class FakeBackend:
         behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """Create the pool's nodes, which are reachable after ``connect``. ``clocks``: the clocks that are wrong, by node."""
+        """Create the pool's nodes, which are reachable after ``connect``. ``clocks`` has the wrong clocks, by node."""
         self._pool = pool
         self._now = now
         self._sink = sink
@@ -85,25 +85,25 @@ class FakeBackend:
         self.collected: list[str] = []
         """Names of attempts whose output was collected; one entry for each collection."""
         self.launches: dict[str, BoundLaunch] = {}
-        """The latest launch that each attempt was prepared with, by its name."""
+        """The launch with which each attempt was last prepared, by the attempt's name."""
         self.bare_nodes: set[str] = set()
         """Nodes that cannot fetch data themselves."""
         self.holds_outputs = False
-        """Whether transfers of outputs do not end: ``collect`` is not answered."""
+        """Whether ``collect`` reports nothing, like a transfer that does not end."""
         self.shares_files = False
         """Whether all nodes see the same files."""
         self.leases_expire = False
         """Whether leases of attempts that do not start in time expire."""
 
         self.venvs: dict[str, bool | str] = {}
-        """Per node: whether it has every Python environment, or why it cannot build one. Other nodes build them at once."""
+        """By node: whether it has every Python environment, or the error of its builds. Builds on other nodes succeed."""
         self.builds: list[AttemptKey] = []
         """The requested builds of Python environments."""
         self.canceled_builds: list[AttemptKey] = []
         self.holds_builds = False
-        """Whether builds do not end."""
+        """Whether builds do not end until ``end_build``."""
 
-    # The protocol.
+    # The protocol `Backend`.
 
     def keep(
         self,
@@ -119,7 +119,7 @@ class FakeBackend:
         for node in nodes:
             self._up.setdefault(node.name, True)
             if self.reaches(node.name):
-                self._say_up(node)
+                self._emit_node_up(node)
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
         """Report these attempts now and after each reconnection."""
@@ -128,14 +128,14 @@ class FakeBackend:
             if self._up.get(key.node):
                 self._report(key)
 
-    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:  # noqa: ARG002  the protocol
+    def build_venv(self, key: AttemptKey, venv: Requirements) -> None:  # noqa: ARG002  required by the protocol
         """Build the Python environment at once, unless a test holds builds back."""
         self.builds.append(key)
         if not self.holds_builds:
             self.end_build(key)
 
     def end_build(self, key: AttemptKey) -> None:
-        """Answer a build."""
+        """Report the result of a build, as ``venvs`` determines it."""
         why = self.venvs.get(key.node)
         if isinstance(why, str):
             self._sink(VenvFailed(at=self._now(), key=key, message=why, is_final=True))
@@ -144,7 +144,7 @@ class FakeBackend:
         self._sink(VenvBuilt(at=self._now(), key=key, tool="pip", seconds=3.0))
 
     def cancel_venv(self, key: AttemptKey) -> None:
-        """Note a canceled build."""
+        """Record a canceled build."""
         self.canceled_builds.append(key)
 
     def lease(self, request: LeaseRequest) -> None:
@@ -208,29 +208,29 @@ class FakeBackend:
         memo: str = "",  # noqa: ARG002
     ) -> None:
         """Prepare an attempt."""
-        if not self._reaches(key):
+        if not self._watch_if_reachable(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is None:
-            self._tell(Absent, key)
+            self._emit_kind(Absent, key)
             return
         self.launches[key.name] = launch
         attempt.behavior = self._behavior(key)
-        if attempt.behavior.refuses:
-            self._say(PrepareFailed(at=self._now(), key=key, message=attempt.behavior.refuses), key)
+        if attempt.behavior.prepare_error:
+            self._emit_unless_silent(PrepareFailed(at=self._now(), key=key, message=attempt.behavior.prepare_error), key)
         elif relayed := [
             one.number for one in launch.downloads if key.node in self.bare_nodes or one.number not in secrets.stores
         ]:
-            self._say(NotBrought(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key)
+            self._emit_unless_silent(NotBrought(at=self._now(), key=key, number=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
-            self._tell(Prepared, key)
+            self._emit_kind(Prepared, key)
         else:
             self._report(key)
 
     def start(self, key: AttemptKey) -> None:
         """Start an attempt if it has not started yet."""
-        if not self._reaches(key):
+        if not self._watch_if_reachable(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is not None and attempt.phase == "prepared":
@@ -241,17 +241,17 @@ class FakeBackend:
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:  # noqa: ARG002
         """Stop an attempt, at once or after the grace period."""
-        if not self._reaches(key):
+        if not self._watch_if_reachable(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is None:
-            self._tell(Absent, key)
+            self._emit_kind(Absent, key)
             return
         if attempt.end is None:
             attempt.stopped_at = self._now()
             attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behavior.obeys_term else grace_s)
             attempt.phase = "stopping"
-            self._say(StopAccepted(at=self._now(), key=key, grace_s=grace_s), key)
+            self._emit_unless_silent(StopAccepted(at=self._now(), key=key, grace_s=grace_s), key)
             if attempt.ends_at <= self._now():
                 self._finish(attempt, attempt.ends_at)
         else:
@@ -259,12 +259,12 @@ class FakeBackend:
 
     def release(self, key: AttemptKey) -> None:
         """Forget an attempt that has not started."""
-        if self._reaches(key):
+        if self._watch_if_reachable(key):
             attempt = self._attempts.known.get(key)
             has_run = attempt is not None and attempt.started_at > 0
             if not has_run:
                 self._attempts.drop(key)
-                self._tell(Released, key)
+                self._emit_kind(Released, key)
             else:
                 self._report(key)
 
@@ -287,18 +287,18 @@ class FakeBackend:
         if not self._up.get(key.node):
             self._emit(CollectUnanswered(at=self._now(), key=key, checkpoint=checkpoint))
             return
-        now, spoils = self._now(), attempt.behavior.spoils if attempt else "the output no longer exists"
-        if spoils:
-            self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
+        now, error = self._now(), attempt.behavior.collect_error if attempt else "the output no longer exists"
+        if error:
+            self._emit_unless_silent(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=error), key)
         else:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
-            what = key.name if place is None else f"{key.name}/{place}/{now}"
-            digest, stays = hashlib.sha256(what.encode()).hexdigest(), for_nodes and self.shares_files
-            seen = Collected(at=now, key=key, checkpoint=checkpoint, digest=digest, size=10240, is_everywhere=stays)
-            self._say(seen, key)
+            content = key.name if place is None else f"{key.name}/{place}/{now}"
+            digest, is_everywhere = hashlib.sha256(content.encode()).hexdigest(), for_nodes and self.shares_files
+            seen = Collected(at=now, key=key, checkpoint=checkpoint, digest=digest, size=10240, is_everywhere=is_everywhere)
+            self._emit_unless_silent(seen, key)
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
-        """Refuse, like a node without a driver."""
+        """Raise ``RelayRequired``, like a node without a driver for the storage."""
         raise RelayRequired(f"{key.node}: it has no driver")
 
     def is_releasing(self) -> bool:
@@ -310,7 +310,7 @@ class FakeBackend:
         self._is_closed = True
         self._attempts.unwatch()
 
-    # Events that tests cause.
+    # Events that tests trigger.
 
     def tick(self) -> None:
         """End all attempts that are due."""
@@ -328,24 +328,24 @@ class FakeBackend:
             attempt.stopped_at = None
             self._finish(attempt, self._now())
 
-    def leave(self, name: str) -> None:
-        """End a running attempt as its node does after the failure of another task of the gang."""
+    def end_after_peer_failure(self, name: str) -> None:
+        """End a running attempt, as its node does when another task of the gang has failed."""
         for attempt in self._named(name, "running"):
             self._finish(attempt, self._now(), "peer_failed")
 
     def expire(self, name: str) -> None:
-        """End an attempt that waited too long for its start, as its node does."""
+        """End an attempt that has not started, as its node does when the lease expires."""
         for attempt in self._named(name, "leased", "prepared"):
             self._expire(attempt)
 
     def cut(self, node: str, *, is_engine_away: bool = False) -> None:
-        """Make a node unreachable. Its attempts continue. May be repeated, to change what is known of its engine."""
+        """Make a node unreachable. Its attempts continue. A repeated call may change ``is_engine_away``."""
         self._silent.discard(node)
         self._up[node] = False
         self._emit(NodeDown(at=self._now(), pool=self._pool.name, node=node, error="cut", is_engine_away=is_engine_away))
 
     def silence(self, node: str) -> None:
-        """Let a node execute commands without answering, until ``cut`` or ``heal``. The answers are lost."""
+        """Let a node execute commands without responding, until ``cut`` or ``heal``. The responses are lost."""
         if self._up.get(node):
             self._silent.add(node)
 
@@ -355,7 +355,7 @@ class FakeBackend:
             self.cut(node)
         if not self._up.get(node):
             self._up[node] = True
-            self._say_up(self._nodes[node])
+            self._emit_node_up(self._nodes[node])
             for key in self._attempts.watched(node):
                 self._report(key)
 
@@ -374,15 +374,15 @@ class FakeBackend:
         self._attempts.forget(lambda key: key.workflow in workflows, unwatch=True)
 
     def step(self, seconds: float) -> None:
-        """Adjust all times after this machine's clock was set, but not the nodes' clocks. Their offsets are measured again."""
+        """Adjust all times and the offsets of the nodes' clocks after this machine's clock was moved by ``seconds``."""
         for attempt in self._attempts.known.values():
             attempt.step(seconds)
         for node in self._pool.nodes:
-            known = self._clocks.get(node.name, _RIGHT)
+            known = self._clocks.get(node.name, _CORRECT_CLOCK)
             self._clocks[node.name] = replace(known, offset_s=known.offset_s - seconds)
 
     def reaches(self, node: str) -> bool:
-        """Whether a node is reachable and answers."""
+        """Whether a node is reachable and responds."""
         return bool(self._up.get(node)) and node not in self._silent
 
     @property
@@ -397,29 +397,29 @@ class FakeBackend:
 
     @property
     def ends(self) -> dict[AttemptKey, dict[str, Any]]:
-        """The ends of all attempts that nodes know of, reported or not, in this machine's time."""
+        """The recorded ends of all attempts on the nodes, reported or not, in this machine's time."""
         return {key: attempt.end for key, attempt in self._attempts.known.items() if attempt.end is not None}
 
     @property
     def next_end(self) -> float:
-        """When the next attempt ends by itself."""
+        """The time at which the next attempt ends by itself."""
         return min((attempt.due_at for attempt in self._attempts.alive.values()), default=float("inf"))
 
-    # Inside.
+    # Internals.
 
     def _named(self, name: str, *phases: str) -> list[Attempt]:
         return [one for key, one in self._attempts.alive.items() if key.name == name and one.phase in phases]
 
     def _finish(self, attempt: Attempt, at: float, why: str = "") -> None:
         attempt.finish(at, why)
-        self._is_over(attempt)
+        self._end_and_report(attempt)
 
     def _expire(self, attempt: Attempt) -> None:
         attempt.phase = "ended"
         attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._now()}
-        self._is_over(attempt)
+        self._end_and_report(attempt)
 
-    def _is_over(self, attempt: Attempt) -> None:
+    def _end_and_report(self, attempt: Attempt) -> None:
         self._attempts.end(attempt.key)
         if self._up.get(attempt.key.node) and self._attempts.is_watched(attempt.key):
             self._report(attempt.key)
@@ -427,31 +427,31 @@ class FakeBackend:
     def _report(self, key: AttemptKey) -> None:
         attempt = self._attempts.known.get(key)
         if attempt is None:
-            self._tell(Absent, key)
+            self._emit_kind(Absent, key)
         elif attempt.phase == "prepared":
-            self._tell(Prepared, key)
+            self._emit_kind(Prepared, key)
         else:
             clock = self._clock_of(key)
             if attempt.started_at > 0:
                 started = attempt.started_at + clock.offset_s
-                self._say(Started(at=self._now(), key=key, pid=1, started_at=started, clock=clock), key)
+                self._emit_unless_silent(Started(at=self._now(), key=key, pid=1, started_at=started, clock=clock), key)
             if attempt.end is not None:
                 if self._logs is not None and attempt.behavior.output:
                     self._logs.write(key, "output.log", 0, attempt.behavior.output)
-                self._say(Ended(at=self._now(), key=key, end=attempt.end_by(clock), clock=clock), key)
-                self._tell(LogComplete, key)
+                self._emit_unless_silent(Ended(at=self._now(), key=key, end=attempt.end_in_time_of(clock), clock=clock), key)
+                self._emit_kind(LogComplete, key)
 
     def _emit(self, seen: Observation) -> None:
         if not self._is_closed:
             self._sink(seen)
 
     def _clock_of(self, key: AttemptKey) -> Clock:
-        return self._clocks.get(key.node, _RIGHT)
+        return self._clocks.get(key.node, _CORRECT_CLOCK)
 
-    def _say_up(self, node: Node) -> None:
+    def _emit_node_up(self, node: Node) -> None:
         self._emit(NodeUp(at=self._now(), pool=self._pool.name, node=node.name))
 
-    def _reaches(self, key: AttemptKey) -> bool:
+    def _watch_if_reachable(self, key: AttemptKey) -> bool:
         self._attempts.watch(key)
         if self._up.get(key.node):
             return True
@@ -466,9 +466,9 @@ class FakeBackend:
             )
         )  # fmt: skip
 
-    def _tell(self, kind: type[Absent | Prepared | Released | LogComplete], key: AttemptKey) -> None:
-        self._say(kind(at=self._now(), key=key), key)
+    def _emit_kind(self, kind: type[Absent | Prepared | Released | LogComplete], key: AttemptKey) -> None:
+        self._emit_unless_silent(kind(at=self._now(), key=key), key)
 
-    def _say(self, seen: AttemptObservation, key: AttemptKey) -> None:
+    def _emit_unless_silent(self, seen: AttemptObservation, key: AttemptKey) -> None:
         if key.node not in self._silent:
             self._emit(seen)

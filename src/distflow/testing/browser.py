@@ -17,7 +17,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing_chromium() -> str | None:
-    """Return why no browser can be started, or ``None``."""
+    """Return the reason why no browser can be started, or ``None``."""
     if importlib.util.find_spec("playwright") is None:
         return "Playwright is not installed: pip install playwright"
     if not any(map(shutil.which, _NAMES)):

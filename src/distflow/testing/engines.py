@@ -23,12 +23,12 @@ _FROM_ETC = ("passwd", "group", "nsswitch.conf", "hosts", "ld.so.cache", "altern
 
 
 def missing_podman() -> str:
-    """Return why podman cannot be tested here; empty when it can."""
+    """Return the reason why podman cannot be tested here; empty if it can."""
     return _missing("podman", "runc")
 
 
 def missing_dockerd() -> str:
-    """Return why dockerd cannot be tested here; empty when it can."""
+    """Return the reason why dockerd cannot be tested here; empty if it can."""
     return _missing("dockerd", "docker", "containerd", "runc")
 
 
@@ -48,10 +48,10 @@ class Engine:
         """Keep everything below ``folder``."""
         self.folder = folder
         self.environment: dict[str, str] = {}
-        """Variables that its command line needs to find it."""
+        """Environment variables by which its command line finds it."""
 
     def run(self, *arguments: str, stdin: bytes = b"") -> str:
-        """Run its command line and return what it printed. Raises ``CalledProcessError``."""
+        """Run its command line and return the output. Raises ``CalledProcessError``."""
         done = subprocess.run(
             [self.program, *arguments],
             env=os.environ | self.environment,
@@ -80,7 +80,7 @@ class Podman(Engine):
         """Write its configuration."""
         super().__init__(folder)
         engine = folder / "containers.conf"
-        # Inside other containers, crun fails on hybrid cgroups, and the default limits exceed the hard ones.
+        # Inside other containers, crun fails on hybrid cgroups, and the default limits exceed the hard limits.
         engine.write_text(
             '[containers]\ndefault_ulimits=["nofile=20000:20000","nproc=32768:32768"]\n'
             '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
@@ -165,7 +165,7 @@ def skeleton() -> bytes:
 
 
 def _unmount(folder: Path) -> None:
-    """Remove the mounts that an engine leaves below its folder, because they prevent its removal."""
+    """Remove the mounts that an engine leaves below its folder, because they prevent the removal of the folder."""
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in sorted((one for one in mounts if one.startswith(f"{folder}/")), reverse=True):
         subprocess.run(["umount", "--lazy", mount], check=True, timeout=30)

@@ -1,7 +1,7 @@
-"""Hosts in network namespaces, whose links tests can cut, heal and slow down; and memory limits. Both need root.
+"""Hosts in network namespaces, whose links tests can cut, restore and make lossy; and memory limits. Both need root.
 
-Names contain the id of the test process. Concurrent test runs therefore do not collide, and remains of a killed run are
-recognized and removed.
+Names contain the id of the test process. Concurrent test runs therefore do not collide, and the next run recognizes and removes
+the leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["MemoryLimit", "NetnsHost", "Network", "missing_cgroups", "missing_ne
 _PREFIX = "dfn"
 _NAMES = re.compile(rf"^{_PREFIX}[bvh]([0-9a-f]+)(?:-\d+)?$")
 _NETWORKS = itertools.count(1)
-"""Numbers of the networks of this process, which may have several."""
+"""The numbers of this process's networks."""
 _LOCK = "/tmp/distflow-netns.lock"  # noqa: S108  shared by all test runs of the machine
 
 
 def missing_netns() -> str:
-    """Return why network namespaces are not available here; empty if they are."""
+    """Return the reason why network namespaces are not available here; empty if they are."""
     if os.getuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -44,13 +44,13 @@ def missing_netns() -> str:
 
 
 class Network:
-    """A bridge and its hosts; a context manager, which also removes the remains of killed test runs."""
+    """A context manager for a bridge and its hosts. It also removes the leftovers of killed test runs."""
 
     def __init__(self) -> None:
         """Create nothing yet."""
         number = next(_NETWORKS)
-        self._me = f"{os.getpid():x}-{number}"
-        self.bridge = f"{_PREFIX}b{self._me}"
+        self._id = f"{os.getpid():x}-{number}"
+        self.bridge = f"{_PREFIX}b{self._id}"
         self._subnet = ""
         self._numbers = itertools.count(1)
         self._hosts: list[NetnsHost] = []
@@ -77,11 +77,11 @@ class Network:
     def host(self, directory: Path, *, hostname: str = "", behind: NetnsHost | None = None, **options: object) -> NetnsHost:
         """Add a host with a running sshd; ``options`` are options of ``Sshd``.
 
-        With ``hostname``, the host has its own name, which resolves to 127.0.1.1 there, as in a Debian installation. A host
-        that is ``behind`` another one shares a network only with that one.
+        With ``hostname``, the host has its own name, which resolves to 127.0.1.1 on the host, as in a Debian installation. A
+        host that is ``behind`` another one shares a network only with that one.
         """
         number = next(self._numbers)
-        host = NetnsHost(self, f"{self._me}{number:02}", f"{self._subnet}.{number}", directory, options, hostname)
+        host = NetnsHost(self, f"{self._id}{number:02}", f"{self._subnet}.{number}", directory, options, hostname)
         self._hosts.append(host)
         if behind is None:
             host.open(self.bridge)
@@ -110,23 +110,23 @@ class NetnsHost:
 
     @property
     def sshd(self) -> Sshd:
-        """Its server."""
+        """The sshd of the host, which is running."""
         if self._sshd is None:
             raise RuntimeError("the host is not up")
         return self._sshd
 
     def open(self, bridge: str, inside: str = "") -> None:
-        """Create the namespace, connect it to ``bridge``, which may be ``inside`` another one, and start its sshd."""
-        namespace, link, there = self.namespace, self._link, ("-n", inside) if inside else ()
+        """Create the namespace, connect it to ``bridge``, which is in the namespace ``inside``, and start its sshd."""
+        namespace, link, in_bridge = self.namespace, self._link, ("-n", inside) if inside else ()
         _ip("netns", "add", namespace)
-        _ip(*there, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _ip(*there, "link", "set", link, "master", bridge, "up")
+        _ip(*in_bridge, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip(*in_bridge, "link", "set", link, "master", bridge, "up")
         _ip("-n", namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "link", "set", "eth0", "up")
         # With a permanent neighbor entry, packets to a host that is cut off are lost; otherwise "no route" follows after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
-        _ip(*there, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
+        _ip(*in_bridge, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
         options = {"port": 22, "alias": namespace, "is_near": not inside, **self._options}
         self._sshd = Sshd(self._directory, self.address, prefix=self._sshd_prefix(), **options)  # type: ignore[arg-type]
         self._sshd.start()
@@ -170,7 +170,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def lose(self, percent: float) -> None:
-        """Drop this share of all packets at random, in both directions. Raises ``OSError`` if iptables or the kernel cannot."""
+        """Drop this share of all packets at random, in both directions. Raises ``OSError`` if iptables fails."""
         for chain in ("INPUT", "OUTPUT"):
             rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:g}", "-j", "DROP"]
             done = subprocess.run(
@@ -195,7 +195,7 @@ def _ip(*words: str, check: bool = True) -> str:
 
 
 def _take_down_leftovers() -> None:
-    """Remove namespaces and links of test processes that have ended. Their servers have ended with them."""
+    """Remove the namespaces and links of test processes that have ended, with the processes in the namespaces."""
     spaces = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line.strip()]
     links = [str(link.get("ifname", "")) for link in json.loads(_ip("-j", "link", check=False) or "[]")]
     for name in (*spaces, *links):
@@ -236,7 +236,7 @@ class MemoryLimit:
 
 
 def missing_cgroups() -> str:
-    """Return why a limit cannot be created here, or why the kernel's log cannot be read; empty if neither is the case."""
+    """Return the reason why memory limits cannot be created, or the kernel's log not be read; empty if both are possible."""
     if os.getuid() != 0:
         return "cgroups need root"
     if not any(_can_be_used(root) for root, _ in _ROOTS):

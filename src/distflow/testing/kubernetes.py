@@ -1,4 +1,4 @@
-"""A real Kubernetes cluster for tests: one that a script starts on this machine, or one that a kubeconfig names.
+"""A real Kubernetes cluster for tests: a script starts it on this machine, or a kubeconfig names an existing one.
 
 ``DISTFLOW_TEST_KUBERNETES`` names a directory with the script ``cluster.sh``. ``cluster.sh up DIR N`` starts a cluster with N
 nodes, writes ``DIR/kubeconfig``, ``DIR/bin`` with the programs and ``DIR/pids`` with the ids of its daemons, and
@@ -35,29 +35,29 @@ from distflow.testing.waiting import is_alive, wait_until
 __all__ = ["IMAGE", "ApiProxy", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template"]
 
 IMAGE = "docker.io/local/skel:1"
-"""An image without programs on every node of a cluster of its own. Pods mount ``/usr`` of the host to have them."""
+"""An image without programs, which each node of a cluster on this machine has. Its pods mount the host's ``/usr``."""
 _PROGRAMS = ("etcd", "containerd", "runc", "busybox", "openssl", "curl", "xz", "ip")
 _PLUGIN = Path("/usr/lib/cni/bridge")
 _PACKAGES = "etcd-server containerd runc containernetworking-plugins busybox-static openssl curl xz-utils iproute2"
-_LOCK = Path("/tmp/distflow-test-kubernetes.lock")  # noqa: S108  two clusters on one machine would have the same addresses
+_LOCK = Path("/tmp/distflow-test-kubernetes.lock")  # noqa: S108  two clusters on one machine would use the same addresses
 _DAEMONS = ("etcd", "apiserver", "controllers", "scheduler", "containerd1", "kubelet1", "containerd2", "kubelet2")
-"""In the order of ``DIR/pids``."""
+"""The daemons of a cluster on this machine, in the order of ``DIR/pids``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSource:
-    """Where tests get a cluster from."""
+    """The source of a cluster for tests: a script, a kubeconfig, or none."""
 
     script: Path | None = None
-    """``cluster.sh``, for a cluster of its own."""
+    """``cluster.sh``, which starts a cluster on this machine."""
     kubeconfig: Path | None = None
-    """The kubeconfig of another cluster."""
+    """The kubeconfig of an existing cluster."""
     missing: str = ""
-    """Why there is none; empty if there is one."""
+    """The reason why tests have no cluster; empty if they have one."""
 
 
 def find_kubernetes(environ: Mapping[str, str], repository: Path) -> KubernetesSource:
-    """Return where tests get a cluster from, by environment variables or ``shared`` next to the ``repository``."""
+    """Find a source by environment variables, or in the directory ``shared`` next to the ``repository``."""
     named = environ.get("DISTFLOW_TEST_KUBECONFIG")
     if named:
         return KubernetesSource(kubeconfig=Path(named))
@@ -69,24 +69,24 @@ def find_kubernetes(environ: Mapping[str, str], repository: Path) -> KubernetesS
     if lacking:
         return KubernetesSource(missing=f"{', '.join(lacking)} not found: apt-get install {_PACKAGES}")
     if os.geteuid() != 0:
-        return KubernetesSource(missing="a Kubernetes cluster of its own needs root")
+        return KubernetesSource(missing="root is required to start a Kubernetes cluster")
     return KubernetesSource(script=script)
 
 
 class KubernetesCluster:
-    """A cluster that several processes of tests use at the same time.
+    """A cluster that several test processes use at the same time.
 
-    The first process that enters it starts it, and the last one that leaves it removes it. A test either shares the cluster
-    (``shared``) or has it alone, to stop some of its parts (``alone``).
+    The first process that enters it starts it, and the last process that leaves it removes it. A test either shares the cluster
+    (``shared``) or uses it alone, to stop some of its daemons (``alone``).
     """
 
     def __init__(self, folder: Path, source: KubernetesSource) -> None:
-        """Use ``folder``, which all processes that use the cluster know."""
+        """Use ``folder``, which must be the same for all processes that use the cluster."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "cluster"
         self.kubeconfig = source.kubeconfig or self.folder / "kubeconfig"
         self.is_own = source.script is not None
-        """Whether this machine runs it, so that its parts can be stopped, and its nodes see the files of this machine."""
+        """Whether this machine runs it. Then its daemons can be stopped, and its nodes see the files of this machine."""
         self._script = source.script
         self._users = folder / "users"
         self._counting = folder / "counting.lock"
@@ -115,7 +115,7 @@ class KubernetesCluster:
                     for daemon in self._started:
                         daemon.wait(20)
                 for daemon in self._started:
-                    daemon.returncode = daemon.returncode or 0  # the last user of the cluster ends those that still run
+                    daemon.returncode = daemon.returncode or 0  # the last process ends daemons that still run
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -125,7 +125,7 @@ class KubernetesCluster:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Use it alone. What was stopped is started again at the end."""
+        """Use it alone. At the end, stopped daemons are started again."""
         with _locked(self._using):
             try:
                 yield
@@ -136,7 +136,7 @@ class KubernetesCluster:
                 self.wait_for_nodes()
 
     def kubectl(self, *words: str, stdin: str = "", check: bool = True) -> str:
-        """Run ``kubectl`` and return its output. Raises ``RuntimeError`` with its errors."""
+        """Run ``kubectl`` and return its output. Raises ``RuntimeError`` with its error output."""
         program = self.folder / "bin" / "kubectl" if self.is_own else "kubectl"
         command = [str(program), "--kubeconfig", str(self.kubeconfig), *words]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
@@ -151,7 +151,7 @@ class KubernetesCluster:
         return found
 
     def create_namespace(self) -> str:
-        """Create a namespace with a service account, and return its name."""
+        """Create a namespace with a random name, and return the name."""
         name = f"distflow-test-{secrets.token_hex(4)}"
         self.kubectl("create", "namespace", name)
         return name
@@ -163,7 +163,7 @@ class KubernetesCluster:
         wait_until(lambda: not self.kubectl("get", "pods", "-n", name, "-o", "name", check=False), 60, f"no pods in {name}")
 
     def add_resource(self, name: str, amount: int) -> None:
-        """Let each node offer an extended resource, such as a GPU, of which only the number exists."""
+        """Make each node offer an extended resource, such as GPUs, without real devices."""
 
         def offers(node_name: str) -> bool:
             node = json.loads(self.kubectl("get", "node", node_name, "-o", "json"))
@@ -200,7 +200,7 @@ class KubernetesCluster:
         wait_until(lambda: not is_alive(pid), 20, f"{name} has ended")
 
     def start(self, name: str) -> None:
-        """Start a daemon again that ``stop`` has ended."""
+        """Restart a daemon that ``stop`` has ended."""
         where, arguments = json.loads((self.folder / f"{name}.start").read_text())
         with (self.folder / "log" / f"{name}.log").open("ab") as log:
             program = shutil.which(arguments[0], path=f"{self.folder / 'bin'}:{os.environ['PATH']}")
@@ -244,9 +244,9 @@ class KubernetesCluster:
 
 
 class ApiProxy:
-    """A proxy of the API server with a kubeconfig of its own, which counts calls and can cut connections.
+    """A proxy for the API server, which counts calls and can cut connections. It has its own kubeconfig.
 
-    Clients connect to it without TLS, so it sees their requests.
+    Clients connect to it without TLS, so it can read their requests.
     """
 
     _REQUEST = re.compile(rb"([A-Z]+) (?:/apis?/[^? ]*?/namespaces/[^/ ]+)?(/[^? ]*)\S* HTTP/1\.1\r\n")
@@ -272,12 +272,12 @@ class ApiProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> ApiProxy:
-        """Start to accept connections."""
+        """Start accepting connections."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cut all connections and accept no more."""
+        """Cut all connections and stop accepting new ones."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(20)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
@@ -307,7 +307,7 @@ class ApiProxy:
             pairs = self._copy(reader, upstream[1], is_request=True), self._copy(upstream[0], writer)
             await asyncio.wait([asyncio.ensure_future(one) for one in pairs], return_when=asyncio.FIRST_COMPLETED)
         except OSError:
-            pass  # the client sees a closed connection, as it does when the API server is away
+            pass  # the client sees a closed connection, as it does when the API server is down
         finally:
             self._open.discard(writer)
             for one in writers:
@@ -324,18 +324,18 @@ class ApiProxy:
 
 
 def pod_template(*folders: str) -> dict[str, Any]:
-    """Return a pod template for ``IMAGE``: its pods see the programs and these folders of this machine."""
+    """Return a pod template for ``IMAGE``. Its pods mount the programs and these folders of this machine."""
     shared = dict.fromkeys(("/usr", sys.base_prefix, os.path.dirname(os.path.dirname(sys.executable)), *folders))
     names = {f"shared-{number}": path for number, path in enumerate(shared)}
     mounts = [{"name": name, "mountPath": path} for name, path in names.items()]
     volumes = [{"name": name, "hostPath": {"path": path}} for name, path in names.items()]
-    # The cluster has no DNS. Each lookup of a name would wait for it for several seconds.
+    # The cluster has no DNS server. With the default settings, each lookup of a name would take several seconds.
     no_dns = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["127.0.0.1"]}}
     return {"spec": {"containers": [{"imagePullPolicy": "Never", "volumeMounts": mounts}], "volumes": volumes, **no_dns}}
 
 
 def _await_other_cluster(script: Path, lock: int) -> None:
-    """Wait until this machine has no other cluster, and remove one whose tests were killed."""
+    """Wait until no other test cluster runs on this machine. Remove such a cluster if its test process has ended."""
 
     def is_free() -> bool:
         try:
@@ -365,7 +365,7 @@ def _down(script: Path, folder: Path) -> None:
 def _run(script: Path, action: str, folder: Path, *words: str, pass_fds: Sequence[int] = ()) -> int:
     """Run the script, whose output is appended to ``script.log``, and return its exit code."""
     command = ["bash", str(script), action, str(folder), *words]
-    # The names of its bridges contain the port.
+    # The script uses the port also in the names of network bridges, which `down` must find again.
     environment = {**os.environ, "PORT": (folder / "port").read_text()}
     with (folder / "script.log").open("ab") as log:
         done = subprocess.run(
@@ -382,7 +382,7 @@ def _run(script: Path, action: str, folder: Path, *words: str, pass_fds: Sequenc
 
 
 def _processes_in_containers(folder: Path) -> list[int]:
-    """Return the processes whose root directory is that of a container of the cluster."""
+    """Return the ids of the processes in the cluster's containers."""
     found = []
     for mounts in Path("/proc").glob("[0-9]*/mountinfo"):
         with contextlib.suppress(OSError):
@@ -393,7 +393,7 @@ def _processes_in_containers(folder: Path) -> list[int]:
 
 
 def _network_namespaces(folder: Path) -> set[str]:
-    """Return the network namespaces of pods that the cluster's own containers name."""
+    """Return the names of the network namespaces of the cluster's pods."""
     found = set()
     for spec in folder.glob("node*/state/io.containerd.runtime.v2.task/k8s.io/*/config.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""A cluster engine in memory, whose hosts are all this machine. It keeps the contract of ``backends.allocated.engine.Engine``.
+"""A cluster engine in memory, whose hosts are all this machine. It implements ``backends.allocated.engine.Engine``.
 
-Tests decide when it grants an allocation and how it ends one. It ends no processes itself.
+Tests decide when it grants and ends an allocation. It does not end processes.
 """
 
 from __future__ import annotations
@@ -43,34 +43,32 @@ class LocalEngine:
     query_limit: ClassVar = QueryLimit(at_once=10.0, every_s=0.1)
 
     def __init__(self, *, grants_at_once: bool = True) -> None:
-        """``grants_at_once``: without it, allocations wait until ``grant`` is called."""
+        """Start without allocations. Unless ``grants_at_once``, an allocation waits until ``grant`` is called."""
         self.grants_at_once = grants_at_once
-        self.refuses = ""
-        """Why every request is refused for good; empty if it is not."""
+        self.refusal = ""
+        """The error that refuses every request for good; empty if requests are accepted."""
         self.given_notice = ""
         self.is_away = False
-        """Whether the engine cannot be asked."""
-        self.questions = 0
-        """The number of times that it was asked for states."""
+        """Whether calls fail because the engine does not respond."""
         self.requests: list[AllocationRequest] = []
         self.released: list[str] = []
         self.exit_codes: dict[str, int | None] = {}
-        """The exit code with which each of them was released."""
+        """The exit code with which each allocation was released."""
         self._jobs: dict[str, _Job] = {}
         self._lock = threading.RLock()
 
     def request(self, wanted: AllocationRequest) -> str:
         """Request an allocation. Its hosts are ``h0``, ``h1`` and so on."""
         with self._lock:
-            self._ask()
-            if self.refuses:
-                raise RequestRefused(self.refuses)
+            self._check_reachable()
+            if self.refusal:
+                raise RequestRefused(self.refusal)
             for known, job in self._jobs.items():
                 if job.allocation == wanted.allocation and not isinstance(job.state, Over):
                     return known
             self.requests.append(wanted)
             number = str(len(self._jobs) + 1)
-            hosts = {one.task: f"h{place}" for place, one in enumerate(wanted.nodes)}
+            hosts = {one.task: f"h{index}" for index, one in enumerate(wanted.nodes)}
             self._jobs[number] = _Job(wanted.allocation, hosts)
             if self.grants_at_once:
                 self.grant(number)
@@ -83,21 +81,20 @@ class LocalEngine:
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation."""
         with self._lock:
-            self._ask()
-            self.questions += 1
+            self._check_reachable()
             unknown = Over(reason=None, message="the engine does not know it")
             return {name: self._jobs[name].state if name in self._jobs else unknown for name in ids}
 
     def allocations(self) -> Mapping[str, Allocation]:
         """Return all allocations that have not ended."""
         with self._lock:
-            self._ask()
+            self._check_reachable()
             return {name: job.allocation for name, job in self._jobs.items() if not isinstance(job.state, Over)}
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
         """End allocations."""
         with self._lock:
-            self._ask()
+            self._check_reachable()
             for name in ids:
                 self.released.append(name)
                 self.exit_codes[name] = exit_codes.get(name)
@@ -108,7 +105,7 @@ class LocalEngine:
         return LocalTransport(node_name(host, allocation_id))
 
     def check(self, on_progress: Callable[[str], None] = lambda _: None) -> Sequence[Finding]:
-        """Find nothing."""
+        """Return no findings."""
         on_progress("asking the engine")
         return ()
 
@@ -119,7 +116,7 @@ class LocalEngine:
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    # What tests decide.
+    # Actions of tests.
 
     def grant(self, allocation_id: str) -> None:
         """Grant an allocation."""
@@ -132,6 +129,6 @@ class LocalEngine:
         with self._lock:
             self._jobs[allocation_id].state = state
 
-    def _ask(self) -> None:
+    def _check_reachable(self) -> None:
         if self.is_away:
             raise NodeUnreachable("login", "the controller does not answer")

@@ -1,7 +1,7 @@
-"""Prepared nodes: with an installed runtime, with a wrong clock, or with another version of Python.
+"""Prepare nodes for tests: install the runtime, set a wrong clock, or simulate another version of Python.
 
-The first connection to a node sends the runtime, and the node compiles about sixty modules. This takes a quarter of a second of
-processor time, which is more than most tests of a node need for everything else.
+On the first connection, a node otherwise receives the runtime and compiles its sixty modules. This takes a quarter of a second
+of CPU time, which is more than most tests of a node need for everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["install_runtime", "write_other_python", "write_skewed_python"]
 
 
 def install_runtime(root: Path) -> None:
-    """Put the runtime and its compiled files below ``root``, where the first connection to the node would put it."""
+    """Install the runtime and its compiled files below ``root``, as the first connection to the node would."""
     private = root / PRIVATE
     home = private / "runtime" / RUNTIME.digest
     if home.exists():
@@ -65,12 +65,12 @@ exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
 
 
 def write_skewed_python(path: Path, offset_s: float) -> str:
-    """Write a program that runs this Python with a clock that is ``offset_s`` ahead of the real one; return its path."""
+    """Write a wrapper of this Python whose clock is ``offset_s`` seconds ahead of the real one, and return its path."""
     return _write_wrapper(path, f"right = time.time\ntime.time = lambda: right() + {offset_s!r}")
 
 
 def write_other_python(path: Path, version: tuple[int, int, int]) -> str:
-    """Write a program that runs this Python, which reports another version of itself; return its path."""
+    """Write a wrapper of this Python that reports another version of itself, and return its path."""
     return _write_wrapper(path, f"sys.version_info = {(*version, 'final', 0)!r}")
 
 

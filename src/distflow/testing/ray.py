@@ -1,4 +1,4 @@
-"""A real Ray cluster for tests: a head and further nodes, all on this machine, with GPUs that do not exist.
+"""A real Ray cluster for tests: a head and more nodes, all on this machine, with GPUs that do not exist.
 
 It starts in about 10 s. ``stop`` ends all of its processes and removes its files.
 """
@@ -28,10 +28,10 @@ from distflow.transports.local import LocalTransport
 __all__ = ["RayCluster", "missing_ray"]
 
 _MARK = "TEST_RAY_CLUSTER"
-_STARTS = 3
-"""How often a node is started that ends before the head knows it."""
+_MAX_STARTS = 3
+"""The maximum number of starts of a node that ends before it joins the head."""
 _SETTINGS = {
-    # A node is lost after 3 s, and not after 15 s.
+    # Ray detects the loss of a node after 3 s, not after 15 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -47,7 +47,7 @@ ray.init(address={address!r}, namespace="distflow", log_to_driver=False, logging
 
 
 def missing_ray() -> str:
-    """Return why no cluster can be started here; empty if one can."""
+    """Return the reason why no cluster can be started here; empty if one can."""
     return "" if _ray().exists() else "ray not found: pip install ray"
 
 
@@ -59,14 +59,14 @@ class RayCluster:
     """One cluster; a context manager. Its nodes are ``n1``, which is the head, ``n2`` and so on."""
 
     def __init__(self, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
-        """Choose ports and a directory. Each node has ``cpus`` CPUs and ``gpus`` GPUs, whatever this machine has."""
+        """Choose ports and a directory. Each node reports ``cpus`` CPUs and ``gpus`` GPUs, independently of this machine."""
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
-        # It contains Unix sockets, whose paths must be shorter than 108 bytes.
+        # A short path, because the paths of the Unix sockets in it must be shorter than 108 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         self._name = secrets.token_hex(8)
         self._port, self._client_port, self._dashboard_port = _free_ports(3)
         self.address = f"{_own_address()}:{self._port}"
-        # No monitors: those of logs and of the autoscaler take a sixth of the time of a start.
+        # Disable the monitors of logs and of the autoscaler, which take a sixth of the startup time.
         self._options = [
             f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--object-store-memory=80000000", "--include-log-monitor=false",
         ]  # fmt: skip
@@ -88,35 +88,35 @@ class RayCluster:
         self.stop()
 
     def start(self) -> None:
-        """Start all nodes, and wait until the head knows them."""
+        """Start all nodes, and wait until they have joined the head."""
         for node in self.nodes:
             self.start_node(node)
 
     def stop(self) -> None:
-        """Kill all of its processes, with those of its actors. May be called twice."""
+        """Kill all of its processes, including its actors. May be called twice."""
         self._program.close()
         for node in reversed(self.nodes):
             self.kill_node(node)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_node(self, node: str) -> None:
-        """Start a node that is not running, and wait until the head knows it.
+        """Start a node that is not running, and wait until it has joined the head.
 
-        Ray gives up after 30 s, which no setting changes and which a busy machine may need. The node is then started again.
+        On a busy machine, a start may exceed Ray's timeout of 30 s, which no setting changes. The node is then started again.
         """
-        for attempt in range(_STARTS):
+        for attempt in range(_MAX_STARTS):
             self._launch(node)
             try:
                 wait_until(lambda: self._is_up(node), 90, f"node {node} is up; its log: {self.folder}/{node}.log")
                 return
             except RuntimeError:
-                if attempt == _STARTS - 1:
+                if attempt == _MAX_STARTS - 1:
                     raise
                 self.kill_node(node)
 
     def _launch(self, node: str) -> None:
         is_head = node == self.nodes[0]
-        place = (
+        role_options = (
             [
                 "--head", f"--port={self._port}", f"--temp-dir={self.folder}", "--include-dashboard=false",
                 f"--ray-client-server-port={self._client_port}", f"--dashboard-port={self._dashboard_port}", "--no-monitor",
@@ -126,7 +126,7 @@ class RayCluster:
         )  # fmt: skip
         with (self.folder / f"{node}.log").open("ab") as log:
             self._daemons[node] = subprocess.Popen(
-                [_ray(), "start", "--block", "--disable-usage-stats", f"--node-name={node}", *place, *self._options],
+                [_ray(), "start", "--block", "--disable-usage-stats", f"--node-name={node}", *role_options, *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -139,7 +139,7 @@ class RayCluster:
             self._program.close()
 
     def kill_node(self, node: str) -> None:
-        """Kill a node as a power failure does: Ray's processes, and those of its actors."""
+        """Kill Ray's processes and actors on a node, as a power failure does."""
         daemon = self._daemons.pop(node, None)
         if daemon is not None:
             daemon.kill()
@@ -147,57 +147,58 @@ class RayCluster:
         wait_until(lambda: not _kill(self.processes(node)), 30, f"all processes of {node} have ended")
 
     def restart_head(self) -> None:
-        """Kill the head as a power failure does, and start a new cluster at its address, which knows nothing of the old one."""
+        """Kill the head as a power failure does, and start a new cluster without the old one's state at the same address."""
         self.kill_node(self.nodes[0])
-        # The other nodes end by themselves. The new head would take them for another cluster at its address.
+        # The other nodes end by themselves. A head that started before would refuse them as nodes of another cluster.
         wait_until(lambda: not any(_is_raylet(pid) for pid in self.processes()), 90, "the nodes have lost their head")
         for node in self.nodes:
             self.kill_node(node)
         self.start()
 
     def kill_raylet(self, node: str) -> None:
-        """Kill Ray's daemon of a node, and nothing else."""
+        """Kill only Ray's daemon (the raylet) of a node."""
         for pid in self.processes(node):
             if _is_raylet(pid):
                 _kill([pid])
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """Ask distflow's own program for Ray (a method of ``cluster_program.Cluster``)."""
+        """Call a method of ``cluster_program.Cluster`` in distflow's program for Ray, and return its result."""
         try:
             return self._program.ask(name, **arguments)
         except NodeUnreachable:  # the program was killed
             return self._program.ask(name, **arguments)
 
     def run(self, code: str) -> str:
-        """Run Python code that is connected to the cluster as ``ray``, and return its output."""
+        """Run Python code in which the module ``ray`` is connected to the cluster, and return its output."""
         command = [sys.executable, "-c", _PRELUDE.format(address=self.address) + code]
         return subprocess.run(command, capture_output=True, check=True, timeout=60, text=True, cwd=self.folder).stdout
 
     def kill_programs(self) -> int:
-        """Kill all programs by which distflow asks this cluster, also that of ``ask``. Returns their number."""
+        """Kill distflow's programs that are connected to this cluster, also that of ``ask``, and return their number."""
         mark = f"'distflow', 'exec'))\0{self.address}\0"
         found = [int(name) for name in os.listdir("/proc") if name.isdigit() and mark in _command(int(name))]
         return len(_kill(found))
 
     def allocations(self) -> list[str]:
-        """Return the ids of distflow's placement groups that were not removed."""
+        """Return the ids of distflow's placement groups that still exist."""
         return sorted(self.ask("allocations"))
 
     def await_empty(self, timeout: float = 30) -> None:
-        """Wait until neither a placement group of distflow nor one of its programs is left."""
-        wait_until(lambda: not self.allocations() and not self.residents(), timeout, "nothing of distflow is left in Ray")
+        """Wait until no placement groups and no resident programs of distflow are left."""
+        what = "no placement group or program of distflow is left in Ray"
+        wait_until(lambda: not self.allocations() and not self.residents(), timeout, what)
 
     def remove_all(self) -> None:
-        """Remove everything of distflow, so that the next test begins with an idle cluster."""
+        """Remove distflow's placement groups and programs. The next test begins with an idle cluster."""
         self.ask("release", ids=self.allocations())
         self.await_empty()
 
     def residents(self, node: str = "") -> list[int]:
-        """Return the ids of the resident programs, on one node or on all."""
+        """Return the process ids of distflow's resident programs, on one node or on all."""
         return [pid for pid in self.processes(node) if "\0tied\0distflow-" in _command(pid)]
 
     def processes(self, node: str = "") -> list[int]:
-        """Return the ids of its processes and of those of its actors, on one node or on all."""
+        """Return the ids of the cluster's processes, including actors, on one node or on all."""
         mark = f"\0{_MARK}={self._name}/{node}".encode()
         found = []
         for name in os.listdir("/proc"):
@@ -221,7 +222,7 @@ class RayCluster:
 
 
 def _own_address() -> str:
-    """Return the address that Ray gives to this machine: the one on the route to other networks."""
+    """Return the address that Ray chooses for this machine: the address on the route to other networks."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         try:
             one.connect(("8.8.8.8", 80))  # sends nothing

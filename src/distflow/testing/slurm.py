@@ -1,6 +1,6 @@
 """A real Slurm cluster for tests: one controller and several nodes, all on this machine, without munge. It needs root.
 
-It is ready in less than a second. ``stop`` ends all of its processes and jobs, and removes what is not below its directory.
+It is ready in less than a second. ``stop`` ends all of its processes and jobs, and removes its files outside of its directory.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_slurm() -> str:
-    """Return why no cluster can be started here; empty if one can."""
+    """Return the reason why no cluster can be started here; empty if one can."""
     lacking = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=_SEARCHED) is None]
     if lacking:
         return f"{' and '.join(lacking)} not found: apt-get install slurm-wlm"
-    return "" if os.geteuid() == 0 else "a Slurm cluster of its own needs root"
+    return "" if os.geteuid() == 0 else "root is required to start a Slurm cluster"
 
 
 class Slurm:
-    """One cluster; a context manager.
+    """A context manager for one cluster.
 
-    Its nodes are ``n1``, ``n2`` and so on. The partition ``main`` has all of them; ``add_partition`` adds one that may preempt
-    the jobs of others. Commands find the cluster by ``environment``. Where variables cannot be set, as in a login over SSH,
-    put the directory ``commands`` first in PATH: its ``sbatch``, ``squeue`` and so on set them.
+    Its nodes are ``n1``, ``n2`` and so on. The partition ``main`` has all nodes; ``add_partition`` adds a partition that may
+    preempt its jobs. Commands find the cluster by the variables in ``environment``. If these cannot be set, as in a login over
+    SSH, put the directory ``commands`` first in PATH: its ``sbatch``, ``squeue`` and other commands set the variables.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Slurm:
     ) -> None:
         """Write the configuration below ``folder``.
 
-        Each node has ``gpus`` GPUs of type ``h100``, which are device files without a driver. ``options`` are further lines of
-        ``slurm.conf``, or replace its lines.
+        Each node has ``gpus`` GPUs of type ``h100``, which are device files without a driver. ``options`` are settings that are
+        added to ``slurm.conf`` or replaced in it.
         """
         self.folder = folder
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
@@ -104,16 +104,16 @@ class Slurm:
         self.environment = {"SLURM_CONF": str(self.config)}
         """Variables that the commands of Slurm need to find this cluster."""
         self.commands = folder / "bin"
-        """A directory of commands that need no variables."""
+        """A directory with the commands of Slurm, which set these variables themselves."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", "log", "bin", "dev"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        # It contains Unix sockets, whose paths must be shorter than 108 bytes.
+        # A short path, because the paths of the Unix sockets in it must be shorter than 108 bytes.
         self._spool = Path(tempfile.mkdtemp(prefix="slurm-"))
         port = self._port = _free_ports(nodes + 1)
         lines = _CONFIG.format(
             name="ci",
-            # Resident programs of several clusters on one machine differ only by the ids of their jobs.
+            # Unique job ids, because resident programs of several clusters on one machine differ only by their job ids.
             first=port * 1000,
             host=socket.gethostname().partition(".")[0],
             folder=folder,
@@ -156,7 +156,7 @@ class Slurm:
         self.wait_for_nodes(*self.nodes)
 
     def stop(self) -> None:
-        """Kill all of its processes, with those of its jobs. May be called twice."""
+        """Kill all of its processes, including its jobs. May be called twice."""
         for daemon in self._daemons.values():
             daemon.kill()
         for daemon in self._daemons.values():
@@ -179,7 +179,7 @@ class Slurm:
         """Cancel all jobs and wait until none waits or runs, so that the next test begins with an idle cluster."""
         if found := self.jobs():
             self.run("scancel", *found)
-            # A job that is canceled while it starts may otherwise be COMPLETING for a minute.
+            # Kill the processes, because a job that is canceled while it starts may be COMPLETING for a minute.
             wait_until(lambda: not self._kill(self.processes()) and not self.jobs(), 60.0, "all jobs of the cluster have ended")
 
     def add_partition(self, name: str, **options: str) -> None:
@@ -194,7 +194,7 @@ class Slurm:
     def start_controller(self) -> None:
         """Start ``slurmctld``, which continues from its saved state, and wait until it answers."""
         self._start("slurmctld", "slurmctld")
-        # Not by a command: its next attempt would come a second later.
+        # Probe the port instead of running a command, which would retry only after a second.
         wait_until(self._listens, 20.0, f"slurmctld listens; its log: {self.folder}/log")
 
     def stop_controller(self) -> None:
@@ -208,7 +208,7 @@ class Slurm:
     def kill_node(self, node: str, *, with_jobs: bool = True) -> None:
         """Kill a node as a power failure does: ``slurmd``, and by default the processes of its jobs.
 
-        After 10 s (``SlurmdTimeout``) the controller takes the node for lost and ends its jobs as ``NODE_FAIL``.
+        After 10 s (``SlurmdTimeout``), the controller sets the node to DOWN and ends its jobs as ``NODE_FAIL``.
         """
         self._end(node, signal.SIGKILL)
         if with_jobs:
@@ -222,7 +222,7 @@ class Slurm:
         )  # fmt: skip
 
     def processes(self, node: str = "") -> list[int]:
-        """Return the ids of the processes of its jobs, with the daemons of their steps, on one node or on all."""
+        """Return the process ids of its jobs and of the daemons of their steps, on one node or on all."""
         spools = [str(self._spool / name) for name in ([node] if node else self.nodes)]
         marks = [f"SLURM_CONF={self.config}"] + ([f"SLURMD_NODENAME={node}"] if node else [])
         daemons = {daemon.pid for daemon in self._daemons.values()}
@@ -265,7 +265,7 @@ class Slurm:
         found = shutil.which(program, path=_SEARCHED)
         if found is None:
             raise FileNotFoundError(missing_slurm())
-        # The daemons of a node's steps inherit the directory, by which `processes` finds them.
+        # The step daemons of a node inherit this working directory. `processes` finds them by it.
         directory = self._spool / name if name in self.nodes else self.folder
         directory.mkdir(exist_ok=True)
         with (self.folder / "log" / f"{name}.out").open("ab") as log:

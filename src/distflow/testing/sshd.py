@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def missing_sshd() -> str:
-    """Return why no server can be started here; empty if one can."""
+    """Return the reason why no server can be started here; empty if one can."""
     lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=_SEARCHED) is None]
     return f"{' and '.join(lacking)} not found: apt-get install openssh-server" if lacking else ""
 
@@ -35,7 +35,7 @@ def missing_sshd() -> str:
 def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment: str = "test") -> Path:
     """Generate a key pair at ``path`` and ``path.pub``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # At the default size, the search for its primes takes seconds.
+    # An RSA key of the default size takes seconds to generate.
     size = ["-b", "2048"] if kind == "rsa" else []
     command = ["ssh-keygen", "-q", "-t", kind, *size, "-N", passphrase, "-C", comment, "-f", str(path)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
@@ -56,10 +56,10 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 class Sshd:
-    """One server; a context manager.
+    """A context manager for one server.
 
-    ``user_key`` is accepted, and is created next to the host keys if none is given. ``client_config`` and ``known_hosts`` are
-    files for a client that connects to ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's home there.
+    The server accepts ``user_key``, which is created next to the host keys if it is not given. ``client_config`` and
+    ``known_hosts`` are files for a client that connects to ``alias``. ``home`` is the home directory of sessions.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Sshd:
     ) -> None:
         """Create keys and files without starting the server.
 
-        ``prefix`` comes before its command (``ip netns exec …``). Without ``is_near``, this process cannot reach the server.
+        ``options`` are lines of ``sshd_config``. ``prefix`` comes before the server's command (``ip netns exec …``).
+        ``is_near`` is false if this process cannot connect to the server.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -114,11 +115,11 @@ class Sshd:
 
     @property
     def known_name(self) -> str:
-        """Its name in known_hosts."""
+        """The server's name in known_hosts."""
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
     def known_lines(self, name: str | None = None) -> list[str]:
-        """Return the lines of known_hosts with its keys."""
+        """Return the lines of known_hosts with the server's keys."""
         keys = [path.with_name(f"{path.name}.pub").read_text().split() for path in self.host_keys.values()]
         return [f"{name or self.known_name} {key[0]} {key[1]}\n" for key in keys]
 
@@ -179,7 +180,7 @@ class Sshd:
         self.start()
 
     def freeze(self) -> None:
-        """Suspend all of its processes: the kernel still accepts connections, but nothing answers."""
+        """Suspend all of its processes: the kernel still accepts connections, but the server does not respond."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -192,7 +193,7 @@ class Sshd:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            # Only the processes of sshd: commands of sessions are not frozen.
+            # Signal only the processes of sshd, not the commands of sessions.
             for pid in (self._process.pid, *(pid for pid in _descendants(self._process.pid) if _name(pid) == "sshd")):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -236,7 +237,7 @@ class Sshd:
 
 
 def die_with_parent() -> None:
-    """Let this process end together with its parent. Call it in a child before its program starts."""
+    """Make the kernel end this process when its parent ends. Call it in a child process before it executes a program."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -256,7 +257,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes of sshd below ``pid``, without commands of sessions."""
+    """Return the ids of the sshd processes below ``pid``, without the commands of sessions."""
     found: list[int] = []
     for child in _children(pid):
         if _name(child) == "sshd":

@@ -1,4 +1,4 @@
-"""Time in tests: wait for a condition with a deadline, and never for a fixed time; and a clock that tests set."""
+"""Helpers for time in tests: wait for a condition instead of a fixed time, and a clock that tests set."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["FakeClock", "is_alive", "wait_until"]
 
 
 _T = TypeVar("_T")
-_LEAST_S = 60.0
+_MIN_TIMEOUT_S = 60.0
 
 
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    Pauses for four times the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
-    Raises ``TimeoutError`` naming ``what`` after ``timeout_s``, or after a minute if that is longer: what takes a second on an
-    idle machine may take half a minute while several tests start processes.
+    The pause between two calls is four times the duration of the last call, but 0.02 to 1 s. So polling does not slow down the
+    awaited process. Raises ``TimeoutError`` naming ``what`` after ``timeout_s``, but not before a minute: an action of a second
+    may take half a minute while several tests start processes.
     """
-    timeout_s = max(timeout_s, _LEAST_S)
+    timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while True:
@@ -32,12 +32,12 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what
             return value
         now = time.monotonic()
         if now > deadline:
-            raise TimeoutError(f"not within {timeout_s:g} s: {what or condition}")
+            raise TimeoutError(f"timed out after {timeout_s:g} s waiting for: {what or condition}")
         pause.wait(min(max(0.02, 4 * (now - begun)), 1.0))
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

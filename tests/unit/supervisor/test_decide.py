@@ -27,7 +27,7 @@ def test_a_gang_completes_when_all_its_tasks_do() -> None:
 
 def test_nothing_starts_before_everything_is_prepared() -> None:
     def refuse_second(key: AttemptKey) -> Behavior:
-        return Behavior(refuses="no space left on device") if key.task == "t1" else HANG
+        return Behavior(prepare_error="no space left on device") if key.task == "t1" else HANG
 
     driver = Driver(workflow(), behavior=refuse_second)
     driver.run()
@@ -113,7 +113,7 @@ def test_a_helper_that_fails_before_the_lead_has_started_is_ignored_too() -> Non
 
 def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
     def behave(key: AttemptKey) -> Behavior:
-        return Behavior(refuses="no such image") if key.task == "t1" else Behavior(seconds=5)
+        return Behavior(prepare_error="no such image") if key.task == "t1" else Behavior(seconds=5)
 
     driver = Driver(workflow(group_plan(world=False)), behavior=behave)
     driver.run()
@@ -124,7 +124,7 @@ def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
 def test_refused_gang_fails_although_its_node_has_no_attempt_to_stop() -> None:
     def behave(key: AttemptKey) -> Behavior:
         driver.backend.forget(key.node)
-        return Behavior(refuses="no space left on device")
+        return Behavior(prepare_error="no space left on device")
 
     driver = Driver(workflow(group_plan(tasks=1)), behavior=behave)
     driver.run()

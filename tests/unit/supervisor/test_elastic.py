@@ -112,7 +112,7 @@ def test_nodes_with_too_many_failures_are_avoided_even_if_the_gang_becomes_small
     plan = replace(plan, retry=replace(plan.retry, avoid_after=1))
     driver = Driver(
         replace(one, plan=replace(one.plan, groups=(plan,))), on=pool(node("n0"), node("n1")),
-        behavior=lambda key: Behavior(refuses="no space") if key.node == "n1" else HANG,
+        behavior=lambda key: Behavior(prepare_error="no space") if key.node == "n1" else HANG,
     )  # fmt: skip
     driver.settle()
     driver.advance(1.0)

@@ -96,7 +96,7 @@ def test_failure_ends_all_downstream_groups_while_siblings_continue() -> None:
 
 def test_workflow_begins_with_its_first_running_group_after_another_could_not_start() -> None:
     def behave(key: AttemptKey) -> Behavior:
-        return Behavior(refuses="no such image") if key.group == "one" else Behavior(seconds=60)
+        return Behavior(prepare_error="no such image") if key.group == "one" else Behavior(seconds=60)
 
     driver = Driver(workflow(small("one"), small("other")), behavior=behave)
     driver.settle()
@@ -156,7 +156,7 @@ def test_next_supervisor_continues_the_graph(after_s: float) -> None:
 # Outputs for other groups.
 
 
-def handing(*, spoils: str = "", **seconds: float) -> Driver:
+def handing(*, collect_error: str = "", **seconds: float) -> Driver:
     """``top`` passes its output to ``bottom``. ``aside`` has no dependent group. By default, each group runs one second."""
     bottom = group_plan(
         "bottom", 1, world=False, gpus=0, after=("top",), inputs=(InputSpec(position=1, task="t0", regex="a.*"),)
@@ -166,7 +166,7 @@ def handing(*, spoils: str = "", **seconds: float) -> Driver:
     top = group_plan("top", 2, world=False, gpus=0)
 
     def behave(key: AttemptKey) -> Behavior:
-        return Behavior(seconds=seconds.get(key.group, 1.0), spoils=spoils if key.group == "top" else "")
+        return Behavior(seconds=seconds.get(key.group, 1.0), collect_error=collect_error if key.group == "top" else "")
 
     return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behavior=behave)
 
@@ -221,7 +221,7 @@ def test_output_on_a_shared_file_system_is_not_copied() -> None:
 
 
 def test_failed_fetch_of_an_output_fails_its_group_with_the_name_of_the_task() -> None:
-    driver = handing(spoils="no space left on device")
+    driver = handing(collect_error="no space left on device")
     driver.run()
     top = group(driver, "top")
     assert (top.state, top.reason, top.status) == (FAILED, Reason.DATA, "FAILED")

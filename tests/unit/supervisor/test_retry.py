@@ -222,7 +222,9 @@ def test_lost_node_is_code_3001_and_the_next_attempt_runs_on_another_node() -> N
 
 def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
     def behave(key: AttemptKey) -> Behavior:
-        return Behavior(refuses="no space left on device") if key.attempt == 0 and key.task == "t1" else Behavior(seconds=1)
+        return (
+            Behavior(prepare_error="no space left on device") if key.attempt == 0 and key.task == "t1" else Behavior(seconds=1)
+        )
 
     plan = group_plan(exit_actions=ExitActions(reschedule=((3003, 3003),)))
     driver = Driver(workflow(plan), behavior=behave)
