@@ -110,7 +110,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     options = ["--detach", "--name", "later", "--to", "my results", "--python", sys.executable]
     detached = cli.run("run", *options, "--", "python3", "-c", "pass", cwd=project)
     assert f"Running `{sys.executable} -c pass` on 1 node\n" in detached.err
-    assert detached.err.endswith("Its results, later: distflow workflow fetch later-1 --to 'my results'\n")
+    assert detached.err.endswith("To fetch the results later: distflow workflow fetch later-1 --to 'my results'\n")
     cli.await_status("later-1", "COMPLETED")
 
 

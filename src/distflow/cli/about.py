@@ -41,7 +41,7 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of workflow specs, for editors and other tools."""
-    from distflow.client import specs  # `version` does not need it
+    from distflow.client import specs  # imported here because `version` does not need it
 
     if config and output is not None:
         raise InputError("--config and --output cannot be combined", hint="give one of them")

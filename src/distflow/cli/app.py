@@ -46,7 +46,7 @@ _WITHOUT_SERVER = MappingProxyType(
     | {"app": "submit a spec: distflow workflow submit FILE"}
     | {"config": "pools and nodes are configured in distflow.yaml, or in the file that DISTFLOW_CONFIG names"}
 )
-"""Commands of OSMO that need its server, and what to do instead."""
+"""Commands of OSMO that need its server, each with a hint about the alternative."""
 
 
 _SHORTCUTS = MappingProxyType(
@@ -60,7 +60,7 @@ _SHORTCUTS = MappingProxyType(
         "fetch": "fetch",
     }
 )
-"""Commands that are the same as a command of ``distflow workflow``."""
+"""Shortcuts for commands of ``distflow workflow``."""
 
 
 class _Root(LazyGroup):
@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     _open_streams()
     if os.environ.get("_DISTFLOW_COMPLETE", "").startswith("complete"):
-        # A shell asks for completions. Errors would disturb its prompt, and typer would use rich to remove markup from help.
+        # A shell requests completions. Errors would disturb its prompt, and typer would use rich to remove markup from help.
         sys.stderr = open(os.devnull, "w")
-        sys.modules["rich"] = cast("Any", None)  # Python then reports that it is not installed
+        sys.modules["rich"] = cast("Any", None)  # with this entry, imports of rich fail
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["--install-completion"], ["--show-completion"]):
         from distflow.cli.completion import repair_zsh_script
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Connect closed standard streams to /dev/null, and escape characters that the encoding of the output does not have."""
+    """Connect closed standard streams to /dev/null, and make stdout escape characters that its encoding does not support."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -207,7 +207,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _expand(arguments: Sequence[str]) -> list[str]:
-    """Replace a shortcut at the start of the arguments with the command that it stands for.
+    """Replace a shortcut at the start of the arguments with its command.
 
     >>> _expand(["stop", "train-3"])
     ['workflow', 'cancel', 'train-3']

@@ -1,7 +1,7 @@
 """Completion of values in a shell. Completers never raise an error, and print nothing.
 
-The shells evaluate completions: zsh runs them through ``eval``, and bash expands wildcards in them. Metrics and tasks can have
-any name that a node sends. Therefore names with other characters than those of ``_SAFE`` are not completed.
+The shells evaluate completions: zsh runs them through ``eval``, and bash expands wildcards in them. A node can send any text as
+the name of a metric or task. Completers therefore omit names that do not match ``_SAFE``.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Completion:
     type = "plain"
 
     def __init__(self, value: str, help: str) -> None:
-        """Complete the word to ``value``."""
+        """Offer ``value``, which the shell shows with the description ``help``."""
         self.value = value
         self.help = help
 
 
 def repair_zsh_script() -> None:
-    """Change typer's script for zsh so that the first press of the tabulator completes, too.
+    """Change typer's completion script for zsh so that the first press of the Tab key completes, too.
 
-    zsh loads the script at the first press, and expects that it then completes. typer's script only registers its function.
+    At the first press, zsh loads the script and expects completions from it. typer's script only registers its function.
     """
     from typer import _completion_shared
 
-    scripts = _completion_shared._completion_scripts  # noqa: SLF001  typer has no public name for it
+    scripts = _completion_shared._completion_scripts  # noqa: SLF001  the scripts have no public name
     register = "compdef %(complete_func)s %(prog_name)s"
     complete = 'if [[ $zsh_eval_context[-1] == loadautofunc ]]; then %(complete_func)s "$@"; fi'
     scripts["zsh"] = scripts["zsh"].replace(f"\n{register}", f"\n{register}\n{complete}")

@@ -69,7 +69,7 @@ def set_command(
         typer.Option(
             "--payload-file",
             metavar="KEY=FILE",
-            help="A file with the value; may be repeated. `-` reads standard input, or asks for the value in a terminal.",
+            help="A file with the value; may be repeated. `-` reads standard input, or prompts for the value in a terminal.",
         ),
     ] = None,
     format_type: _FormatOption = None,

@@ -63,7 +63,7 @@ def upload(
     url: UrlArgument,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories of this machine.")],
     regex: RegexOption = "",
-    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    processes: ProcessesOption = None,  # noqa: ARG001  accepted because OSMO has it
     threads: ThreadsOption = 8,
     benchmark_out: BenchmarkOption = None,
     format_type: FormatOption = Format.TEXT,
@@ -85,7 +85,7 @@ def download(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An existing directory.")],
     regex: RegexOption = "",
     resume: ResumeOption = False,
-    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    processes: ProcessesOption = None,  # noqa: ARG001  accepted because OSMO has it
     threads: ThreadsOption = 8,
     benchmark_out: BenchmarkOption = None,
     format_type: FormatOption = Format.TEXT,
@@ -119,7 +119,7 @@ def list_command(
     """
     source = parse_data_url(url)
     if file is not None and file.exists():
-        raise InputError(f"{file} exists already", hint="name a new file")
+        raise InputError(f"`{file}` already exists", hint="name a new file")
     with open_client() as client:
         found = list_data(client, url, regex=regex, prefix=prefix)
     rows = _rows(source, found, recursive)
@@ -146,13 +146,13 @@ def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption 
 
     List them first with `distflow data list -r`. For a symbolic link, the link is deleted and not its target.
     """
-    goal = parse_data_url(url, writes=True)
+    target = parse_data_url(url, writes=True)
     with open_client() as client:
         count = delete_data(client, url, regex=regex)
     if format_type is Format.JSON:
-        print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
+        print(json.dumps({"url": str(target), "deleted": count}, indent=2))
     else:
-        print(f"deleted {count_text(count, 'object')} at {goal}")
+        print(f"deleted {count_text(count, 'object')} at {target}")
 
 
 @app.command(epilog="Example: distflow data check s3://bucket/run7 --access-type WRITE")
@@ -165,9 +165,9 @@ def check(
 ) -> None:
     """Check that you can read, write or delete at a URL.
 
-    The access is performed: to check writing, an empty object is written and deleted. The exit code is not 0 if it fails.
+    distflow performs the access: to check writing, it writes and deletes an empty object. The exit code is not 0 if this fails.
     """
-    goal = parse_data_url(url, writes=access_type is not _Access.READ)
+    target = parse_data_url(url, writes=access_type is not _Access.READ)
     try:
         with open_client() as client:
             check_data_access(client, url, access_type.value)
@@ -180,7 +180,7 @@ def check(
     if format_type is Format.JSON:
         print(json.dumps({"status": "pass"}, indent=2))
     else:
-        print(f"{goal}: {access_type.value}: pass")
+        print(f"{target}: {access_type.value}: pass")
 
 
 def _report(
@@ -198,8 +198,8 @@ def _report(
     if format_type is Format.JSON:
         print(json.dumps(body, indent=2))
         return
-    there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
-    print(f"{verb}ed {count_text(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
+    skipped = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
+    print(f"{verb}ed {count_text(moved.files, 'file')}, {bytes_text(moved.size)}{skipped}")
 
 
 def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:

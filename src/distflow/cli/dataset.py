@@ -93,7 +93,7 @@ def upload(
 
     The version becomes visible only after all its files are uploaded.
     """
-    _make(name, paths, regex, format_type, is_update=False)
+    _create_version(name, paths, regex, format_type, is_update=False)
 
 
 @app.command(epilog="Example: distflow dataset update mnist labels.csv")
@@ -108,7 +108,7 @@ def update(
     The new version has the files of the latest version, or of VERSION, and local files, which replace files with the same path.
     Unchanged files are not uploaded again.
     """
-    _make(name, paths, regex, format_type, is_update=True)
+    _create_version(name, paths, regex, format_type, is_update=True)
 
 
 @app.command(epilog="Example: distflow dataset download mnist:3 data")
@@ -138,22 +138,22 @@ def delete(
     all_versions: Annotated[bool, typer.Option("--all", help="Delete all versions.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Delete a version of a dataset, or all, without confirmation.
+    """Delete one version or all versions of a dataset, without confirmation.
 
     The number of a deleted version is not used again.
     """
     plain_name, _ = parse_dataset(name)
     if (":" in name) == all_versions:
-        raise InputError("name either a version or --all", hint=f"`distflow dataset info {plain_name}` shows the versions")
+        raise InputError("give either a version or --all", hint=f"`distflow dataset info {plain_name}` shows the versions")
     with open_client() as client:
-        gone = delete_versions(client, name, all_versions=all_versions)
+        deleted = delete_versions(client, name, all_versions=all_versions)
     if format_type is Format.JSON:
-        print(json.dumps({"name": plain_name, "deleted": gone}, indent=2))
+        print(json.dumps({"name": plain_name, "deleted": deleted}, indent=2))
     else:
-        print("".join(f"deleted {plain_name}:{one}\n" for one in gone), end="")
+        print("".join(f"deleted {plain_name}:{one}\n" for one in deleted), end="")
 
 
-def _make(name: str, paths: list[Path], regex: str, format_type: Format, *, is_update: bool) -> None:
+def _create_version(name: str, paths: list[Path], regex: str, format_type: Format, *, is_update: bool) -> None:
     with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
         made = create_version(client, name, paths, regex=regex, is_update=is_update, on_progress=line.update)
     if format_type is Format.JSON:

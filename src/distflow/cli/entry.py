@@ -1,10 +1,10 @@
 """The entry point of the command line, with a short start time.
 
-The garbage collector is disabled until the command is imported (``options.LazyGroup``), because it runs often but finds nothing
-there. This saves a tenth of the time of ``distflow workflow query``.
+The garbage collector is disabled until the command is imported (``options.LazyGroup``): it runs often during imports but finds
+no garbage. This saves a tenth of the time of ``distflow workflow query``.
 
-From the import of this module on, Ctrl-C ends the process without a traceback. SIGINT has its default effect before and after
-the time in which the command can handle ``KeyboardInterrupt``.
+From the import of this module on, Ctrl-C ends the process without a traceback. SIGINT raises ``KeyboardInterrupt`` only while
+the command can handle it. Before and after, SIGINT has its default effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 __all__ = ["main"]
 
 _HANDLES_SIGINT = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-"""False for a background process of a shell, which ignores SIGINT."""
+"""Whether this process may change the handler of SIGINT. A background process of a shell ignores SIGINT and must not."""
 
 if _HANDLES_SIGINT:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

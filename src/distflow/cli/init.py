@@ -44,7 +44,7 @@ def init(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="The workflow's name; its spec is NAME.yaml. Default: that of the script.",
+            help="The workflow's name; its spec is NAME.yaml. Default: the name of the script.",
             show_default=False,
         ),
     ] = None,
@@ -66,10 +66,10 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a spec with comments, from options or from what you have.
+    """Write a spec with comments, from options, a Slurm script, a torchrun command or a sample.
 
-    On a terminal, `distflow init` without options asks for the command and the nodes. Comments in the spec say what could not
-    be translated. Existing files stay, unless you add --force.
+    On a terminal, `distflow init` without options asks for the command and the nodes. Comments in the spec mark parts that
+    could not be translated. Existing files are kept unless you add --force.
     """
     if samples:
         _print_samples(format_type)
@@ -113,7 +113,7 @@ def _file(name: str | None) -> Path | None:
 
 
 def _ask(question: str, default: str, *, is_number: bool = False) -> str:
-    """Ask a question on a terminal. Raise ``InputError`` if there is none."""
+    """Ask a question on the terminal. Raise ``InputError`` if standard input is not a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         hint = "add --command 'train.py', --from-sbatch, --from-torchrun or --sample"
         raise InputError("there is no command for the spec", hint=hint)

@@ -213,13 +213,13 @@ def uninstall(
 ) -> None:
     """Remove distflow and all its files from nodes.
 
-    This includes outputs and logs of tasks. A node with a running task is refused. Other files in the root directory are
-    listed and stay.
+    This includes outputs and logs of tasks. Nothing is removed from a node with a running task. Other files in the root
+    directory are listed and kept.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
         if not yes:
-            _ask_first(chosen)
+            _confirm(chosen)
         results = uninstall_nodes(client, chosen)
     if format_type is Format.JSON:
         rows = [
@@ -239,7 +239,7 @@ def uninstall(
         )
 
 
-def _ask_first(nodes: Sequence[PoolNode]) -> None:
+def _confirm(nodes: Sequence[PoolNode]) -> None:
     names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
     if not sys.stdin.isatty():
         raise InputError(f"this would remove distflow and all outputs of its tasks from {names}", hint="add --yes to confirm")

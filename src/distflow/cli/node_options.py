@@ -1,4 +1,4 @@
-"""Options of several commands about the nodes: their Python, their environment, and the processes on each."""
+"""Options for nodes that several commands have: the Python interpreter, the environment, and the number of processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EnvOption", "FromSbatchOption", "PythonOption", "RanksOption", "Setu
 
 PythonOption = Annotated[
     str | None,
-    typer.Option("--python", metavar="PATH", help="The Python on the nodes, such as /opt/venv/bin/python."),
+    typer.Option("--python", metavar="PATH", help="The Python interpreter on the nodes, such as /opt/venv/bin/python."),
 ]
 SetupOption = Annotated[
     str | None,
@@ -46,9 +46,9 @@ EnvOption = Annotated[
 def parse_node_settings(
     python: str | None, setup: str | None, env: Sequence[str] | None, venv: str | None = None
 ) -> NodeSettings:
-    """Return the settings that the options give.
+    """Parse the values of these options.
 
-    Raises ``InputError``, and ``ProblemsFound`` for the requirements file ``venv``.
+    Raises ``InputError``, or ``ProblemsFound`` for the requirements file ``venv``.
     """
     if python is not None and not is_program(python):
         raise InputError(f"--python `{python}` is not a path or a name", hint="write `--python /opt/venv/bin/python`")

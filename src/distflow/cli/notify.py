@@ -24,7 +24,7 @@ __all__ = ["app"]
 app = command_app(no_args_is_help=True)
 
 _SpecArgument = Annotated[str | None, typer.Argument(metavar="[FILE]", help="A spec whose entries are included.")]
-_NOTHING = (
+_NO_TARGETS = (
     "No target is notified: `notify` is in neither the configuration nor your profile. See `distflow profile set --help`."
 )
 
@@ -33,8 +33,8 @@ _NOTHING = (
 def _notify() -> None:
     """List and test notifications about workflows.
 
-    Entries of `notify` in the configuration, in your profile and in a spec name web addresses, credentials with URLs, and
-    commands. They are notified when a workflow starts, ends or waits for a long time.
+    Entries of `notify` in the configuration, in your profile and in a spec name targets: web addresses, credentials with URLs,
+    and commands. distflow notifies them when a workflow starts, ends or waits for a long time.
     """
 
 
@@ -48,7 +48,7 @@ def list_command(file: _SpecArgument = None, format_type: FormatOption = Format.
         rows = [_json(one) | {"problem": problem or None} for one, problem in zip(targets, problems, strict=True)]
         print(json.dumps({"notifications": rows}, indent=2))
     elif not targets:
-        print(_NOTHING, file=sys.stderr)
+        print(_NO_TARGETS, file=sys.stderr)
     else:
         cells = [(*_cells(one), plain(problem)) for one, problem in zip(targets, problems, strict=True)]
         print(table(("Target", "On", "Defined in", "Problem"), cells), end="")
@@ -61,7 +61,9 @@ def send_test_messages(
         list[str] | None,
         typer.Option("--name", help="Only the target with this name; may be repeated.", autocompletion=complete_notify),
     ] = None,
-    on: Annotated[Trigger | None, typer.Option("--on", help="What the message reports. Default: the first of `on`.")] = None,
+    on: Annotated[
+        Trigger | None, typer.Option("--on", help="The event to report. Default: the first event of the target.")
+    ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Send a test message to each target, once.
@@ -80,7 +82,7 @@ def send_test_messages(
         rows = [_json(one) | {"sent": not error, "error": error or None} for one, error in zip(targets, errors, strict=True)]
         print(json.dumps({"notifications": rows}, indent=2))
     elif not targets:
-        print(_NOTHING, file=sys.stderr)
+        print(_NO_TARGETS, file=sys.stderr)
     if any(errors):
         raise typer.Exit(NotifyError.exit_code)
 
@@ -89,7 +91,7 @@ def _named(targets: Sequence[NotifyTarget], names: Sequence[str]) -> Sequence[No
     known = [target.label for target in targets]
     for name in names:
         if name not in known:
-            raise NotFound(f"there is no target {name!r}", hint=did_you_mean(name, known, what="targets"))
+            raise NotFound(f"there is no target `{name}`", hint=did_you_mean(name, known, what="targets"))
     return [target for target in targets if not names or target.label in names]
 
 

@@ -1,4 +1,4 @@
-"""Parts of command definitions: groups that import their commands late, single commands, and common options."""
+"""Building blocks of commands: groups that import a command only when it is called, single commands, and common options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 ALIASES = MappingProxyType({"status": "query", "stop": "cancel"})
-"""Other names of commands of ``distflow workflow``."""
+"""Commands of ``distflow workflow`` by their other names."""
 
 
 class Format(str, Enum):
@@ -97,12 +97,12 @@ NodesOption = Annotated[
 ]
 
 TasksOption = Annotated[
-    list[str] | None, typer.Option("--task", help="Only of this task; may be repeated.", autocompletion=complete_task)
+    list[str] | None, typer.Option("--task", help="Only this task; may be repeated.", autocompletion=complete_task)
 ]
 OsmoTasksOption = Annotated[
-    list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.", autocompletion=complete_task)
+    list[str] | None, typer.Option("--task", "-t", help="Only this task; may be repeated.", autocompletion=complete_task)
 ]
-"""``TasksOption`` with the short name that OSMO has in ``logs`` and ``events``. Elsewhere, ``-t`` is the format."""
+"""``TasksOption`` with OSMO's short name, for ``logs`` and ``events``. In other commands, ``-t`` is the format."""
 
 AttemptOption = Annotated[
     int | None,
@@ -136,7 +136,7 @@ class _Group(TyperGroup):
 
 
 def _colored(page: str) -> str:
-    """Return a help page with bold headings and colored names, if standard output is a terminal that has colors."""
+    """Return a help page with bold headings and colored names if standard output is a terminal with colors."""
     if not sys.stdout.isatty():
         return page
     import re
@@ -166,15 +166,15 @@ def command_app(**settings: Any) -> typer.Typer:
 class LazyCommand(NamedTuple):
     """The location of a command and its one-line help."""
 
-    place: str
+    target: str
     """``module:attribute`` of a ``typer.Typer``."""
     help: str
     section: str
-    """The heading above it on the help page of its group."""
+    """The heading above the command on the help page of its group."""
 
 
 def commands(sections: Mapping[str, Mapping[str, tuple[str, str]]]) -> Mapping[str, LazyCommand]:
-    """Return a table of commands from the sections of the help page, each with a mapping of name to (place, help)."""
+    """Return a table of commands from the sections of the help page, each a mapping of name to (target, help)."""
     return MappingProxyType(
         {name: LazyCommand(*row, section) for section, table in sections.items() for name, row in table.items()}
     )
@@ -194,17 +194,17 @@ class LazyGroup(_Group):
         entry = self.table.get(cmd_name)
         if entry is None:
             return None
-        module, _, attribute = entry.place.partition(":")
+        module, _, attribute = entry.target.partition(":")
         command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
         command.name = cmd_name
         if not isinstance(command, TyperGroup) and not gc.isenabled():
-            # ``entry`` disabled it. All modules of the command are imported now.
+            # ``entry`` disabled the garbage collector until all modules of the command are imported, which is now.
             gc.freeze()
             gc.enable()
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the arguments begin with. Raise ``InputError`` with similar names if it does not exist."""
+        """Return the command at the start of the arguments. Raise ``InputError`` with similar names if it does not exist."""
         name, known = args[0], self.list_commands(ctx)
         is_command = name in known or name.startswith("-") or self.get_command(ctx, name) is not None
         if not is_command and not ctx.resilient_parsing:

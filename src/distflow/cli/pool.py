@@ -13,7 +13,7 @@ from distflow.cli.completion import complete_credential, complete_node, complete
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, command_app
-from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
+from distflow.cli.render.nodes import USAGE_NOTE, Mode, amount_cells, total_of
 from distflow.cli.render.tables import Paint, table
 from distflow.client.client import user_name
 from distflow.client.pools import (
@@ -106,7 +106,7 @@ def check(
     """Check whether a gang can run on the nodes of a pool.
 
     The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
-    nodes. It starts no task and holds no GPU. For a pool on Slurm, it asks Slurm about the pool's settings instead. The exit
+    nodes. It starts no task and reserves no GPU. For a pool on Slurm, it checks the pool's settings in Slurm instead. The exit
     code is 3 if a gang cannot run on all nodes.
     """
     # These modules are imported here, because other commands do not need them.
@@ -223,7 +223,7 @@ def list_resources(
 
             print("\n" + holders_text(list(zip(rows, held, strict=True)), ids), end="")
         else:
-            print(WHAT_USED_MEANS, file=sys.stderr)
+            print(USAGE_NOTE, file=sys.stderr)
     if any(one.error for one in held):
         raise typer.Exit(NodeError.exit_code)
 
@@ -231,7 +231,7 @@ def list_resources(
 @resource_app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
 def resource_info(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the node.", autocompletion=complete_node)],
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only in this pool.", autocompletion=complete_pool)] = None,
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool.", autocompletion=complete_pool)] = None,
     platform: Annotated[str | None, typer.Option("--platform", "-pl", help="Only nodes of this platform.")] = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
@@ -246,7 +246,7 @@ def resource_info(
         print(json.dumps({"resources": [_resource_json(row) | {"config_fields": _settings(row)} for row in rows]}, indent=2))
         return
     print("\n".join(_resource_text(row) for row in rows), end="")
-    print(WHAT_USED_MEANS, file=sys.stderr)
+    print(USAGE_NOTE, file=sys.stderr)
 
 
 def _settings(row: NodeUsage) -> dict[str, object]:
@@ -303,7 +303,7 @@ def resources_document(rows: Sequence[NodeUsage], held: Sequence[Holders], ids: 
 
     Args:
         rows: The nodes.
-        held: The holders of each node's resources, or nothing if the nodes were not asked.
+        held: The holders of each node's resources, or an empty sequence if the nodes were not contacted.
         ids: The id of each workflow in the store, by its uuid.
 
     """

@@ -71,7 +71,7 @@ class _Run(Command):
 
 
 def _with_script_option(words: Sequence[str], name: str) -> str:
-    """Return a command line with the option ``name`` and its value after ``--``. Other words are not shown."""
+    """Return a command line with the option ``name`` and its value after ``--``, and ``…`` for other words."""
     at = next((number for number, word in enumerate(words) if word.partition("=")[0] == name), len(words))
     first = words[0] if not words[0].startswith("-") else "train.py"
     script = next((word for word in words if word.endswith(".py")), first)
@@ -98,10 +98,10 @@ def run_command(
     ] = None,
     from_sbatch: FromSbatchOption = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="The number of nodes. Default: all of the hostfile, else 1.")
+        int | None, typer.Option("--nodes", min=1, help="The number of nodes. Default: all nodes of the hostfile, else 1.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, help="GPUs of each node. Default: as the pool or the hostfile says.")
+        int | None, typer.Option("--gpus", min=0, help="GPUs of each node. Default: the number in the pool or the hostfile.")
     ] = None,
     ranks: RanksOption = None,
     hostfile: HostfileOption = None,
@@ -120,7 +120,7 @@ def run_command(
         typer.Option(
             "--project",
             metavar="DIR",
-            help="The directory to send. Default: this one, or for a script elsewhere, its git repository.",
+            help="The directory to send. Default: the current one, or for a script elsewhere, its git repository.",
         ),
     ] = None,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The local directory for the output files.")] = RESULTS,
@@ -135,9 +135,9 @@ def run_command(
 ) -> None:
     """Run a script or a command on nodes, follow its output, and fetch its output files.
 
-    This directory is sent to each node, without the files that .gitignore names. torchrun starts the processes of a Python
+    The current directory is sent to each node, without files that .gitignore lists. torchrun starts the processes of a Python
     script; any other command runs once on each node. Files that the command writes to outputs/, or to the directory in
-    DISTFLOW_OUTPUT, are fetched at the end. The exit code is that of `submit --wait`.
+    DISTFLOW_OUTPUT, are fetched at the end. The exit code is the same as that of `submit --wait`.
     """
     overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env, venv)
     with open_client() as client:
@@ -185,7 +185,7 @@ def run_command(
 
 
 def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
-    """Print to standard error what is going to run, because much of it was chosen by distflow, and what was not sent."""
+    """Print the command, the settings that distflow chose, and the directories that were not sent, to standard error."""
 
     def count(number: int | None, what: str) -> str:
         return f"{number} {what}{'' if number == 1 else 's' if what[-1] != 's' else 'es'}"
@@ -208,13 +208,13 @@ def _announce(draft: Draft, python: str | None, unsent: Sequence[str]) -> None:
 
 
 def _print_fetch(record: WorkflowRecord, to: Path) -> None:
-    """Print the command for the results."""
+    """Print the command that fetches the results."""
     option = "" if to == RESULTS else f" --to {shlex.quote(str(to))}"
-    print(plain_lines(f"Its results, later: distflow workflow fetch {record.id}{option}"), file=sys.stderr)
+    print(plain_lines(f"To fetch the results later: distflow workflow fetch {record.id}{option}"), file=sys.stderr)
 
 
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
-    """Follow a workflow to its end, and fetch its results, also those of a failed one."""
+    """Follow a workflow to its end, and fetch its results, even if it failed."""
     failure: WorkflowEnded | None = None
     try:
         wait_for_end(client, record, format_type, fetches=True)
@@ -237,5 +237,5 @@ def _end_fetch(fetched: FetchedFiles, to: Path) -> None:
     if fetched.files or fetched.unchanged:
         print(fetched_text(fetched, to), file=sys.stderr)
     elif not fetched.errors and not fetched.problems:
-        print("no output files: a task's output is what it writes to outputs/ or to DISTFLOW_OUTPUT", file=sys.stderr)
+        print("no output files: write files to `outputs/` or to the directory in `DISTFLOW_OUTPUT`", file=sys.stderr)
     end_fetch(fetched)

@@ -43,7 +43,7 @@ CountOption = Annotated[int, typer.Option("--count", "-c", min=1, help="The maxi
 OffsetOption = Annotated[int, typer.Option("--offset", "-f", min=0, help="Skip this number of newest entries.")]
 OrderOption = Annotated[Order, typer.Option("--order", "-o", help="The order by time: with asc, the newest entry is last.")]
 PoolsOption = Annotated[
-    list[str] | None, typer.Option("--pool", "-p", help="Only in this pool; may be repeated.", autocompletion=complete_pool)
+    list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.", autocompletion=complete_pool)
 ]
 PrioritiesOption = Annotated[
     list[str] | None,
@@ -59,7 +59,7 @@ AllUsersOption = Annotated[bool, typer.Option("--all-users", "-a", help="Include
 
 
 def choose_users(users: Sequence[str] | None, all_users: bool) -> Sequence[str]:
-    """Return the names of the users to filter by. Empty means all users. Raises ``InputError`` if both flags are given."""
+    """Return the names of the users to filter by. Empty means all users. Raises ``InputError`` if both options are given."""
     if users and all_users:
         raise InputError("--user and --all-users cannot be combined")
     return users or ()
@@ -71,7 +71,7 @@ def days(after: str | None, before: str | None, what: str) -> tuple[float | None
     Args:
         after: The first day, as YYYY-MM-DD, or ``None``.
         before: The day after the last one, or ``None``.
-        what: The prefix of the flags, for error messages: ``started`` for ``--started-after``.
+        what: The prefix of the options, for error messages: ``started`` for ``--started-after``.
 
     Raises:
         InputError: if a day is not valid, or if ``after`` is later than ``before``.
@@ -97,24 +97,24 @@ def priorities(words: Sequence[str] | None) -> tuple[Priority, ...]:
     return tuple(Priority(one_of(word, [one.value for one in Priority], "priority", "priorities")) for word in words or ())
 
 
-def one_of(word: str, known: Sequence[str], one: str, several: str) -> str:
-    """Return a word in upper case if it is a known one.
+def one_of(word: str, known: Sequence[str], singular: str, plural: str) -> str:
+    """Return a word in upper case if it is valid.
 
     Args:
         word: The word, in any case.
         known: The valid words, in upper case.
-        one: The noun for a word, for the error message, such as ``priority``.
-        several: Its plural.
+        singular: The noun for such a word in the error message, such as ``priority``.
+        plural: The plural of this noun.
 
     Raises:
-        InputError: if the word is not a known one.
+        InputError: if the word is not valid.
 
     """
     if word.upper() not in known:
         from distflow.documents.text import did_you_mean
 
-        article = "an" if one[0] in "aeiou" else "a"
-        raise InputError(f"`{word}` is not {article} {one}", hint=did_you_mean(word.upper(), known, what=several))
+        article = "an" if singular[0] in "aeiou" else "a"
+        raise InputError(f"`{word}` is not {article} {singular}", hint=did_you_mean(word.upper(), known, what=plural))
     return word.upper()
 
 

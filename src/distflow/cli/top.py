@@ -28,9 +28,9 @@ __all__ = ["app"]
 app = command_app()
 
 _INTERVAL_S = 2.0
-_ANSWER_S = 10.0
-"""The longest wait for the answers of nodes."""
-_ASK_EVERY_S = 30.0
+_RESPONSE_TIMEOUT_S = 10.0
+"""The maximum time to wait for the responses of nodes."""
+_QUERY_INTERVAL_S = 30.0
 
 
 @app.command(epilog="Examples: distflow top  ·  distflow top --pool lab  ·  distflow top -t json")
@@ -44,13 +44,13 @@ def top(
 ) -> None:
     """Show running workflows and the GPUs of the pools, live.
 
-    Each GPU is one bar. Its height is the utilization by your task; a dot is a free GPU. The nodes are asked who else uses
-    their GPUs: `u` is another user, and `p` is a program without distflow. A node that does not answer within 10 s is
-    reported. Ctrl-C ends it.
+    Each GPU is one bar. Its height is the utilization by your task; a dot is a free GPU. The nodes report other uses of their
+    GPUs: `u` is another user, and `p` is a program that distflow did not start. A node that does not respond within 10 s is
+    reported. To end the display, press Ctrl-C.
     """
     with open_client() as client:
         if format_type is Format.JSON:
-            found = read_overview(client, pool or (), _ask(client, pool or ()))
+            found = read_overview(client, pool or (), _read_holders(client, pool or ()))
             print(json.dumps(overview_json(found, now=now()), indent=2))
             return
         paint = Paint.of(sys.stdout)
@@ -61,39 +61,39 @@ def top(
             return overview_text(found, now=now(), paint=paint, width=terminal_width(sys.stdout))
 
         if once or not sys.stdout.isatty():
-            answers = _ask(client, pool or ())
+            answers = _read_holders(client, pool or ())
             print(shown(), end="")
             return
-        asker = _Asker(pool or ())
+        thread = _HolderThread(pool or ())
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
         with Live(console=Console(file=sys.stdout), screen=True, auto_refresh=False) as live:
             while True:
-                answers = asker.answers
+                answers = thread.answers
                 live.update(Text.from_ansi(shown(), no_wrap=True, overflow="ellipsis"), refresh=True)
                 pause(_INTERVAL_S)
 
 
-def _ask(client: Client, pools: Collection[str]) -> dict[tuple[str, str], Holders]:
-    """Ask the nodes of the pools who holds their resources."""
+def _read_holders(client: Client, pools: Collection[str]) -> dict[tuple[str, str], Holders]:
+    """Return the holders of resources, as the nodes of the pools report them, by pool and node."""
     rows = list_nodes(client, [*pools], all_pools=not pools)
-    said = ask_resource_holders([(row.pool, row.node) for row in rows], within_s=_ANSWER_S)
-    return {(row.pool.name, row.node.name): one for row, one in zip(rows, said, strict=True)}
+    holders = ask_resource_holders([(row.pool, row.node) for row in rows], within_s=_RESPONSE_TIMEOUT_S)
+    return {(row.pool.name, row.node.name): one for row, one in zip(rows, holders, strict=True)}
 
 
-class _Asker:
-    """Asks the nodes in a thread, again and again, so that the view never waits for them."""
+class _HolderThread:
+    """Queries the nodes at intervals in a thread. The display therefore never waits for them."""
 
     def __init__(self, pools: Collection[str]) -> None:
         self.answers: dict[tuple[str, str], Holders] = {}
         self._pools = pools
-        threading.Thread(target=self._run, name="ask nodes", daemon=True).start()
+        threading.Thread(target=self._run, name="query nodes", daemon=True).start()
 
     def _run(self) -> None:
         with open_client() as client:
             while True:
-                with suppress(DistflowError):  # the view shows what is wrong
-                    self.answers = _ask(client, self._pools)
-                pause(_ASK_EVERY_S)
+                with suppress(DistflowError):  # the display reports the same error
+                    self.answers = _read_holders(client, self._pools)
+                pause(_QUERY_INTERVAL_S)

@@ -1,7 +1,7 @@
-"""Explain errors of the command line's parser, such as an unknown option, in the form of all other errors.
+"""Convert errors of the command line's parser, such as an unknown option, to the format of all other errors.
 
-Some versions of typer import click, and others have a copy of it. Therefore the errors are recognized by their attributes, not
-by their classes.
+Some versions of typer import click, and others contain a copy of it. This module therefore recognizes the errors by their
+attributes, not by their classes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["explain_usage_error", "help_page"]
 
 
 def help_page(error: Any) -> str | None:
-    """Return the help page that an error consists of, because a command was called without arguments. Otherwise ``None``."""
+    """Return the help page if the error is a request for it by a command without arguments. Otherwise, return ``None``."""
     return error.message if type(error).__name__ == "NoArgsIsHelpError" else None
 
 
 def explain_usage_error(error: Any, root: Any, arguments: Sequence[str]) -> InputError:
-    """Return the parser's error with what is wrong, where, and what to do.
+    """Convert an error of the parser to an error with the command, the problem and a remedy.
 
     Args:
         error: An error of the parser, which has ``format_message``.
         root: The root of all commands.
-        arguments: The arguments of the command line, for errors that do not know their command.
+        arguments: The arguments of the command line, for errors that do not contain their command.
 
     """
     context: Any = getattr(error, "ctx", None)
@@ -57,7 +57,7 @@ def explain_usage_error(error: Any, root: Any, arguments: Sequence[str]) -> Inpu
 
 
 def _command_path(root: Any, arguments: Sequence[str]) -> str:
-    """Return the command that the arguments begin with, such as ``distflow workflow list``."""
+    """Return the command at the start of the arguments, such as ``distflow workflow list``."""
     path, command = ["distflow"], root
     for word in arguments:
         command = command.get_command(None, word) if hasattr(command, "get_command") else None
@@ -72,7 +72,7 @@ def _first_sentence(text: str | None) -> str:
 
 
 def _invalid_value(message: str, kind: Any) -> str:
-    """Return the parser's message about a value in plain words, with the smallest and largest valid number."""
+    """Return a plain message about an invalid value, with the smallest and largest valid number."""
     message = message.rstrip(".")
     number = re.fullmatch(r"'?(.*?)'? is not (?:a valid (?:int|float)\w*(?: range)?|in the range .*)", message)
     if number is None:

@@ -122,8 +122,8 @@ def _times(count: int) -> str:
 
 def _facts(cause: Cause) -> Iterator[str]:
     yield f"Process     pid {cause.pid if cause.pid is not None else 'unknown'}"
-    sure = f" ±{_small(cause.clock.uncertainty_s)}" if cause.clock else ""
-    yield f"Time        {local_milli(cause.at)}{sure}"
+    uncertainty = f" ±{_short_duration(cause.clock.uncertainty_s)}" if cause.clock else ""
+    yield f"Time        {local_milli(cause.at)}{uncertainty}"
     if cause.rivals:
         others = ", ".join(cause.rivals)
         yield f"Also failed {others}: at the same time, within the uncertainty of the nodes' clocks"
@@ -165,22 +165,22 @@ def _offset(seconds: float) -> str:
 
 
 def _clock_words(clock: Clock) -> str:
-    sure = f"±{_small(clock.uncertainty_s)}"
+    uncertainty = f"±{_short_duration(clock.uncertainty_s)}"
     if abs(clock.offset_s) <= clock.uncertainty_s:
-        return f"equal to this machine's {sure}"
-    side = "before" if clock.offset_s > 0 else "behind"
-    return f"{_small(abs(clock.offset_s))} {side} this machine's {sure}; the times above are corrected"
+        return f"equal to this machine's {uncertainty}"
+    side = "ahead of" if clock.offset_s > 0 else "behind"
+    return f"{_short_duration(abs(clock.offset_s))} {side} this machine's {uncertainty}; the times above are corrected"
 
 
-def _small(seconds: float) -> str:
-    """Return a short time: ``0.4 ms``, ``30.0 s``."""
+def _short_duration(seconds: float) -> str:
+    """Return a duration in milliseconds or seconds: ``0.4 ms``, ``30.0 s``."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 _ONLY_EXCEPTION = "exception"
-"""The key of the diagnosis that knows only the exception."""
+"""The key of a diagnosis that only repeats the exception."""
 _SHOWN_LINES = 5
-"""The number of last lines to show of a failed task if no rule applies."""
+"""The number of a failed task's last lines to show if no rule applies."""
 
 
 def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], paint: Paint) -> str:
@@ -275,7 +275,7 @@ def finding_lines(examined: Sequence[DiagnosedGroup]) -> Iterator[str]:
 def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup]) -> dict[str, str]:
     """Return the remedy of each failed group's most specific diagnosis, by the name of the group.
 
-    A diagnosis that knows only the exception is left out, because the cause itself shows the exception.
+    A diagnosis that only repeats the exception is left out, because the cause itself shows the exception.
     """
     return {
         one.group.name: remedy_of(record, one.diagnoses[0])
@@ -287,14 +287,14 @@ def remedies_of(record: WorkflowRecord, examined: Sequence[DiagnosedGroup]) -> d
 def end_text(
     record: WorkflowRecord, examined: Sequence[DiagnosedGroup], *, paint: Paint, outputs_until: float | None, fetches: bool
 ) -> str:
-    """Return the last lines of `submit --wait`: the first cause of a failure with its remedy, and where logs and outputs are.
+    """Return the last lines of `submit --wait`: the first cause of a failure, its remedy, and commands for logs and outputs.
 
     Args:
         record: The ended workflow.
         examined: Its diagnosed groups.
         paint: The colors.
-        outputs_until: How long the output files are kept, in seconds since the epoch.
-        fetches: Whether the caller fetches the output files, so that the text does not name the command for them.
+        outputs_until: The time until which the output files are kept, in seconds since the epoch.
+        fetches: Whether the caller fetches the output files. The text then omits the command for them.
 
     """
     lines: list[str] = []
@@ -303,7 +303,7 @@ def end_text(
     if failed:
         first = failed[0][1]
         group = first.group
-        assert group.cause is not None  # noqa: S101  it was chosen for its cause
+        assert group.cause is not None  # noqa: S101  all groups in `failed` have a cause
         lines += cause_lines(group.cause, paint)
         lines += [f"Remedy:  {remedy_of(record, diagnosis)}" for diagnosis in first.diagnoses[:1]]
         others = [one.group for _, one in failed[1:]]
@@ -332,7 +332,7 @@ def _output_of(record: WorkflowRecord, cause: Cause) -> str:
 
 
 def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
-    """Yield a message that no rule applies, with the commands for further investigation."""
+    """Yield the lines for a failure without a diagnosis, with the commands for further investigation."""
     retry = f" -r {one.attempt}" if one.attempt < one.group.attempt else ""
     cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]
     if cause is None:

@@ -103,7 +103,7 @@ def reporting_errors() -> Iterator[None]:
 
 @contextmanager
 def escaping_logs() -> Iterator[None]:
-    """In this block, GitHub does not run workflow commands that the output of tasks contains."""
+    """In this block, prevent GitHub from running workflow commands in the output of tasks."""
     token = secrets.token_hex(16)
     print(f"::stop-commands::{token}", flush=True)
     try:
@@ -113,7 +113,7 @@ def escaping_logs() -> Iterator[None]:
 
 
 def append_summary(text: str, environment: Mapping[str, str] | None = None) -> None:
-    """Append Markdown to the summary of the job. Outside of GitHub Actions, nothing happens."""
+    """Append Markdown to the summary of the job. Outside of GitHub Actions, do nothing."""
     path = (os.environ if environment is None else environment).get("GITHUB_STEP_SUMMARY")
     if not path:
         return
@@ -125,7 +125,7 @@ def append_summary(text: str, environment: Mapping[str, str] | None = None) -> N
 
 
 def _failed(record: WorkflowRecord) -> list[GroupRecord]:
-    """Return the groups that did not complete, without those that only depend on such a group."""
+    """Return the groups that did not complete, without groups that only depend on such a group."""
     if record.state is WorkflowState.COMPLETED:
         return []
     return [group for group in record.groups if group.state.is_final and group.state is not State.COMPLETED
@@ -155,7 +155,7 @@ def _annotation(level: str, text: str, where: Mark, *, title: str = "") -> str:
 
 
 def _path(file: str) -> str:
-    """Return the path of a file relative to the checkout, or nothing for standard input and workflows."""
+    """Return the path of a file relative to the checkout, or an empty text for standard input and ids of workflows."""
     if not file or file == "-" or not os.path.exists(file):
         return ""
     path = os.path.realpath(file)
@@ -177,7 +177,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
+    """Escape a text for one line of Markdown."""
     escaped = html.escape(plain_lines(text), quote=False)
     for character in "\\`*_[]|~#":
         escaped = escaped.replace(character, "\\" + character)

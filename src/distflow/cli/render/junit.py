@@ -28,8 +28,8 @@ _NO_OWN_FAILURE = (Reason.PEER_FAILED, Reason.UPSTREAM, Reason.CANCELED)
 def junit_text(record: WorkflowRecord) -> str:
     """Return the report of an ended workflow.
 
-    A task that completed has passed. A task that failed by itself has failed. All other tasks are skipped, such as those that
-    were stopped because another one failed.
+    A task that completed is reported as passed, and a task that failed by itself as failed. All other tasks are reported as
+    skipped, such as a task that was stopped because another task failed.
     """
     from xml.etree.ElementTree import Element, SubElement, indent, tostring  # only this option needs it
 

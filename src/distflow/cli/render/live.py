@@ -28,18 +28,18 @@ __all__ = ["Prefixes", "error_text", "follow_workflow", "show_errors", "watch_wo
 
 _WATCH_S = 1.0
 _REMINDER_POLLS = 600
-"""The number of polls, ten a second, after which a workflow that still waits for the same reason gets a reminder."""
+"""The number of polls without a change, at ten per second, after which a reminder about a waiting workflow is printed."""
 
 
 def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err: TextIO, wait: Wait = pause) -> WorkflowRecord:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
     On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
-    While the workflow waits in the queue, a reminder appears there about once a minute. Unreachable nodes that prevent its
-    start are named on ``err`` at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
+    While the workflow waits in the queue, ``err`` gets a reminder about once a minute. Unreachable nodes that prevent its start
+    are named on ``err`` at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
 
     Raises:
-        NodeError: if the workflow has not started, and waits for a node that a person must repair.
+        NodeError: if the workflow has not started because a node must be repaired by a person.
 
     """
     watch = WorkflowWatch(client, record)

@@ -1,4 +1,4 @@
-"""Format metrics and the use of resources as lines and tables, and the training speed with the names of stragglers. Pure."""
+"""Format metrics, the use of resources, and the training speed with its stragglers. Pure functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TaskUsage = Mapping[tuple[str, str, int], "Usage"]
 NO_USAGE: TaskUsage = MappingProxyType({})
 
 PACE_OF_ALL = ("slowest_step_s", "total_samples_per_s", "imbalance", "stragglers")
-"""The metrics of all ranks together that the ``distflow.train.StepTimer`` of rank 0 prints. See ``pace_words``."""
+"""The metrics about all ranks that the ``distflow.train.StepTimer`` of rank 0 prints. See ``pace_words``."""
 PACE = ("step_s", "samples_per_s", "memory_bytes", *PACE_OF_ALL)
 """All metrics that a ``StepTimer`` prints. The first three are values of a single rank."""
 
@@ -73,7 +73,7 @@ def value_text(value: Scalar) -> str:
 
 
 def progress_of(latest: Latest) -> float | None:
-    """Return the part of the steps that a rank has done, from 0 to 1; ``None`` if the program does not print their number."""
+    """Return the completed fraction of a rank's steps, or ``None`` if the program does not print the total number of steps."""
     for name in _TOTALS:
         total = latest.values.get(name)
         if isinstance(total, int | float) and not isinstance(total, bool) and total >= 1:
@@ -84,8 +84,8 @@ def progress_of(latest: Latest) -> float | None:
 def metric_lines(group: GroupRecord, latest: Latest, now: float | None = None) -> Iterator[str]:
     """Yield the lines of ``query`` for a group: ``step 120: loss 0.25, accuracy 0.97 (rank 0)``, and its speed if known.
 
-    If the program prints the total number of steps, a line shows the progress. With ``now`` (seconds since the epoch), it has
-    an estimate of the remaining time.
+    If the program prints the total number of steps, a line shows the progress. With ``now`` (seconds since the epoch), this
+    line contains an estimate of the remaining time.
     """
     shown = [f"{plain(name)} {value_text(value)}" for name, value in latest.values.items() if name not in (*PACE, *_TOTALS)]
     if len(shown) > _IN_ONE_LINE:
@@ -146,13 +146,13 @@ def _named(group: GroupRecord, rank: int) -> str:
 
 _BARS = "▁▂▃▄▅▆▇█"
 NO_BAR = "?"
-"""The mark of a value that is not known."""
+"""The mark of an unknown value."""
 _TOTALS = ("total_steps", "max_steps")
-"""Metrics that programs may print for the number of steps until the end."""
+"""Metrics by which programs may print the total number of steps."""
 
 
 def usage_header(usage: TaskUsage) -> tuple[str, ...]:
-    """Return the headings of the columns for the use of resources; those for GPUs only if a task has GPUs."""
+    """Return the headings of the columns for the use of resources. GPUs have columns only if a task has GPUs."""
     if not usage:
         return ()
     has_gpus = any(one.gpu_utilization is not None or one.gpu_memory is not None for one in usage.values())

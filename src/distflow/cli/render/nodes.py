@@ -1,4 +1,4 @@
-"""Format nodes of pools: their resources, who holds them, and the findings of ``distflow pool check``."""
+"""Format nodes of pools: their resources, the holders of resources, and the findings of ``distflow pool check``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distflow.pools.model import Pool
 
 __all__ = [
-    "WHAT_USED_MEANS",
+    "USAGE_NOTE",
     "Mode",
     "amount_cells",
     "check_json",
@@ -77,7 +77,7 @@ def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]
 
 def _all_reduce_text(found: AllReduce) -> str:
     if found.skipped:
-        return f"no all-reduce was made: {plain(found.skipped)}"
+        return f"no all-reduce was run: {plain(found.skipped)}"
     if found.failed is not None:
         return f"all-reduce over {len(found.nodes)} nodes: failed"
     times = ", ".join(f"{bytes_text(size)} in {seconds * 1000:.2f} ms" for size, seconds in found.times)
@@ -122,7 +122,7 @@ def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
         plain((torch and torch.python) or str(measured.facts.get("python_version", ""))),
         plain((torch and torch.version) or ""),
         f"{free / (1 << 30):.0f} GiB" if free is not None else "",
-        # Adding 0 turns -0.0 into 0.0.
+        # Adding 0 changes -0.0 to 0.0.
         f"{round(clock.offset_s, 2) + 0:+.2f} s" if clock is not None else "",
         plain(_gpus_text(measured)),
     )
@@ -211,7 +211,7 @@ def _pair_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-WHAT_USED_MEANS = "Usage is that of this user's unfinished workflows in the store. No node was contacted."
+USAGE_NOTE = "Usage includes only this user's unfinished workflows in the store. No node was contacted."
 
 
 class Mode(str, Enum):
@@ -228,7 +228,7 @@ def total_of(values: Sequence[int | None]) -> int | None:
 
 
 def amount_cells(amounts: Sequence[tuple[int, int | None]], mode: Mode) -> tuple[str, ...]:
-    """Return one cell for CPUs, memory (GiB) and GPUs each. Used amounts are rounded up, and totals are rounded down."""
+    """Return the cells for CPUs, memory (GiB) and GPUs. Used amounts are rounded up, and totals are rounded down."""
     found = []
     for (used, total), unit in zip(amounts, (1, 2**30, 1), strict=True):
         if mode is Mode.FREE:

@@ -79,7 +79,7 @@ def _running(record: WorkflowRecord) -> int:
 def _workflow_row(
     record: WorkflowRecord, number: int, status: WorkflowStatus, header: Sequence[str], now: float, paint: Paint
 ) -> tuple[str, ...]:
-    """Return the row of a running task. The first one has the columns of the workflow, too."""
+    """Return the row of a running task. The first row of a workflow also has the cells about the workflow."""
     begun = record.started_at if record.started_at is not None else record.submitted_at
     own = (record.id, paint.status(record.status), duration(elapsed_s(begun, None, now))) if number == 0 else (" ", " ", " ")
     running = [(group, task) for group in record.groups for task in group.tasks if task.state is State.RUNNING]
@@ -120,7 +120,7 @@ def _node_row(node: NodeState) -> tuple[str, ...]:
 
 
 def _mark(gpu: GpuState) -> str:
-    """Return the sign of a GPU that none of this user's tasks in the store uses."""
+    """Return the mark of a GPU that none of this user's tasks in the store uses."""
     return NO_BAR if gpu.state == "mine" else _MARKS.get(gpu.state or "", _FREE)
 
 
@@ -128,9 +128,9 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
     """Return the JSON document of ``distflow top``.
 
     A workflow has ``status``, ``pool``, ``user``, ``duration`` in seconds and its unfinished ``tasks`` with ``usage`` as in
-    ``query``.
-    A node has ``gpus``: ``index``, the workflow and the task that use it, the latest ``values`` (docs/metrics.md), and, if the
-    node answered, ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and ``used_by``.
+    ``query``. A node has ``gpus``. Each GPU has ``index``, the workflow and the task that use it, and the latest ``values``
+    (docs/metrics.md). If the node responded, the GPU also has ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and
+    ``used_by``.
     """
     return {
         **times(time=now),

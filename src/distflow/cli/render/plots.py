@@ -12,13 +12,13 @@ __all__ = ["plot"]
 Points = Sequence[tuple[float, float]]
 
 _MARKS = "*+ox#@"
-"""The marks of series without colors, where braille dots of several series would look the same."""
+"""The marks of several series without colors, because their braille dots would look the same."""
 _COLORS = (6, 3, 2, 5, 4, 1)
 """The colors of series, by their numbers on terminals."""
 _MOST_NAMES = 12
-"""Series in the legend."""
+"""The maximum number of series in the legend."""
 _MOST = 1e100
-"""The largest value that plotext can place."""
+"""The largest value that plotext can plot."""
 _TICKS = 5
 
 
@@ -41,7 +41,7 @@ def plot(
         width: The width of the terminal in columns.
         height: The number of lines.
         is_log: Whether the vertical axis is logarithmic. Values that are not positive are then left out.
-        has_colors: Whether each series has a color. Without colors, each has its own mark if there are several.
+        has_colors: Whether each series has a color. Without colors, several series have different marks.
 
     """
     shown = {name: _drawable(points, is_log) for name, points in series.items()}

@@ -19,7 +19,7 @@ __all__ = ["collective_lines", "stacks_json", "stacks_text"]
 
 
 _FRAMES = 16
-"""The maximum number of innermost calls that are shown of a stack."""
+"""The maximum number of innermost calls to show of a stack."""
 _NAMED = 12
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", "T": "is stopped", "t": "is being debugged"}
 
@@ -75,7 +75,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
 def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
     processes: Sequence[Mapping[str, Any]] = (task.seen or {}).get("processes") or []
     pythons = [one for one in processes if one["threads"]]
-    # If there are Python processes, leave out their shells and launchers, whose stacks add no information.
+    # If there are Python processes, leave out their shells and launchers, because their stacks are not useful.
     launchers = _ancestors(processes, [one for one in pythons if "RANK" in one["ranks"]])
     pythons = [one for one in pythons if "RANK" in one["ranks"] or one["pid"] not in launchers]
     for one in pythons or processes:
@@ -159,7 +159,7 @@ _NAMED_RANKS = 8
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class _Position:
-    """The position of a rank in the sequence of a process group's collectives. The smallest one is the furthest behind."""
+    """The position of a rank in the sequence of a process group's collectives. A smaller position is further behind."""
 
     number: int
     waits: bool
@@ -180,6 +180,7 @@ class _RankReport:
     who: str
     position: _Position
     entered: int
+    """The number of the last collective that the rank has entered."""
 
 
 def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]:
@@ -220,9 +221,9 @@ def _positions(ranks: Sequence[int], reports: Sequence[_RankReport]) -> Iterator
 
 
 def _verdict(reports: Sequence[_RankReport]) -> Iterator[str]:
-    """Yield the ranks that have not entered the earliest collective in which a rank waits.
+    """Yield a line about the ranks that have not entered the earliest collective in which a rank waits.
 
-    If there are none, yield the ranks that are in different operations at that position.
+    If all ranks have entered it, but with different operations, yield a line about these operations.
     """
     first = min(one.position.number for one in reports if one.position.waits)
     waiting = [one for one in reports if one.position.waits and one.position.number == first]

@@ -1,4 +1,4 @@
-"""Format tables with aligned columns and colors. This module does not import rich, whose import takes long."""
+"""Format tables with aligned columns and colors. This module does not import rich, because that is slow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Paint:
         return self._in(status, _CYAN if status == "RUNNING" else _YELLOW)
 
     def task(self, text: str, number: int) -> str:
-        """Color a text with the color of the task of this number."""
+        """Color a text in the color of the task with this number."""
         return self._in(text, _TASK_COLORS[number % len(_TASK_COLORS)])
 
     def strong(self, text: str) -> str:
@@ -145,7 +145,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _character_width(character: str) -> int:
-    import unicodedata  # it needs a megabyte of memory, and few texts are not ASCII
+    import unicodedata  # imported here because it needs a megabyte of memory, and most texts are ASCII
 
     if unicodedata.combining(character):
         return 0

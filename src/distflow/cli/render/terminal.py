@@ -1,4 +1,4 @@
-"""Use a terminal: keep a line at its bottom for a status or progress, and set it to raw mode for a remote command."""
+"""Control a terminal: keep a status or progress line at its bottom, and set raw mode for a remote command."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class BottomLine:
 
 _EVERY_S = 0.2
 _LINE_EVERY_S = 5.0
-"""Interval of the lines where the output is not a terminal."""
+"""The interval between lines if the output is not a terminal."""
 
 
 class ProgressLine:
     """The progress of a transfer, as a context manager. Any thread may call ``update``.
 
-    On a terminal, it is a line at the bottom that disappears at the end. Elsewhere, a line is printed every few seconds.
+    On a terminal, it is a line at the bottom that disappears at the end. On other outputs, a line is printed every few seconds.
     """
 
     def __init__(self, out: TextIO, verb: str) -> None:
@@ -96,7 +96,7 @@ class ProgressLine:
         """Show the progress in bytes, if enough time has passed since the last update."""
         at = time.monotonic()
         if self._first is None:
-            self._first = done  # a continued transfer begins here
+            self._first = done  # more than 0 for a continued transfer
         if at - self._shown_at < (_EVERY_S if self._bottom.is_terminal else _LINE_EVERY_S):
             return
         with self._lock:
@@ -115,7 +115,7 @@ class ProgressLine:
         return f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s{left}"
 
 
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FATAL_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def read_size(fd: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def raw_terminal(fd: int, on_resize: Callable[[int, int], None]) -> Iterator[Non
     def end(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
-    handlers = {number: signal.signal(number, end) for number in _ENDINGS}
+    handlers = {number: signal.signal(number, end) for number in _FATAL_SIGNALS}
     handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: on_resize(*read_size(fd)))
     try:
         # TCSADRAIN keeps the input that the user typed during the connection setup.

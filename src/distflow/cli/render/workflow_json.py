@@ -35,14 +35,14 @@ def workflow_json(
 ) -> dict[str, object]:
     """Return the JSON document of ``query --format-type json``.
 
-    Times are ISO 8601 in UTC: without a zone under OSMO's keys, and with it under those of ``quantities.ZONED``. Durations and
-    timeouts are in seconds. Unknown values are null.
+    Times are ISO 8601 in UTC: without a zone under OSMO's keys, and with a zone under the keys of ``quantities.ZONED``.
+    Durations and timeouts are in seconds. Unknown values are null.
 
     Fields with OSMO's names and meanings:
 
     * workflow: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id of the restarted
       workflow), ``parent_job_id`` (the number in that id), ``submit_time``, ``start_time``, ``end_time``, ``queued_time``,
-      ``duration``, ``exec_timeout`` and ``queue_timeout`` (null if groups have different ones), ``status``, ``pool``,
+      ``duration``, ``exec_timeout`` and ``queue_timeout`` (null if groups have different values), ``status``, ``pool``,
       ``priority``, ``labels``, ``tags``, ``warnings``, ``groups``;
     * group: ``name``, ``status``, its times, ``remaining_upstream_groups`` (not completed yet), ``downstream_groups``,
       ``failure_message``, ``tasks``;
@@ -55,11 +55,12 @@ def workflow_json(
 
     * workflow: ``outputs_until`` (when `distflow node clean` may first remove the output files; null if unknown);
     * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
-    * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (why it waits or why it ended), ``left_out``
-      (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the workflow in which
-      the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and ``metrics`` (the latest ones
-      of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``, ``values``; null if there are none);
-    * group: ``remedy``, that of `diagnose` for a failure, or null if none is known;
+    * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (the reason for its wait or its end),
+      ``left_out`` (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the
+      workflow in which the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and
+      ``metrics`` (the latest metrics of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``,
+      ``values``; null if there are none);
+    * group: ``remedy`` (from `diagnose`, for a failure; null if unknown);
     * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
       ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within
       the uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
@@ -76,12 +77,12 @@ def workflow_json(
     Args:
         record: The workflow.
         plan: Its plan.
-        now: The current time in seconds since the epoch. Without it, durations that have not ended are null.
+        now: The current time in seconds since the epoch. Without it, durations without an end are null.
         last_lines: The last line of each attempt's output.
         metrics: The latest metrics of each group.
         usage: The latest use of resources by each running task.
         verbose: Whether to include earlier attempts. They follow the task's latest attempt, the newest first.
-        outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
+        outputs_until: The time until which the output files of an ended workflow are kept, in seconds since the epoch.
         remedies: The remedy for the failure of each group, if it is known.
 
     """
@@ -117,7 +118,7 @@ def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, obj
 
 
 def workflow_key(record: WorkflowRecord) -> dict[str, object]:
-    """Return the keys that name a workflow in every JSON document about it. Many have OSMO's ``name`` and ``uuid``, too."""
+    """Return the keys that identify a workflow in each JSON document. Many documents also have OSMO's ``name`` and ``uuid``."""
     return {"workflow_id": record.id, "workflow_uuid": record.uuid}
 
 
@@ -280,7 +281,10 @@ def usage_json(usage: Usage | None) -> dict[str, object] | None:
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
     """Return the times of a task's steps before and after it ran. They are recorded only for the latest attempt."""
-    from distflow.supervisor.transfers import fetched_inputs, written_outputs  # commands that show no tasks do not need it
+    from distflow.supervisor.transfers import (
+        fetched_inputs,
+        written_outputs,
+    )  # imported here because commands without tasks do not need it
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None

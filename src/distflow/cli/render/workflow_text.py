@@ -58,7 +58,7 @@ NO_REMEDIES: Mapping[str, str] = MappingProxyType({})
 _LINE_WIDTH = 60
 """The width of the last log line in columns, if the output is not a terminal."""
 _CAUSE_LINES = 3
-"""The number of last lines that are shown of a first cause."""
+"""The number of last lines to show of a first cause."""
 _FEW_TASKS = 8
 _FEW_ATTEMPTS = 3
 _FEW_NODES = 4
@@ -91,8 +91,8 @@ def workflow_text(
         paint: The colors. Default: none.
         width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
         verbose: Whether to show earlier attempts and more fields.
-        is_live: Whether the text is refreshed: then it has ages instead of dates, and lines of bars for the use of resources.
-        outputs_until: How long the output files of an ended workflow are kept, in seconds since the epoch.
+        is_live: Whether the caller refreshes the text. It then has ages instead of dates, and bars for the use of resources.
+        outputs_until: The time until which the output files of an ended workflow are kept, in seconds since the epoch.
         remedies: The remedy for the failure of each group, if it is known.
 
     """
@@ -136,7 +136,7 @@ def workflow_text(
         lines.append(table(_task_header(verbose, used, trend), rows, width=width).rstrip("\n"))
         if verbose:
             lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
-    lines += _output_places(record)
+    lines += _output_locations(record)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -149,9 +149,9 @@ def _ago(seconds: float) -> str:
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
-    """Return where the output files of a workflow are, with the command for them. Empty if no task has run or written files.
+    """Return the location of a workflow's output files and the command for them. Empty if no task has run or written files.
 
-    ``until``: how long they are kept, in seconds since the epoch.
+    ``until`` is the time until which they are kept, in seconds since the epoch.
     """
     if not any(task.output_dir and task.has_files is not False for group in record.groups for task in group.tasks):
         return ""
@@ -161,7 +161,7 @@ def output_words(record: WorkflowRecord, until: float | None = None) -> str:
     return f"on the nodes{kept}: distflow workflow fetch {record.id}"
 
 
-def _output_places(record: WorkflowRecord) -> Iterator[str]:
+def _output_locations(record: WorkflowRecord) -> Iterator[str]:
     outputs = [task for group in record.groups for task in group.tasks if task.outputs and task.output_dir]
     if outputs:
         yield from ("", "Outputs on nodes:")
@@ -172,7 +172,7 @@ def _output_places(record: WorkflowRecord) -> Iterator[str]:
 
 
 def written_words(record: WorkflowRecord) -> Iterator[str]:
-    """Yield each URL that an output was written to, with its task and the number of files."""
+    """Yield a line for each URL to which output files were written, with the task and the number of files."""
     for group in record.groups:
         for one in group.transfer_results:
             if one.is_written and one.files:
@@ -295,7 +295,7 @@ def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
 
 
 def without_node_paths(line: str) -> str:
-    """Return a line with paths as the user knows them: below the task's working directory, relative to it.
+    """Return a line with paths relative to the task's working directory instead of absolute paths on the node.
 
     >>> without_node_paths('File "/home/me/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/0/work/train.py"')
     'File "train.py"'
@@ -415,7 +415,7 @@ class NodeAway(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """A sentence about the node."""
+        """A sentence that reports the node as unreachable."""
         return f"{self.node} has been unreachable since {local_second(self.since)}: {self.error}"
 
 

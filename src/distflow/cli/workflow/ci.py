@@ -45,7 +45,7 @@ class CiReport:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Annotate the errors of a block, and write a page about an error before the workflow starts."""
+        """Annotate the errors of a block. If an error prevents the submission, write the page about this error."""
         try:
             with self._annotating_errors():
                 yield
@@ -73,7 +73,7 @@ class CiReport:
 
     @contextmanager
     def following(self, client: Client, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
-        """Return a block that follows a workflow. If the block reports the ended workflow, write the reports at its end."""
+        """Yield a function for the ended workflow. If the block calls it, write the reports at the end of the block."""
         ended: list[WorkflowRecord] = []
         try:
             with self._escaping_logs():

@@ -47,7 +47,7 @@ class _Workflow(LazyGroup):
             },
             "Manage": {
                 "tag": ("distflow.cli.workflow.manage:tag_app", "Add and remove tags of workflows."),
-                "adopt": ("distflow.cli.workflow.manage:adopt_app", "Add workflows to the store that are only on nodes."),
+                "adopt": ("distflow.cli.workflow.manage:adopt_app", "Add workflows that exist only on nodes to the store."),
             },
         }
     )

@@ -37,8 +37,8 @@ __all__ = ["exec_app", "parse_ports", "port_forward_app"]
 exec_app = command_app()
 
 _SHELL = "/bin/bash"
-_READ = 65536
-_AGAIN_S = 1.0
+_READ_SIZE = 65536
+_RECONNECT_S = 1.0
 
 
 @exec_app.command(
@@ -113,12 +113,12 @@ def _run_on_one(
 ) -> int:
     """Run the command alongside one task, and return its exit code.
 
-    If the connection breaks, ``find_again`` looks up the task for a new connection. ``None`` means that the error is raised.
+    If the connection breaks, ``find_again`` looks up the task for a new connection. If it is ``None``, the error is raised.
     """
     keyboard = _Keyboard()
     while True:
         try:
-            return _once(task, argv, connect_timeout, keyboard)
+            return _run_once(task, argv, connect_timeout, keyboard)
         except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused):
             raise
         except NodeUnreachable as error:
@@ -126,11 +126,11 @@ def _run_on_one(
                 raise
             keyboard.detach()
             print(f"{plain_lines(str(error))}; connecting again (Ctrl-C to stop)", file=sys.stderr)
-        pause(_AGAIN_S)
+        pause(_RECONNECT_S)
         task = find_again()
 
 
-def _once(task: RunningTask, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
+def _run_once(task: RunningTask, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not has_terminal:
         session = task.open(argv, None, connect_timeout)
@@ -188,7 +188,7 @@ class _Keyboard:
     def _read(self) -> None:
         while True:
             try:
-                data = os.read(0, _READ)
+                data = os.read(0, _READ_SIZE)
             except OSError:
                 data = b""
             self._is_attached.wait()
@@ -247,7 +247,7 @@ def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeo
 
 port_forward_app = command_app()
 
-_MOST = 30
+_MAX_PORTS = 30
 
 
 @port_forward_app.command(
@@ -271,8 +271,8 @@ def port_forward(
 ) -> None:
     """Forward local TCP ports to the node of a running task.
 
-    Forwarding stops with Ctrl-C or when the task ends. Programs that listen only on the node's loopback address can be reached,
-    too. The ports belong to the node, so other programs on it can also be reached.
+    Forwarding stops with Ctrl-C or when the task ends. It also reaches programs that listen only on the node's loopback
+    address. The ports belong to the whole node, so it reaches programs of other tasks, too.
     """
     pairs = parse_ports(port)
     with open_workflow(workflow, report_age=False) as (client, record):
@@ -292,14 +292,14 @@ def parse_ports(text: str) -> list[tuple[int, int]]:
     """
     pairs: list[tuple[int, int]] = []
     for part in text.split(","):
-        ours, colon, theirs = part.partition(":")
-        here, there = _range(ours, text), _range(theirs if colon else ours, text)
-        if len(here) != len(there):
-            raise InputError(f"--port {part}: the local and remote ranges differ in length: {len(here)} and {len(there)}")
-        pairs += zip(here, there, strict=True)
-    if len(pairs) > _MOST:
-        raise InputError(f"--port has {len(pairs)} ports, and at most {_MOST} can be forwarded")
-    if len({ours for ours, _ in pairs}) < len(pairs):
+        first, colon, second = part.partition(":")
+        local, remote = _range(first, text), _range(second if colon else first, text)
+        if len(local) != len(remote):
+            raise InputError(f"--port {part}: the local and remote ranges differ in length: {len(local)} and {len(remote)}")
+        pairs += zip(local, remote, strict=True)
+    if len(pairs) > _MAX_PORTS:
+        raise InputError(f"--port has {len(pairs)} ports, and at most {_MAX_PORTS} can be forwarded")
+    if len({local_port for local_port, _ in pairs}) < len(pairs):
         raise InputError(f"--port {text} has a local port twice")
     return pairs
 

@@ -85,8 +85,8 @@ def export_workflow(
 ) -> None:
     """Write a spec as a script for Slurm, as manifests of Kubernetes or Kubeflow Trainer, or without keys that OSMO lacks.
 
-    The script or the manifests need no distflow on the cluster. Parts of the spec that Slurm or OSMO cannot do are warnings
-    here, and comments in what is written. Those that manifests cannot express are errors. Secrets are never written.
+    The script or the manifests need no distflow on the cluster. Parts of the spec that Slurm or OSMO does not support are
+    warnings, and comments in the output. Parts that manifests cannot express are errors. Secrets are never written.
     """
     if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
@@ -113,7 +113,7 @@ def export_workflow(
 
 
 def _slurm_options(*values: object) -> str:
-    """Return the first option with a value that a spec cannot contain; empty if there is none."""
+    """Return the first option with a value, which a spec cannot contain; empty if there is none."""
     names = ("--pool", "--python", "--setup", "--env")
     return next((name for name, value in zip(names, values, strict=True) if value), "")
 

@@ -47,8 +47,8 @@ def cancel_workflows(
     """Cancel workflows.
 
     Each task gets SIGTERM, and SIGKILL after the pool's grace period. distflow then checks that no process is left. A task on
-    an unreachable node is stopped as soon as the node responds. If one workflow cannot be canceled, the
-    others are canceled anyway, and the exit code is not 0.
+    an unreachable node is stopped as soon as the node responds. If one workflow cannot be canceled, the others are canceled
+    anyway, and the exit code is not 0.
     """
     with open_client() as client:
         results = cancel(client, ids, message=message, force=force)
@@ -165,13 +165,13 @@ def adopt_workflows(
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Add workflows to the store that are only on nodes.
+    """Add workflows that exist only on nodes to the store.
 
     Another machine submitted these workflows, or the store was lost. distflow then watches them, and you can query and cancel
     them, but their waiting tasks are not started. A record that this machine did not sign is refused if its outputs would go to
     local files or over SFTP. A damaged store is renamed first.
     """
-    from distflow.client.adoption import adopt  # `cancel` and `tag` do not need it
+    from distflow.client.adoption import adopt  # imported here because `cancel` and `tag` do not need it
 
     with open_client() as client:
         found = adopt(client, pool, hosts=client.hosts(hostfile), trust_records=trust, is_dry_run=dry_run)

@@ -36,7 +36,7 @@ app = command_app()
 _PLOT_WIDTH = 80
 _MOST_POINTS = 4096
 _SYSTEM = "system/"
-"""The beginning of the names of resource samples."""
+"""The prefix of the names of resource samples."""
 
 
 class _Format(str, Enum):
@@ -54,7 +54,7 @@ class _Format(str, Enum):
 def metrics(
     workflow: WorkflowArgument,
     task: TasksOption = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only of this rank.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,7 +70,7 @@ def metrics(
         bool, typer.Option("--system", help="Show the use of CPU, memory, disk, network and GPUs, which nodes record.")
     ] = False,
     plotted: Annotated[
-        bool, typer.Option("--plot", help="Plot a metric: that of --key, or else loss, or else the first one.")
+        bool, typer.Option("--plot", help="Plot the metric of --key, or else loss, or else the first metric.")
     ] = False,
     is_log: Annotated[bool, typer.Option("--log", help="Plot with a logarithmic axis.")] = False,
     tensorboard: Annotated[
@@ -100,7 +100,7 @@ def metrics(
         raise InputError("--plot, --tensorboard, --wandb, --mlflow and --format-type cannot be combined")
     if is_log and not plotted:
         raise InputError("--log needs --plot")
-    target = next(((option, place) for option, place in targets.items() if place is not None), None)
+    target = next(((option, value) for option, value in targets.items() if value is not None), None)
     printed = [one for one in key or () if not one.startswith(_SYSTEM)]
     recorded = [one for one in key or () if one.startswith(_SYSTEM)] or ([f"{_SYSTEM}*"] if system else [])
     # Documents and exports contain everything, unless some metrics were chosen.
@@ -160,16 +160,18 @@ def _print_tables(
         print(samples_table(samples), end="")
 
 
-def _export(option: str, place: str | Path, workflow: str, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]) -> None:
+def _export(
+    option: str, target: str | Path, workflow: str, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]
+) -> None:
     from distflow.client.measurements import exports
 
     if option == "--tensorboard":
-        count = exports.write_tensorboard(Path(place), metrics, samples)
-        print(f"{count_text(count, 'value')} written to {place}. View: tensorboard --logdir {place}")
+        count = exports.write_tensorboard(Path(target), metrics, samples)
+        print(f"{count_text(count, 'value')} written to {target}. View: tensorboard --logdir {target}")
         return
     write, what = (exports.write_wandb, "project") if option == "--wandb" else (exports.write_mlflow, "MLflow experiment")
-    count = write(str(place), workflow, metrics, samples)
-    print(f"{count_text(count, 'value')} written to the {what} {place}")
+    count = write(str(target), workflow, metrics, samples)
+    print(f"{count_text(count, 'value')} written to the {what} {target}")
 
 
 def _write_json(workflow: str, metrics: Iterable[Metric], samples: Sequence[ChosenSamples]) -> None:
@@ -199,7 +201,7 @@ def _write_csv(metrics: MetricSeries | None, samples: Sequence[ChosenSamples]) -
     rows = csv.writer(sys.stdout, lineterminator="\n")
     if metrics is not None and samples:
         raise InputError(
-            "one table cannot contain printed metrics and recorded use of resources", hint="run the command for each of them"
+            "one CSV table cannot contain both metrics and samples of resources", hint="run the command once for each of them"
         )
     if metrics is not None:
         rows.writerow(["task", "retry_id", "rank", "step", "time", *metrics.names])
@@ -216,7 +218,7 @@ def _write_csv(metrics: MetricSeries | None, samples: Sequence[ChosenSamples]) -
 
 
 def _to_draw(newest: Sequence[Latest]) -> list[str]:
-    """Return the name of the metric to plot if no ``--key`` is given."""
+    """Return the name of the metric to plot without ``--key``."""
     drawable = [name for one in newest for name, value in one.values.items() if number(value) is not None]
     other = [name for name in drawable if name not in PACE] or drawable
     return ["loss"] if "loss" in drawable else other[:1]

@@ -74,7 +74,10 @@ def fetch(
     to: Annotated[
         Path | None,
         typer.Option(
-            "--to", metavar="DIR", help="The local directory. Default: one with the workflow's id.", show_default=False
+            "--to",
+            metavar="DIR",
+            help="The local directory. Default: a directory named like the workflow's id.",
+            show_default=False,
         ),
     ] = None,
     task: TasksOption = None,
@@ -84,7 +87,7 @@ def fetch(
 ) -> None:
     """Copy the output files of a workflow to this machine.
 
-    If several tasks have files, each task gets a directory. Files that are here already are skipped, and changed files are
+    If several tasks have files, each task gets a directory. Files that already exist here are skipped, and changed files are
     replaced. Repeat the command to continue after an interruption. `distflow workflow outputs` lists the files.
     """
     with open_workflow(workflow) as (client, record), ProgressLine(sys.stderr, "fetched") as line:
@@ -110,21 +113,21 @@ def fetch(
 
 def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
     """Return the line that reports fetched files."""
-    there = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
-    return f"fetched {count_text(fetched.files, 'file')}, {bytes_text(fetched.size)}, to {plain(str(folder))}{there}"
+    skipped = f"; {fetched.unchanged:,} {_were(fetched.unchanged)} already there" if fetched.unchanged else ""
+    return f"fetched {count_text(fetched.files, 'file')}, {bytes_text(fetched.size)}, to {plain(str(folder))}{skipped}"
 
 
 def end_fetch(fetched: FetchedFiles) -> None:
-    """Print what was moved or not fetched, and exit with the code of the first error if there is one."""
+    """Print notes about moved and omitted files, and exit with the code of the first error if there is one."""
     if fetched.moved is not None:
         print_notice(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
     if fetched.is_mixed:
         print_notice(
-            "note: that directory also has other files, so the results of several runs mix there. `--to DIR` names a new one"
+            "note: the directory also contains other files, so it mixes the results of several runs. `--to DIR` names a new one"
         )
     if fetched.left_out:
         print_notice(
-            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links that lead outside"
+            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links to files outside"
         )
     for problem in fetched.problems:
         print_notice(f"warning: {problem}")

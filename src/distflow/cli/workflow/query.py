@@ -93,7 +93,7 @@ def query_document(client: Client, record: WorkflowRecord, *, verbose: bool = Fa
 
 
 def _remedies(client: Client, record: WorkflowRecord) -> Mapping[str, str]:
-    """Return the remedy for the failure of each group, if `diagnose` knows more about it than the exception that is shown."""
+    """Return the remedy for the failure of each group, if `diagnose` has more information than the exception."""
     if not any(group.state is State.FAILED and group.cause is not None for group in record.groups):
         return {}
     from distflow.cli.render.failures import remedies_of

@@ -1,4 +1,4 @@
-"""Print what is stored of a workflow: ``distflow workflow logs``, ``events`` and ``spec``."""
+"""Print stored data of a workflow: ``distflow workflow logs``, ``events`` and ``spec``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["AttemptOption", "events_app", "events_document", "log_line_json", "l
 
 AttemptOption = Annotated[
     int | None,
-    typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0. Default: all.", show_default=False),
+    typer.Option("--retry-id", "-r", min=0, help="Only this attempt, counted from 0. Default: all.", show_default=False),
 ]
 
 logs_app = command_app()
@@ -40,7 +40,7 @@ logs_app = command_app()
 def logs(
     workflow: WorkflowArgument,
     task: OsmoTasksOption = None,
-    rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only of this rank; may be repeated.")] = None,
+    rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the logs until the workflow has ended and they are complete.")
     ] = False,

@@ -217,7 +217,7 @@ def stop(
 
 
 def split_local(pair: str) -> tuple[str, str]:
-    """Return the paths of LOCAL:REMOTE in rsync's form. Raises ``InputError``, also if LOCAL does not exist."""
+    """Return the paths of LOCAL:REMOTE in rsync's syntax. Raises ``InputError``, also if LOCAL does not exist."""
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
         raise InputError(f"{local} does not exist on this machine")
@@ -225,7 +225,7 @@ def split_local(pair: str) -> tuple[str, str]:
 
 
 def split_pair(pair: str, form: str) -> tuple[str, str]:
-    r"""Split ``A:B`` into its two paths. A colon inside a path is written ``\:``. Raises ``InputError`` if a path is missing.
+    r"""Split ``A:B`` into its two paths. Write a colon inside a path as ``\:``. Raises ``InputError`` if a path is missing.
 
     >>> split_pair(r"a\:b/c:d:e", "LOCAL:REMOTE")
     ('a:b/c', 'd:e')

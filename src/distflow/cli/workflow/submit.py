@@ -365,7 +365,7 @@ def _start(
 
 @contextmanager
 def _open_client() -> Iterator[Client]:
-    """Open a client. If secrets of an earlier workflow are missing, name the option that gives them."""
+    """Open a client. If secrets of an earlier workflow are missing, the error names the option for them."""
     with open_client() as client:
         try:
             yield client
@@ -443,7 +443,7 @@ def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
 
 
 def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
-    from distflow.cli.render.workflow_json import workflow_key  # only JSON needs it
+    from distflow.cli.render.workflow_json import workflow_key  # imported here because only JSON needs it
 
     return {
         "name": record.id,
@@ -463,17 +463,17 @@ def wait_for_end(
     fetches: bool = False,
     on_end: Callable[[WorkflowRecord], None] | None = None,
 ) -> None:
-    """Print the logs of a workflow until it has ended, and then why it failed, and where its logs and outputs are.
+    """Print the logs of a workflow until it has ended, and then its first cause and the commands for its logs and outputs.
 
     Args:
         client: The client whose store has the workflow.
         record: The workflow.
         format_type: With JSON, the logs are printed to standard error, and standard output is one document.
-        fetches: Whether the caller fetches the output files afterwards, so that the command for them is not printed.
-        on_end: Called with the ended workflow, before the rest is printed.
+        fetches: Whether the caller fetches the output files afterwards. The command for them is then not printed.
+        on_end: Called with the ended workflow, before the last lines are printed.
 
     Raises:
-        NodeError: if the workflow waits for a node that a person must repair. It is canceled before it starts.
+        NodeError: if the workflow cannot start before a person repairs a node. The workflow is then canceled.
         WorkflowEnded: if the workflow did not complete.
         DistflowError: with exit code 4 if the reader of the output closes the pipe. The workflow continues.
 
@@ -506,7 +506,7 @@ class _OutputClosed(DistflowError):
 
 
 def _print_end(client: Client, record: WorkflowRecord, format_type: Format, *, fetches: bool) -> None:
-    """Print why a workflow failed, and where its logs and outputs are. With JSON, first print its document."""
+    """Print the first cause of a failure and the commands for logs and outputs. With JSON, first print the document."""
     from distflow.cli.render.failures import end_text, remedies_of
     from distflow.client.workflows import outputs_until
 
@@ -524,7 +524,7 @@ def _print_end(client: Client, record: WorkflowRecord, format_type: Format, *, f
         document = workflow_json(record, plan_of(client, record), outputs_until=until, remedies=remedies)
         print(json.dumps(document, indent=2))
     text = end_text(record, examined, paint=Paint.of(sys.stderr), outputs_until=until, fetches=fetches)
-    with suppress(OSError):  # without a reader of standard error, the exit code still reports the end
+    with suppress(OSError):  # if standard error is closed, the exit code still reports the end
         print(text, end="", file=sys.stderr, flush=True)
 
 

@@ -135,7 +135,7 @@ def stacks(
     report their current collective, so the ranks that others wait for are named.
     """
     with open_workflow(workflow) as (client, record):
-        # Most callers do not need these modules.
+        # Import these modules here, because other commands do not need them.
         from distflow.cli.render.terminal import BottomLine
         from distflow.client.running_tasks import read_stacks
 
