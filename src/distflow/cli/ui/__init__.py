@@ -1,1 +1,1 @@
-"""The local web page of ``distflow ui``, and the same page in one file by ``distflow workflow report``."""
+"""The local web page of ``distflow ui``, which ``distflow workflow report`` also writes to a single file."""

@@ -20,16 +20,16 @@ app = command_app()
 @app.command("ui", epilog="Examples: distflow ui  ·  distflow ui --actions --port 8800")
 def serve(
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="The port on 127.0.0.1. Default: a free one.", show_default=False)
+        int, typer.Option("--port", min=0, max=65535, help="The port on 127.0.0.1. Default: a free port.", show_default=False)
     ] = 0,
     actions: Annotated[bool, typer.Option("--actions", help="Allow the page to cancel and restart workflows.")] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Also answer Prometheus, at /metrics.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Also serve metrics for Prometheus at /metrics.")] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in your browser.")] = False,
 ) -> None:
     """Show workflows, logs, metrics and nodes on a local web page.
 
-    The page is only for you: its server listens on 127.0.0.1, and its URL has a secret token. It changes nothing unless you
-    give --actions. Ctrl-C ends it. On a machine without a browser, forward the port with `ssh -L`.
+    Only you can open the page: its server listens on 127.0.0.1, and its URL has a secret token. The page changes nothing unless
+    you give --actions. To end the server, press Ctrl-C. On a machine without a browser, forward the port with `ssh -L`.
     """
     try:
         import uvicorn
@@ -76,5 +76,5 @@ def _listen(port: int) -> socket.socket:
         listener.bind(("127.0.0.1", port))
     except OSError as error:
         listener.close()
-        raise InputError(f"port {port} cannot be used: {error.strerror}", hint="choose another one with --port") from None
+        raise InputError(f"port {port} cannot be used: {error.strerror}", hint="choose another port with --port") from None
     return listener

@@ -1,4 +1,4 @@
-"""The JSON documents of the page: those of ``--format-type json``, and pages of logs and metrics."""
+"""The JSON documents of the web page. Most are the documents of ``--format-type json``."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _STATES = MappingProxyType(
 )
 
 _MOST_SAMPLES = 500
-"""The number of samples of an attempt; each is then a mean."""
+"""The maximum number of samples of an attempt. More samples are averaged."""
 
 Part = Callable[[Client, WorkflowRecord], dict[str, object]]
 
 
 def about(*, has_actions: bool) -> dict[str, object]:
-    """Return facts about this page: the version, the user, and whether it can cancel and restart."""
+    """Return distflow's version, the user, and whether the page can cancel and restart workflows."""
     return {"version": __version__, "user": user_name(), "actions": has_actions}
 
 
 def workflows(client: Client, text: str, states: str, *, count: int, offset: int) -> dict[str, object]:
-    """Return the document of ``list``: the workflows that match, the newest first.
+    """Return the document of ``list`` for the matching workflows, the newest first.
 
     Args:
         client: The client whose store has the workflows.
@@ -83,16 +83,16 @@ def pools(client: Client) -> dict[str, object]:
 
 
 def resources(client: Client, pool: str, *, is_live: bool) -> dict[str, object]:
-    """Return the document of ``resource list`` for a pool. If it is live, the nodes are asked who uses each of their GPUs."""
+    """Return the document of ``resource list`` for a pool. With ``is_live``, the nodes also report the user of each GPU."""
     rows = list_nodes(client, [pool])
     if not is_live:
         return resources_document(rows, (), {})
     from distflow.client.nodes import ask_resource_holders, gpu_uses
 
-    said, ids = ask_resource_holders([(row.pool, row.node) for row in rows]), workflow_ids(client)
-    document = resources_document(rows, said, ids)
+    holders, ids = ask_resource_holders([(row.pool, row.node) for row in rows]), workflow_ids(client)
+    document = resources_document(rows, holders, ids)
     nodes = cast("list[dict[str, object]]", document["resources"])
-    for node, one in zip(nodes, said, strict=True):
+    for node, one in zip(nodes, holders, strict=True):
         node["gpus"] = [
             {"index": gpu, "state": use.state, "by": use.by} for gpu, use in gpu_uses(one, ids, user_name()).items()
         ]
@@ -104,7 +104,7 @@ def _spec(client: Client, record: WorkflowRecord) -> dict[str, object]:
 
 
 def _samples(client: Client, record: WorkflowRecord) -> dict[str, object]:
-    """Return the use of CPU, memory and GPUs by each task as series of pairs of a time and a value."""
+    """Return the use of CPU, memory and GPUs by each task as series of (time, value)."""
     found = find_samples(client, record, choose_tasks(record, ()), most=_MOST_SAMPLES)
     series = [
         {
@@ -146,7 +146,7 @@ STORED_PARTS: Mapping[str, Part] = MappingProxyType(
 """The documents about a workflow from the store, by the last part of their URLs."""
 
 LIVE_PARTS: Mapping[str, Part] = MappingProxyType({"stacks": _stacks, "outputs": _outputs})
-"""The documents about a workflow for which its nodes are asked."""
+"""The documents about a workflow that need connections to its nodes."""
 
 
 def error_document(error: DistflowError) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The output of a workflow as pages of lines, and its metrics as series.
 
-A page of a browser shows some lines of a log that may have millions. The lines are in a temporary file, and only their
-positions are in memory: 20 bytes for each line.
+The browser shows a few lines of a log, which may have millions. The lines are in a temporary file. Only their positions, tasks
+and times are in memory, in 20 bytes for each line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LogPages:
 
     def __init__(self) -> None:
         """Create an empty log."""
-        self._held: dict[str, range] = {}
+        self._ranks_of_tasks: dict[str, range] = {}
         self._lock = threading.Lock()
         self._file = tempfile.TemporaryFile()
         self._starts, self._origins, self._times = array("Q", [0]), array("I"), array("d")
@@ -63,13 +63,13 @@ class LogPages:
         return len(self._times)
 
     def read_ranks_of(self, tasks: Tasks) -> None:
-        """Read the ranks of later lines from their prefixes, such as ``[rank3]:``, if the ranks of a task share one output."""
-        self._held = {task.name: held_ranks(task.ranks) for _, task in tasks}
+        """For lines added later without a rank, read the rank from a prefix such as ``[rank3]:`` if the task has this rank."""
+        self._ranks_of_tasks = {task.name: held_ranks(task.ranks) for _, task in tasks}
 
     def add(self, line: LogLine) -> None:
         """Add a line at the end, and its metrics."""
         if line.rank is None and line.text.startswith("["):
-            line = replace(line, rank=rank_of(line.text, self._held.get(line.task, range(0))))
+            line = replace(line, rank=rank_of(line.text, self._ranks_of_tasks.get(line.task, range(0))))
         data = line.text.encode("utf-8", "replace").replace(b"\n", b" ")
         if len(data) > _LONGEST_LINE:
             data = data[:_LONGEST_LINE] + b" \xe2\x80\xa6"
@@ -122,7 +122,7 @@ class LogPages:
             rank: Return only lines of this rank. Default: all.
 
         Returns:
-            The number of lines in total, the position of the first returned line, and the lines as those of ``logs``.
+            The total number of lines, the position of the first returned line, and the lines in the format of ``logs``.
 
         """
         with self._lock:
@@ -136,7 +136,7 @@ class LogPages:
         return {"total": total, "first": first, "removed": self.removed, "sources": sources, "lines": lines}
 
     def lines(self, first: int, count: int) -> list[LogLine]:
-        """Return some lines as they are."""
+        """Return at most ``count`` lines, from the position ``first`` on."""
         with self._lock:
             return [self._line(position) for position in range(first, min(first + count, len(self._times)))]
 
@@ -149,7 +149,7 @@ class LogPages:
         return LogLine(task, attempt, None if at != at else at, text, rank)  # noqa: PLR0124  NaN
 
     def _view(self, task: str | None, rank: int | None) -> array[int] | None:
-        """Return the positions of the lines of a task or rank, or ``None`` for all lines. They are found once."""
+        """Return the positions of the lines of a task or rank, or ``None`` for all lines. A cached result is extended."""
         if task is None and rank is None:
             return None
         if len(self._views) >= 64:
@@ -171,8 +171,8 @@ class LogPages:
             found = list(islice(self._hits(needle), _MOST_HITS)) if needle.strip() else []
             view = self._view(task, rank)
             if view is not None:
-                places = {line: position for position, line in enumerate(view)}
-                found = [places[line] for line in found if line in places]
+                in_view = {line: position for position, line in enumerate(view)}
+                found = [in_view[line] for line in found if line in in_view]
         return {"text": text, "positions": found, "is_complete": len(found) < _MOST_HITS}
 
     def _hits(self, needle: bytes) -> Iterator[int]:
@@ -182,7 +182,7 @@ class LogPages:
             until = max(position + 1, bisect_right(self._starts, begin + _BLOCK) - 1)
             self._file.seek(begin)
             block, at = self._file.read(self._starts[until] - begin).lower(), 0
-            if b"\x1b" in block:  # the text of a line may be colored in parts
+            if b"\x1b" in block:  # escape sequences may split the text
                 lines = enumerate(block.split(b"\n")[:-1], position)
                 yield from (number for number, line in lines if needle in _ESCAPE.sub(b"", line))
                 position = until
@@ -194,7 +194,7 @@ class LogPages:
             position = until
 
     def series(self) -> dict[str, object]:
-        """Return the metrics as series of numbers: for each task, rank and name the steps, values and times."""
+        """Return the metrics as series of (step, value, time), one for each task, rank and name."""
         with self._lock:
             found = [
                 {
@@ -209,17 +209,17 @@ class LogPages:
 
 
 class _Follower:
-    """Reads the output of one workflow in a thread, until it has ended or no page asks for it."""
+    """Reads the output of one workflow in a thread, until the workflow has ended or no page has requested it for a minute."""
 
     _IDLE_S = 60.0
 
     def __init__(self, key: str) -> None:
         self.pages = LogPages()
-        self.asked_at = time.monotonic()
+        self.requested_at = time.monotonic()
         self.has_ended = False
-        """Whether all output is here."""
+        """Whether the workflow has ended and all of its output has been read."""
         self.has_stopped = False
-        """Whether the thread has ended before."""
+        """Whether the thread stopped before that."""
         self.remarks: list[str] = []
         self.error: DistflowError | None = None
         self._key = key
@@ -230,7 +230,7 @@ class _Follower:
 
     def await_lines(self, seconds: float) -> None:
         """Wait until all existing lines have been read, at most some seconds. Raise the error of the thread."""
-        self.asked_at = time.monotonic()
+        self.requested_at = time.monotonic()
         self._caught_up.wait(seconds)
         if self.error is not None:
             raise self.error
@@ -261,7 +261,7 @@ class _Follower:
 
     def _wait(self, seconds: float) -> None:
         self._caught_up.set()
-        if self._stop.wait(3 * seconds) or time.monotonic() - self.asked_at > self._IDLE_S:
+        if self._stop.wait(3 * seconds) or time.monotonic() - self.requested_at > self._IDLE_S:
             raise _Stopped
 
 
@@ -270,23 +270,23 @@ class _Stopped(Exception):
 
 
 class Followers:
-    """The logs of the workflows that pages show. At most a few are kept."""
+    """The followers of the workflows that browsers show. Only the most recently requested ones are kept."""
 
     _MOST = 6
 
     def __init__(self) -> None:
-        """Follow nothing yet."""
+        """Start without followers."""
         self._lock = threading.Lock()
         self._followers: dict[str, _Follower] = {}
 
     def follow(self, uuid: str, *, wait_s: float = 0.5) -> _Follower:
-        """Return the lines of a workflow. A thread reads them and adds new ones while the page asks for them."""
+        """Return the follower of a workflow, which adds new lines while pages request them. Wait ``wait_s`` for its lines."""
         with self._lock:
             found = self._followers.get(uuid)
             if found is None or found.has_stopped:
                 found = self._followers[uuid] = _Follower(uuid)
                 if len(self._followers) > self._MOST:
-                    self._close(min(self._followers, key=lambda one: self._followers[one].asked_at))
+                    self._close(min(self._followers, key=lambda one: self._followers[one].requested_at))
         found.await_lines(wait_s)
         return found
 

@@ -27,7 +27,7 @@ _Sample = tuple[str, Mapping[str, object], float]
 
 
 def prometheus_text(client: Client) -> str:
-    """Return the metrics of unfinished workflows, at most of 500, in the text format of Prometheus."""
+    """Return the metrics of at most 500 unfinished workflows in the text format of Prometheus."""
     found: dict[str, list[str]] = {name: [] for name in _HELP}
     for name, labels, value in _samples(client):
         shown = ",".join(f'{key}="{_escaped(str(one))}"' for key, one in labels.items() if one is not None)

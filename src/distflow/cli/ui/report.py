@@ -1,4 +1,4 @@
-"""``distflow workflow report``: the page of one workflow as one file that needs no server and no network."""
+"""``distflow workflow report``: the web page of one workflow in a single file, which needs no server and no network."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["app", "write_refusal", "write_report"]
 
 _STATIC = Path(__file__).with_name("static")
 _MODULES = ("dom.js", "source.js", "logs.js", "charts.js", "shapes.js", "workflow.js", "lists.js", "main.js")
-"""In the order of their imports. Their top-level names are different, because they become one script."""
+"""The scripts in the order of their imports. Their top-level names must differ, because they are joined to one script."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _MOST_LOG_BYTES = 1_400_000
 _MOST_POINTS = 30_000
-_ASKED = 1000
+_LINES_AT_ONCE = 1000
 
 app = command_app()
 
@@ -49,8 +49,8 @@ def report(
     """Write a page about a workflow to one HTML file.
 
     The file has the page that `distflow ui` shows: the first cause, timeline, logs, metrics and events. It needs no network, so
-    you can attach it to an issue or a CI run. The middle of long logs is left out. Nodes are only asked for their lists of
-    output files.
+    you can attach it to an issue or a CI run. The middle of long logs is left out. distflow contacts the nodes only for their
+    lists of output files.
     """
     with open_workflow(workflow, report_age=False) as (client, record):
         path = output or Path(f"{record.id}.html")
@@ -97,13 +97,13 @@ def write_refusal(error: DistflowError, path: Path) -> None:
 
 
 def _lines(log: LogPages, workflow: str, remarks: list[str]) -> dict[str, object]:
-    """Return the lines of a log, each as the number of its source, its time and its text, without the middle of a long log."""
+    """Return a log without the middle if it is long. A line consists of the number of its source, its time and its text."""
     sources: dict[tuple[str, int | None, int], int] = {}
 
     def read(position: int) -> tuple[list[tuple[int, float | None, str]], int]:
         found = [
             (sources.setdefault((line.task, line.rank, line.attempt), len(sources)), line.time, line.text)
-            for line in log.lines(position, _ASKED)
+            for line in log.lines(position, _LINES_AT_ONCE)
         ]
         return found, sum(len(text) + 24 for _, _, text in found)
 
@@ -115,7 +115,7 @@ def _lines(log: LogPages, workflow: str, remarks: list[str]) -> dict[str, object
         found = found[: last - first]
         head, first, size = head + found, first + len(found), size + more
     while first < last and size < _MOST_LOG_BYTES:
-        begin = max(first, last - _ASKED)
+        begin = max(first, last - _LINES_AT_ONCE)
         found, more = read(begin)
         tail, last, size = found[: last - begin] + tail, begin, size + more
     if first < last:
@@ -126,7 +126,7 @@ def _lines(log: LogPages, workflow: str, remarks: list[str]) -> dict[str, object
 
 
 def _with_fewer_points(document: Any) -> dict[str, object]:
-    """Return a document whose series have at most about 30 000 points together."""
+    """Reduce the series of a document to at most about 30 000 points in total."""
     series = document.get("series", [])
     every = 1 + sum(len(one["points"]) for one in series) // _MOST_POINTS
     return {**document, "series": [{**one, "points": one["points"][::-every][::-1]} for one in series]}
@@ -149,7 +149,9 @@ def _page(data: dict[str, object]) -> str:
     styles = [read("uPlot.min.css"), read("page.css")]
     policy = f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; base-uri 'none'"
     title = str(data.get("workflow", "refused"))
-    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no output can end the script
+    embedded = json.dumps(data, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )  # otherwise, output of tasks could end the script
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">\n'

@@ -1,7 +1,7 @@
 """The server of ``distflow ui``: a page and its JSON documents, for one user on this machine.
 
-Every request must have the token, which the URL of the first request exchanges for a cookie, and must name a loopback host, so
-pages of other sites cannot use this server. The documents are those of ``--format-type json``.
+Every request must contain the token, and must name a loopback host, so pages of other sites cannot use this server. The first
+request has the token in its URL and gets a cookie with it. The documents are those of ``--format-type json``.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _HEADERS = {
 _WELCOME = '<!doctype html><title>distflow</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url=/">'
 _POLL_S = 0.5
 _BEAT_POLLS = 30
-"""Polls without a change until a comment is sent, by which a broken connection is noticed."""
+"""The number of polls without a change after which a comment is sent, to detect a broken connection."""
 _MOST_LISTED = 500
 _INTERNAL_ERROR = 500
-"""The HTTP status of errors that have nothing to do with the request."""
+"""The HTTP status of errors that the request did not cause."""
 
 
 def make_token() -> str:
@@ -68,7 +68,7 @@ def make_token() -> str:
     if given is None:
         return secrets.token_urlsafe(32)
     if not re.fullmatch(r"[\w-]{32,}", given, re.ASCII):
-        raise InputError("DISTFLOW_UI_TOKEN is not at least 32 letters, digits, `-` and `_`", hint="use: openssl rand -hex 32")
+        raise InputError("DISTFLOW_UI_TOKEN needs at least 32 letters, digits, `-` or `_`", hint="use: openssl rand -hex 32")
     return given
 
 
@@ -95,20 +95,20 @@ class _Guard:
         await (response or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the answer to a request that is refused or that brings the token, or ``None`` for a good request."""
+        """Return the response to a request that is refused or has the token in its URL, or ``None`` for an accepted request."""
         request, headers = Request(scope), Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not _HOST.fullmatch(host):
-            return _refused("this server answers only to the name of this machine, such as 127.0.0.1")
+            return _refused("this server accepts only requests to a loopback address, such as 127.0.0.1")
         is_foreign = origin is not None and origin.lower() != f"http://{host}".lower()
         is_link = request.method == "GET" and scope["path"] == "/"  # a person may follow a link to the page
         site = headers.get("sec-fetch-site", "none")
         if is_foreign or (site not in ("same-origin", "none") and not is_link):
             return _refused("the request comes from another site")
         if request.method not in ("GET", "HEAD") and origin is None:
-            return _refused("the request does not name its origin")
+            return _refused("the request has no Origin header")
         if scope["path"] == "/" and self._is_token(request.query_params.get("token", "")):
-            # A page, not a redirect: browsers do not send the cookie with a redirect of a request from another site.
+            # Not an HTTP redirect: if another site has the link, browsers follow the redirect without the new cookie.
             response = HTMLResponse(_WELCOME)
             response.set_cookie(self._cookie, self._token.decode(), httponly=True, samesite="strict", path="/")
             return response
@@ -133,8 +133,8 @@ def make_app(
     Args:
         token: The token that requests must have.
         has_actions: Whether requests may cancel and restart workflows.
-        has_metrics: Whether ``/metrics`` answers Prometheus.
-        is_stopping: Returns whether the server is stopping, which ends streams of changes.
+        has_metrics: Whether ``/metrics`` serves metrics for Prometheus.
+        is_stopping: Return whether the server is stopping. Streams of changes then end.
 
     """
     logs = _Logs()
@@ -180,24 +180,24 @@ def _about_workflow(answer: _Answer) -> Callable[[Request], Response]:
 
 
 class _Logs:
-    """Answers about the output of workflows."""
+    """Endpoints for the output of workflows."""
 
     def __init__(self) -> None:
         self._followers = Followers()
 
     def page(self, _: Client, record: WorkflowRecord, request: Request) -> dict[str, object]:
-        """Return some lines."""
+        """Return a page of lines."""
         log = self._followers.follow(record.uuid)
         page = log.pages.page(_number(request, "first"), _number(request, "count", 200), *_chosen(request))
         return {**page, "is_complete": log.has_ended, "remarks": log.remarks}
 
     def search(self, _: Client, record: WorkflowRecord, request: Request) -> dict[str, object]:
-        """Return the positions of lines with a text."""
+        """Return the positions of the lines that contain a text."""
         log = self._followers.follow(record.uuid, wait_s=5)
         return log.pages.search(request.query_params.get("text", ""), *_chosen(request))
 
     def metrics(self, _: Client, record: WorkflowRecord, __: Request) -> dict[str, object]:
-        """Return the series of numbers."""
+        """Return the metrics as series."""
         return {"workflow_id": record.id, **self._followers.follow(record.uuid, wait_s=5).pages.series()}
 
     def marker(self, workflow: str | None) -> object:
@@ -250,7 +250,7 @@ def _metrics(_: Request) -> Response:
 
 class _Document(JSONResponse):
     def render(self, content: object) -> bytes:
-        """Return JSON without spaces. Names from hostile nodes may contain lone surrogates."""
+        """Return JSON without spaces, and in ASCII, because names from hostile nodes may contain lone surrogates."""
         return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -279,9 +279,9 @@ def _chosen(request: Request) -> tuple[str | None, int | None]:
 
 
 def _workflows(client: Client, request: Request) -> dict[str, object]:
-    asked = request.query_params
+    query = request.query_params
     count, offset = min(_number(request, "count", 100), _MOST_LISTED), max(0, _number(request, "offset"))
-    return documents.workflows(client, asked.get("text", ""), asked.get("state", ""), count=max(0, count), offset=offset)
+    return documents.workflows(client, query.get("text", ""), query.get("state", ""), count=max(0, count), offset=offset)
 
 
 def _nodes(request: Request) -> Response:
@@ -323,7 +323,7 @@ def _stream(workflow: str | None, marker: Callable[[str | None], object], is_sto
             try:
                 found = await run_in_threadpool(marker, workflow)
             except DistflowError:
-                found = None  # the page shows the error of its next request
+                found = None  # the page shows the same error at its next request
             quiet += 1
             if found != last:
                 last, number, quiet = found, number + 1, 0

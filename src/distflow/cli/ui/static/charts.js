@@ -1,4 +1,4 @@
-// Metrics as charts: one for each name, with the series of all ranks and of other runs.
+// Metrics as charts: one chart for each metric, with the series of all ranks and of compared runs.
 
 import { amount, bytes, duration, h, render } from './dom.js';
 import { get, report } from './source.js';
@@ -303,7 +303,7 @@ function chart(key, grid, format) {
         .slice(0, 8)
         .join(', ')}`,
     );
-    // Several series have eight colors in turn. Several runs have one color each.
+    // The series of one run get the eight colors in turn. If runs are compared, each run has one color.
     const colors = shown.map(({ run }, index) => (isCompared ? runs.indexOf(run) : index) % COLORS);
     const entry = (name, color, value) =>
       h('li', {}, h('span', { class: `key c${color}`, 'aria-hidden': 'true' }), `${name} `, h('b', {}, value));

@@ -1,4 +1,4 @@
-// Elements, and texts for people. Elements are made of text nodes only, so no name or output can become markup.
+// Creates elements, and formats values as texts. Texts become text nodes, so no name or output can become markup.
 
 const SVG = new Set(['svg', 'g', 'rect', 'path', 'text', 'title']);
 
@@ -18,7 +18,7 @@ export function h(tag, props, ...children) {
 // A message with its `commands` as code.
 export const withCode = (text) => text.split('`').map((part, index) => (index % 2 ? h('code', {}, part) : part));
 
-// Replaces the children of an element. The focus and open details stay, if the new children have elements with the same key.
+// Replaces the children of an element. Keeps the focus and open details, if the new children have elements with the same key.
 export function render(parent, ...children) {
   const keyOf = (element) => element?.getAttribute?.('data-key') ?? element?.getAttribute?.('href');
   const focused = parent.contains(document.activeElement) ? keyOf(document.activeElement) : null;

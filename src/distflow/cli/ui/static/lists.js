@@ -4,7 +4,7 @@ import { ago, badge, bytes, day, duration, h, nowSeconds, render, seconds, withC
 import { get, onChange } from './source.js';
 
 const LIST_PAGE = 100,
-  MOST_ASKED = 500, // the server's limit for one request
+  MAX_COUNT = 500, // the server's limit for one request
   STATES = { '': 'All', active: 'Active', completed: 'Completed', failed: 'Failed', canceled: 'Canceled' };
 
 export function workflowsPage(main, query) {
@@ -67,15 +67,15 @@ export function workflowsPage(main, query) {
     try {
       const workflows = [];
       while (workflows.length <= count) {
-        const asked = Math.min(MOST_ASKED, count + 1 - workflows.length);
-        const found = await get('workflows', { text, state, count: asked, offset: workflows.length });
+        const size = Math.min(MAX_COUNT, count + 1 - workflows.length);
+        const found = await get('workflows', { text, state, count: size, offset: workflows.length });
         if (mine !== turn) return;
         workflows.push(...found.workflows);
-        if (found.workflows.length < asked) break;
+        if (found.workflows.length < size) break;
       }
       const shown = workflows.slice(0, count);
       note.textContent = workflows.length
-        ? `${shown.length} workflow${shown.length === 1 ? '' : 's'}${workflows.length > count ? ' of more' : ''}`
+        ? `${workflows.length > count ? 'the newest ' : ''}${shown.length} workflow${shown.length === 1 ? '' : 's'}`
         : text || state
           ? 'No workflow matches.'
           : 'There are no workflows yet. Start one with: distflow workflow submit FILE';
@@ -89,7 +89,7 @@ export function workflowsPage(main, query) {
                 type: 'button',
                 'data-key': 'more',
                 onclick: () => {
-                  count += Math.min(count, MOST_ASKED);
+                  count += Math.min(count, MAX_COUNT);
                   update();
                 },
               },
@@ -206,7 +206,7 @@ export function poolsPage(main) {
         pools.map(async (pool) => {
           const show = (document, note) =>
             render(cards.get(pool.name), poolCard(pool, pool.name === main, document.resources, note));
-          show(await get(`pools/${encodeURIComponent(pool.name)}`), pool.nodes.length ? 'asking the nodes …' : null);
+          show(await get(`pools/${encodeURIComponent(pool.name)}`), pool.nodes.length ? 'querying the nodes …' : null);
           if (pool.nodes.length) show(await get(`pools/${encodeURIComponent(pool.name)}`, { live: 1 }), null);
         }),
       );

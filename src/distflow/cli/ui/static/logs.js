@@ -193,7 +193,7 @@ export function logView(workflow, query, taskColor) {
     if (end.total < total) pages.clear();
     const number = Math.floor(end.first / PAGE);
     grow(end);
-    // The last lines belong to one or two pages. Those of the last page are complete.
+    // The last lines belong to one or two pages. The response contains all lines of the last page.
     const start = Math.floor((end.total - 1) / PAGE);
     if (start >= number && end.total) pages.set(start, end.lines.slice(start * PAGE - end.first));
     if (follow) toEnd();

@@ -1,4 +1,4 @@
-// The frame of the page: its header, the theme, the keyboard, and which page the URL shows.
+// The frame of the page: its header, its theme, its keyboard shortcuts, and the choice of a page by the URL.
 
 import { freeze, h, render, withCode } from './dom.js';
 import { poolsPage, workflowsPage } from './lists.js';

@@ -1,4 +1,4 @@
-// Where the documents come from: the server, or the data that `distflow workflow report` wrote into this file.
+// Gets documents from the server, or from the data that `distflow workflow report` embedded in this file.
 
 import { withoutEscapes } from './dom.js';
 
@@ -14,17 +14,17 @@ export class Failure extends Error {
 
 export async function get(path, params = {}) {
   if (report) return fromReport(path, params);
-  return ask(`${path}?${new URLSearchParams(Object.entries(params).filter(([, value]) => value != null && value !== ''))}`);
+  return request(`${path}?${new URLSearchParams(Object.entries(params).filter(([, value]) => value != null && value !== ''))}`);
 }
 
-export const post = (path) => ask(path, { method: 'POST' });
+export const post = (path) => request(path, { method: 'POST' });
 
-async function ask(path, options) {
+async function request(path, options) {
   let response;
   try {
     response = await fetch(`/api/${path}`, options);
   } catch {
-    throw new Failure({ message: 'The server does not answer.', hint: 'run `distflow ui` again, and open its new URL' });
+    throw new Failure({ message: 'The server does not respond.', hint: 'run `distflow ui` again, and open its new URL' });
   }
   const text = await response.text();
   if (!response.headers.get('content-type')?.includes('json')) throw new Failure({ message: text.trim() });
@@ -33,7 +33,7 @@ async function ask(path, options) {
   return found;
 }
 
-// Calls a function after each change of a workflow, or of the list, but at most once in a second. Returns a function that stops it.
+// Calls a function after each change of a workflow, or of the list, but about once a second at most. Returns a function to stop.
 export function onChange(workflow, call) {
   if (report) return () => {};
   const stream = new EventSource(`/api/changes${workflow ? `?workflow=${encodeURIComponent(workflow)}` : ''}`);
@@ -67,7 +67,7 @@ function fromReport(path, params) {
   if (part === 'about') return report.about;
   if (part === 'logs' || part === 'search') return reportLines(part, params);
   const found = report.parts[part];
-  if (!found) throw new Failure({ message: 'This report does not contain it.' });
+  if (!found) throw new Failure({ message: `This report has no ${part}.` });
   if (found.error) throw new Failure(found.error);
   return found;
 }

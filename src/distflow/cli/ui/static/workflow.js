@@ -72,7 +72,7 @@ export function workflowPage(main, id, section, query, about) {
     outputs: {
       once: true,
       update: async () => {
-        wait('Asking the nodes for their files …');
+        wait('Reading the lists of files from the nodes …');
         render(body, outputs(await get(`${path}/outputs`), path));
       },
     },
@@ -255,10 +255,10 @@ function confirmed(question, label, call) {
 
 const pre = (text, label) => h('pre', { tabindex: '0', role: 'region', 'aria-label': label }, text);
 
-// The directories of an attempt on its node, which say nothing to a reader.
+// The directories of an attempt on its node, which are removed from tracebacks because they do not help a reader.
 const NODE_PATH = /\/[^\s"']*?\/distflow-node\/[0-9a-f]{32}\/[\w-]+\/[\w-]+\/\d+\/(work|files)\//g;
 
-// The text of the line that shows a cause, so that the log can be searched for it.
+// Returns the text of the line that shows a cause, for a search of the log.
 const lineOf = (cause) =>
   withoutEscapes(cause.traceback?.trimEnd().split('\n').at(-1) ?? cause.lines.at(-1) ?? '')
     .trim()
@@ -469,7 +469,7 @@ function diagnosis(why, diagnose, base) {
                     h('h3', {}, found.cause),
                     found.found ? h('p', {}, found.found) : null,
                     h('p', { class: 'remedy' }, h('b', {}, 'Remedy '), withCode(found.remedy)),
-                    found.traceback || found.line ? pre(found.traceback ?? found.line, 'Where it shows') : null,
+                    found.traceback || found.line ? pre(found.traceback ?? found.line, 'Evidence') : null,
                   ),
                 ),
               ),
