@@ -1,4 +1,4 @@
-"""A screen: a state directory of its own, the clock in UTC."""
+"""The fixture ``screen``: its own state directory, and the time zone UTC."""
 
 from __future__ import annotations
 

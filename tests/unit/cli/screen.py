@@ -1,4 +1,4 @@
-"""What the tests of commands share: running them in this process, and holding their output against goldens."""
+"""Helpers for tests of commands: run them in this process, and compare their output with goldens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/cli"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream whose ``isatty`` returns True."""
 
     def isatty(self) -> bool:
         return True
 
 
 class Screen:
-    """Runs commands on a state directory, and keeps what they wrote."""
+    """Runs commands on a state directory, and keeps the output of the last one."""
 
     def __init__(self, directory: StateDirectory, capsys: pytest.CaptureFixture[str]) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Screen:
         return code
 
 
-def hold_against(golden: str, found: str) -> None:
+def assert_golden(golden: str, found: str) -> None:
     """Fail with the difference and the command that renews the golden."""
     path = GOLDENS / golden
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):

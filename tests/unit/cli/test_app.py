@@ -1,4 +1,4 @@
-"""The root of the command line: what it makes of arguments before and after its commands."""
+"""The root of the command line: shortcuts, the format of errors, Ctrl-C and hostile texts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("option", ["--count", "--offset"])
-def test_a_number_beyond_all_counting_is_as_many_as_there_are(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_and_offsets_beyond_64_bits_are_accepted(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "list", option, "9" * 20]) == 0
     assert "no" in capsys.readouterr().out.lower()
 
 
-@pytest.mark.parametrize("asked", [["-t", "json"], ["-tjson"], ["--format-type", "json"], ["--format-type=json"]])
-def test_errors_are_json_however_it_is_asked_for(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["workflow", "query", "nope-1", *asked]) == 2
+@pytest.mark.parametrize("options", [["-t", "json"], ["-tjson"], ["--format-type", "json"], ["--format-type=json"]])
+def test_errors_are_json_for_each_spelling_of_the_json_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "query", "nope-1", *options]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["message"] == "there is no workflow 'nope-1'"
 
 
@@ -42,11 +42,11 @@ def test_a_status_that_only_osmo_has_matches_no_task(status: str, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["login", "logout", "token", "user", "config", "app"])
-def test_commands_of_osmos_server_say_that_there_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_need_osmos_server_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "list", "--all"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: `distflow {command}` does not exist, because distflow has no server\n")
-    assert len(said.splitlines()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: `distflow {command}` does not exist, because distflow has no server\n")
+    assert len(err.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_shortcut_is_the_same_as_a_workflow_command(
     assert f"distflow workflow {command[0]}" in outputs[0].partition("\n\n")[0]
 
 
-def test_shortcuts_accept_several_values_and_keep_the_meaning_of_t(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shortcuts_parse_options_like_their_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["list", "-s", "RUNNING", "FAILED", "-t", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["workflows"] == []
     assert run(["logs", "nope-1", "-t", "json"]) == 2
@@ -105,7 +105,7 @@ def test_version_is_also_an_option(flag: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("distflow ")
 
 
-def test_t_means_a_task_where_osmo_has_it_so() -> None:
+def test_dash_t_is_not_the_format_in_logs_events_and_user_commands() -> None:
     assert not wants_json(["workflow", "logs", "w-1", "-tjson"])
     assert not wants_json(["workflow", "events", "w-1", "-t", "json"])
     assert not wants_json(["run", "--", "train", "-t", "json"])
@@ -170,9 +170,7 @@ HIDING = r"""workflow:
 """
 
 
-def test_a_dry_run_shows_a_command_that_would_hide_itself_on_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_escapes_control_characters_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(HIDING)
     assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0
@@ -181,18 +179,18 @@ def test_a_dry_run_shows_a_command_that_would_hide_itself_on_a_terminal(
     assert not {"\x1b", "\r", "\u202e"} & set(shown)
 
 
-def test_errors_and_warnings_that_quote_a_spec_leave_the_terminal_alone(
+def test_errors_and_warnings_that_quote_a_spec_escape_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(HIDING.replace("name: one", r'name: "one\e]0;title\a\e[2J"'))
     assert run(["workflow", "validate", str(spec)]) == 2
-    said = capsys.readouterr().err
-    assert "must be a name" in said
-    assert all(character.isprintable() for line in said.splitlines() for character in line)
+    err = capsys.readouterr().err
+    assert "must be a name" in err
+    assert all(character.isprintable() for line in err.splitlines() for character in line)
 
 
-def test_a_user_without_a_name_is_called_by_the_number(
+def test_a_user_without_a_name_is_shown_by_the_number(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):

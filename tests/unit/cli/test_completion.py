@@ -1,4 +1,4 @@
-"""Completion of command lines, as a shell asks for it."""
+"""Completion of command lines, as a shell requests it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ notify: [{name: ci, url: "https://ci.example/hook"}]
 
 
 class Completions:
-    """Asks for the completions of a line."""
+    """Requests the completions of a line."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
@@ -103,7 +103,7 @@ def test_values_are_completed(completions: Completions, line: str, expected: lis
     assert completions.of(line) == expected
 
 
-def test_completion_touches_and_says_nothing_when_there_is_nothing(
+def test_completion_without_a_store_creates_and_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     completions = Completions(monkeypatch, capsys)

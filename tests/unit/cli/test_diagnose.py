@@ -1,4 +1,4 @@
-"""``diagnose``: what people and programs see, and the words where there is nothing to say."""
+"""``diagnose``: its text and JSON, and its messages if there is no diagnosis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.record import Event, Kept, WorkflowRecord
 from distflow.structs import replace
 from distflow.testing.backend import Behavior
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow
 from unit.supervisor.gangs import Driver, group_plan
 from unit.supervisor.gangs import workflow as planned
@@ -29,24 +29,24 @@ MISMATCH = (
 
 
 def failed(screen: Screen) -> WorkflowRecord:
-    """A gang whose worker found a mismatch, and whose master lost it."""
+    """A gang whose worker failed because of mismatched collectives, after which the master lost its connection."""
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     task_log(screen.directory, record, "master", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
     task_log(screen.directory, record, "worker", [(T0 + 90, b"step 12\n" + MISMATCH)])
     return record
 
 
-def test_cause_and_remedy_are_told(screen: Screen) -> None:
+def test_diagnose_prints_cause_and_remedy(screen: Screen) -> None:
     record = failed(screen)
     assert screen.run("diagnose", record.id) == 0
     assert screen.err == ""
-    hold_against("diagnose.txt", screen.out)
+    assert_golden("diagnose.txt", screen.out)
 
 
 def test_programs_get_one_document(screen: Screen) -> None:
     record = failed(screen)
     assert screen.run("diagnose", record.id, "-t", "json") == 0
-    hold_against("diagnose.json", screen.out)
+    assert_golden("diagnose.json", screen.out)
     json.loads(screen.out)
 
 
@@ -58,14 +58,14 @@ def test_why_names_the_diagnosis(screen: Screen) -> None:
 
 
 def ended(screen: Screen, capsys: pytest.CaptureFixture[str], record: WorkflowRecord, *, fetches: bool = False) -> str:
-    """What `submit --wait` prints below the logs of a workflow that has ended."""
+    """Return the output of `submit --wait` below the logs of an ended workflow."""
     with contextlib.suppress(WorkflowEnded):
         wait_for_end(screen.client, record, Format.TEXT, fetches=fetches)
     *_, err = capsys.readouterr()
     return err[err.index("First cause:") :] if "First cause:" in err else err.splitlines(keepends=True)[-1]
 
 
-def test_the_end_of_submit_says_why_and_where_everything_is(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_wait_ends_with_cause_remedy_and_commands(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     group = failed_group()
     assert group.cause is not None
     calls = ('  File "train.py", line 3, in step', "    dist.all_reduce(loss)", "RuntimeError: shapes differ")
@@ -79,7 +79,7 @@ def test_the_end_of_submit_says_why_and_where_everything_is(screen: Screen, caps
         workflow([replace(group, cause=cause, tasks=tasks), report], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
     )
     task_log(screen.directory, record, "worker", [(T0 + 90, MISMATCH)])
-    hold_against("end_failed.txt", ended(screen, capsys, record))
+    assert_golden("end_failed.txt", ended(screen, capsys, record))
     assert "Outputs:" not in ended(screen, capsys, record, fetches=True)
     assert screen.run("query", record.id) == 0
     assert "\n  Remedy: Every rank must call" in screen.out
@@ -88,19 +88,19 @@ def test_the_end_of_submit_says_why_and_where_everything_is(screen: Screen, caps
     assert json.loads(screen.out)["groups"][0]["remedy"].startswith("Every rank must call")
 
 
-def test_the_end_of_submit_says_where_the_outputs_of_a_success_are(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_wait_ends_with_the_outputs_of_a_completed_workflow(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     found = "Outputs: on the nodes at least until Apr 25, 2025 21:32 UTC: distflow workflow fetch digits-1\n"
     assert ended(screen, capsys, record) == found
 
 
-def test_the_end_of_submit_names_the_reason_where_no_task_failed(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_wait_ends_with_the_details_if_no_task_failed(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
     group = replace(failed_group(), cause=None, reason=Reason.UPSTREAM, message="training failed")
     record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.UPSTREAM))
     assert ended(screen, capsys, record) == f"Details: distflow workflow query {record.id}\n"
 
 
-def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
+def test_diagnose_uses_only_the_output_of_the_selected_tasks(screen: Screen) -> None:
     record = failed(screen)
     assert screen.run("diagnose", record.id, "--task", "master", "-t", "json") == 0
     (group,) = json.loads(screen.out)["groups"]
@@ -109,7 +109,7 @@ def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
     assert "did you mean `master`?" in screen.err
 
 
-def test_an_unknown_failure_is_said_to_be_one(screen: Screen) -> None:
+def test_a_failure_that_matches_no_rule_is_reported_as_unknown(screen: Screen) -> None:
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     assert screen.run("diagnose", record.id) == 0
     assert "Cause   unknown: no rule matches this failure: worker on worker-node, rank 11: exit code 1: Runtime" in screen.out
@@ -119,7 +119,7 @@ def test_an_unknown_failure_is_said_to_be_one(screen: Screen) -> None:
     assert "diagnose" not in screen.out
 
 
-def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) -> None:
+def test_an_earlier_attempt_is_diagnosed_on_request(screen: Screen) -> None:
     before, now = failed_group(), completed_group()
     assert before.cause is not None
     group = replace(
@@ -140,7 +140,7 @@ def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) ->
     assert "the last one is 1" in screen.err
 
 
-def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen) -> None:
+def test_attempts_of_a_kept_group_are_not_explained_in_the_restart(screen: Screen) -> None:
     tasks = tuple(replace(one, name=f"kept-{one.name}", attempt=1) for one in completed_group().tasks)
     kept = replace(completed_group(), name="kept", tasks=tasks, attempt=1, kept=Kept(uuid="0" * 32, id="digits-7"))
     record = submit(screen.store, workflow([kept, failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
@@ -150,8 +150,8 @@ def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen)
         assert "Group kept" not in screen.out
 
 
-def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: Screen) -> None:
-    """The events are those of the supervisor itself: no text of theirs may decide."""
+def test_a_silent_gang_is_diagnosed_until_it_makes_progress(screen: Screen) -> None:
+    """Use events from the supervisor, because the diagnosis must not depend on their texts."""
     driver = Driver(planned(group_plan(hang_s=30)), behavior=lambda _: Behavior(seconds=float("inf")))
     driver.settle()
     driver.advance(30)
@@ -162,22 +162,22 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
     (over,) = [event for event in driver.events if isinstance(event.details, HangOver)]
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
 
-    def tell(at: float, event: Event) -> None:
+    def store(at: float, event: Event) -> None:
         screen.store.save([], [replace(event, at=at, workflow=record.uuid, group="training")])
 
-    tell(T0 + 60, silent)
+    store(T0 + 60, silent)
     with supervised(screen.directory):
         assert screen.run("diagnose", record.id, "-t", "json") == 0
         (group,) = json.loads(screen.out)["groups"]
         assert [(one["key"], one["found"]) for one in group["diagnoses"]] == [
             ("hang", "no task has printed anything for 30 s (hang_timeout)")
         ]
-        tell(T0 + 70, over)
+        store(T0 + 70, over)
         assert screen.run("diagnose", record.id) == 0
     assert "no task has failed" in screen.out
 
 
-def test_the_exception_in_a_log_is_diagnosed_also_where_the_verdict_is_an_older_ones(screen: Screen) -> None:
+def test_the_exception_in_a_log_is_diagnosed_if_the_cause_has_no_traceback(screen: Screen) -> None:
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     output = (Path(__file__).parents[2] / "goldens" / "torchrun" / "2.6" / "two_nodes.1.txt").read_bytes()
     task_log(screen.directory, record, "worker", [(T0 + 90, output)])

@@ -1,4 +1,4 @@
-"""``events`` and ``spec``: the story of a workflow, and what it was made of."""
+"""``events`` and ``spec``: the history and the spec of a workflow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import pytest
 
 from distflow.state.record import WorkflowRecord
-from unit.cli.screen import Screen, Terminal, hold_against
+from unit.cli.screen import Screen, Terminal, assert_golden
 from unit.state.stored import completed_group, submit, workflow
 
 
 @pytest.fixture
 def digits(screen: Screen) -> WorkflowRecord:
-    """Store a workflow with a story."""
+    """Store a workflow with events."""
     events = [
         ("submitted by ada", None),
         ("training: has its nodes: master on gpu1, worker on gpu2, port 29512", None),
@@ -25,30 +25,30 @@ def digits(screen: Screen) -> WorkflowRecord:
     return submit(screen.store, workflow([completed_group()]), spec="workflow:\n  name: digits", events=events)
 
 
-def test_the_story_is_told_in_order(screen: Screen, digits: WorkflowRecord) -> None:
+def test_events_are_listed_in_order(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("events", digits.id) == 0
-    hold_against("events.txt", screen.out)
-    told = screen.out
+    assert_golden("events.txt", screen.out)
+    expected = screen.out
     assert screen.run("events", digits.uuid, "--follow") == 0
-    assert screen.out == told
+    assert screen.out == expected
 
 
 def test_programs_get_one_document(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("events", digits.id, "--format-type", "json") == 0
-    hold_against("events.json", screen.out)
-    told = json.loads(screen.out)["events"]
+    assert_golden("events.json", screen.out)
+    expected = json.loads(screen.out)["events"]
     assert screen.run("events", digits.id, "-f", "--format-type", "json") == 0
-    assert [json.loads(line) for line in screen.out.splitlines()] == told
+    assert [json.loads(line) for line in screen.out.splitlines()] == expected
 
 
-def test_one_task_can_be_asked_for(screen: Screen, digits: WorkflowRecord) -> None:
+def test_events_of_one_task_can_be_selected(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("events", digits.id, "-t", "worker") == 0
     assert screen.out == "2025/04/11 21:31:16 [worker] started on gpu2, ranks 8-15 (pid 815)\n"
     assert screen.run("events", digits.id, "-t", "wroker") == 2
     assert "did you mean `worker`?" in screen.err
 
 
-def test_the_spec_is_given_as_it_ran_or_as_it_was_submitted(screen: Screen, digits: WorkflowRecord) -> None:
+def test_the_spec_is_printed_as_it_ran_or_as_submitted(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("spec", digits.id) == 0
     assert screen.out == "workflow:\n  name: digits\n"
     assert screen.run("spec", digits.id, "--template") == 0
@@ -58,7 +58,7 @@ def test_the_spec_is_given_as_it_ran_or_as_it_was_submitted(screen: Screen, digi
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_spec_that_a_node_wrote_hides_no_line_on_a_terminal(
+def test_control_characters_of_a_spec_are_escaped_on_a_terminal(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
     text = "command: [curl]\r# nothing here \x1b[2K\n\tx\n"

@@ -10,7 +10,7 @@ from distflow.cli.app import run
 from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.state.record import Priority, WorkflowRecord
 from distflow.structs import replace
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, workflow
 
 
@@ -38,20 +38,20 @@ def running(number: int) -> WorkflowRecord:
 
 
 def ids(screen: Screen, *arguments: str) -> list[str]:
-    """Return the ids that are listed, from the document."""
+    """Return the listed ids from the JSON document."""
     assert screen.run("list", "-t", "json", *arguments) == 0
     return [one["name"] for one in json.loads(screen.out)["workflows"]]
 
 
-def test_the_newest_is_at_the_bottom(several: Screen) -> None:
+def test_the_newest_workflow_is_listed_last(several: Screen) -> None:
     assert several.run("list") == 0
-    hold_against("list.txt", several.out)
+    assert_golden("list.txt", several.out)
     assert several.err == ""
 
 
 def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
     assert several.run("list", "-t", "json", "-c", "2") == 0
-    hold_against("list.json", several.out)
+    assert_golden("list.json", several.out)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
         (["-n", "resnet"], ["wide-resnet-1", "wide-resnet-2"]),
         (["-n", "digits-2"], ["digits-2"]),
         (["-p", "cloud", "-p", "local"], ["wide-resnet-1", "digits-3"]),
-        # One word of people is several pairs of state and reason, and a reason may be absent.
+        # A status can be several pairs of state and reason, and a reason can be absent.
         (["-s", "FAILED"], ["digits-2", "digits-3"]),
         (["-s", "failed_exec_timeout", "-s", "COMPLETED"], ["digits-1", "wide-resnet-1"]),
         (["-s", "FAILED_CANCELED"], ["wide-resnet-2"]),
         (["-s", "RUNNING"], []),
-        # OSMO's, which no workflow here ever has.
+        # A status of OSMO, which workflows of distflow never have.
         (["-s", "WAITING"], []),
         (["-s", "waiting", "-s", "FAILED"], ["digits-2", "digits-3"]),
     ],
@@ -83,7 +83,7 @@ def test_an_unknown_status_is_an_error_with_a_suggestion(several: Screen) -> Non
     assert several.out == ""
 
 
-def test_nothing_is_a_sentence(screen: Screen) -> None:
+def test_an_empty_list_is_reported_in_a_sentence(screen: Screen) -> None:
     assert screen.run("list") == 0
     assert screen.out == "There are no workflows yet.\n"
     assert screen.run("list", "-n", "x") == 0
@@ -92,7 +92,7 @@ def test_nothing_is_a_sentence(screen: Screen) -> None:
     assert json.loads(screen.out) == {"workflows": []}
 
 
-def test_what_has_not_started_took_no_time(screen: Screen) -> None:
+def test_a_workflow_that_has_not_started_has_no_elapsed_time(screen: Screen) -> None:
     submit(screen.store, workflow([running_group()], state=WorkflowState.PENDING))
     with supervised(screen.directory):
         assert screen.run("list") == 0
@@ -138,7 +138,7 @@ def marked(screen: Screen) -> Screen:
         (["--all-users"], [1, 2, 3]),
     ],
 )
-def test_what_workflows_are_marked_with_finds_them(marked: Screen, arguments: list[str], expected: list[int]) -> None:
+def test_workflows_are_filtered(marked: Screen, arguments: list[str], expected: list[int]) -> None:
     assert ids(marked, *arguments) == [f"digits-{number}" for number in expected]
 
 
@@ -157,14 +157,14 @@ def test_what_workflows_are_marked_with_finds_them(marked: Screen, arguments: li
         (["-u", "ada", "--all-users"], "cannot be combined"),
     ],
 )
-def test_filters_that_mean_nothing_are_errors(screen: Screen, arguments: list[str], words: str) -> None:
+def test_invalid_filters_are_errors(screen: Screen, arguments: list[str], words: str) -> None:
     assert screen.run("list", *arguments) == 2
     assert words in screen.err
 
 
-def test_marks_are_shown_where_there_are_any(marked: Screen) -> None:
+def test_labels_tags_and_priorities_are_shown_if_present(marked: Screen) -> None:
     assert marked.run("list") == 0
-    hold_against("list_marked.txt", marked.out)
+    assert_golden("list_marked.txt", marked.out)
     assert marked.run("query", "digits-2") == 0
     assert "Labels       team=speech run=a.1\nTags         all tag-1\n" in marked.out
     assert "Priority" not in marked.out
@@ -176,7 +176,7 @@ def test_marks_are_shown_where_there_are_any(marked: Screen) -> None:
 
 
 @pytest.mark.parametrize("broken", ["groups SET record", "documents SET plan"])
-def test_a_record_of_another_version_hides_no_tasks_of_others(
+def test_an_unreadable_record_does_not_hide_tasks_of_other_workflows(
     screen: Screen, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     names = [submit(screen.store, running(number)).id for number in (1, 2)]

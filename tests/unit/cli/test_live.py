@@ -1,4 +1,4 @@
-"""``submit --wait`` and ``logs -f``: looking on until the end."""
+"""``submit --wait`` and ``logs -f``: following a workflow until its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unit.state.stored import T0, completed_group, failed_group, running_group, 
 
 
 class Play:
-    """A workflow that runs, in steps: one is taken at each wait."""
+    """A running workflow with steps, one of which is executed at each wait."""
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
@@ -46,7 +46,7 @@ class Play:
             return follow_workflow(self.screen.client, self.record, out=out, err=err, wait=self.wait)
 
 
-def test_logs_go_to_one_stream_and_words_to_the_other(screen: Screen) -> None:
+def test_logs_go_to_one_stream_and_status_changes_to_the_other(screen: Screen) -> None:
     play = Play(screen)
     play.prints("master", 20, b"epoch 1\n")
     play.prints("worker", 21, b"epoch 1\nhalf a li")
@@ -99,7 +99,7 @@ def test_unreachable_nodes_that_prevent_the_start_are_named_at_once(screen: Scre
     assert shown.count("no route") == 1
 
 
-def test_a_workflow_that_a_person_must_repair_first_is_not_followed(screen: Screen) -> None:
+def test_following_ends_if_a_person_must_repair_a_node_first(screen: Screen) -> None:
     play = Play(screen)
     missing = UnreachableNodes(errors={"gpu9": "refused the key"}, needs_action=True)
     waiting = replace(running_group(), state=State.SCHEDULING, unreachable=missing)
@@ -136,7 +136,7 @@ def test_the_status_line_never_wraps(screen: Screen, monkeypatch: pytest.MonkeyP
     assert len(first) <= 29
 
 
-def test_an_interrupt_clears_the_line_and_passes_through(screen: Screen) -> None:
+def test_an_interrupt_clears_the_status_line_and_is_raised(screen: Screen) -> None:
     play = Play(screen)
 
     def interrupt() -> None:
@@ -149,7 +149,7 @@ def test_an_interrupt_clears_the_line_and_passes_through(screen: Screen) -> None
     assert out.getvalue().endswith("\r\x1b[K")
 
 
-def test_after_the_end_the_rest_of_the_output_is_awaited_but_not_for_ever(screen: Screen) -> None:
+def test_output_after_the_end_is_awaited_for_a_limited_time(screen: Screen) -> None:
     play = Play(screen)
     end = End(ended_at=T0 + 90, exit_code=0, output_bytes=1000)
     drained = tuple(task(name, end=end, log_complete=False) for name in ("master", "worker"))
@@ -159,7 +159,7 @@ def test_after_the_end_the_rest_of_the_output_is_awaited_but_not_for_ever(screen
     out, err = io.StringIO(), io.StringIO()
     play.follow(out, err)
     assert out.getvalue() == "[worker] a late line\n"
-    # 10 s without news at 0.1 s a look, counted anew from the late line.
+    # 10 s without output at 0.1 s for each poll, counted again after the late line.
     assert 41 + 100 <= play.waits <= 41 + 100 + 6
     assert "worker: 988 bytes of its output are still on worker-node" in err.getvalue()
 

@@ -1,4 +1,4 @@
-"""``logs``: what the tasks printed, chosen, marked, and what is missing of it."""
+"""``logs``: the output of tasks, its selection and prefixes, and reports about missing output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, TaskRecord, WorkflowRecord
 from distflow.structs import replace
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, submit, supervised, task, task_log, workflow, write_log
 
 
@@ -28,18 +28,18 @@ def digits(screen: Screen) -> WorkflowRecord:
 
 def test_tasks_are_merged_by_time_with_their_names(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id) == 0
-    hold_against("logs.txt", screen.out)
+    assert_golden("logs.txt", screen.out)
     assert screen.err == ""
 
 
 def test_times_are_as_osmo_shows_them(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "--timestamps") == 0
-    hold_against("logs_timestamps.txt", screen.out)
+    assert_golden("logs_timestamps.txt", screen.out)
 
 
 def test_programs_get_one_array(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "--format-type", "json") == 0
-    hold_against("logs.json", screen.out)
+    assert_golden("logs.json", screen.out)
     assert [one["task"] for one in json.loads(screen.out)] == ["master", "worker", "worker", "master", "master"]
 
 
@@ -48,7 +48,7 @@ def test_following_programs_get_an_object_on_each_line(screen: Screen, digits: W
     assert [json.loads(line)["text"] for line in screen.out.splitlines()] == ["100%|##|", "last"]
 
 
-def test_nothing_printed_is_nothing_shown(screen: Screen) -> None:
+def test_without_output_nothing_is_printed(screen: Screen) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     assert screen.run("logs", record.id) == 0
     assert (screen.out, screen.err) == ("", "")
@@ -56,7 +56,7 @@ def test_nothing_printed_is_nothing_shown(screen: Screen) -> None:
     assert json.loads(screen.out) == []
 
 
-def test_a_workflow_that_has_not_started_says_why_there_is_no_output(screen: Screen) -> None:
+def test_the_reason_is_printed_if_nothing_has_started(screen: Screen) -> None:
     waiting = [task(name, State.WAITING, started_at=None, ended_at=None, end=None) for name in ("master", "worker")]
     group = replace(
         completed_group(), state=State.WAITING, tasks=tuple(waiting), message="Waiting for nodes: \x1b[1munreachable: gpu9"
@@ -83,14 +83,14 @@ def test_a_workflow_that_has_not_started_says_why_there_is_no_output(screen: Scr
         (["-f", "-n", "1"], ["[master] last"]),
     ],
 )
-def test_what_is_shown_can_be_chosen(screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
+def test_lines_are_selected(screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
     assert screen.run("logs", digits.id, *arguments) == 0
     assert screen.out.splitlines() == lines
 
 
 @pytest.fixture
 def ranks(screen: Screen) -> WorkflowRecord:
-    """Store a workflow whose master holds ranks that are told apart, and whose worker's share one output."""
+    """Store a workflow whose master has separate output for each rank, and whose worker's ranks share one output."""
     record = submit(screen.store, workflow([completed_group()]))
     folder = screen.directory.logs / record.uuid / "training" / "master" / "0"
     write_log(folder, [(T0, b"torchrun\n"), (T0 + 1, b"one\n"), (T0 + 2, b"three\n"), (T0 + 3, b"one again\n")])
@@ -114,21 +114,19 @@ def ranks(screen: Screen) -> WorkflowRecord:
         (["--rank", "10", "-f"], ["[worker] [default2]:ten"]),
     ],
 )
-def test_lines_of_a_rank_are_chosen_exactly(
-    screen: Screen, ranks: WorkflowRecord, arguments: list[str], lines: list[str]
-) -> None:
+def test_lines_are_selected_by_rank(screen: Screen, ranks: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
     assert screen.run("logs", ranks.id, *arguments) == 0
     assert screen.out.splitlines() == lines
     shares = "worker: its ranks share one output, so they cannot be separated; `torchrun` and `spawn` separate them\n"
     assert screen.err == (shares if {"9", "10"} & {*arguments} else "")
 
 
-def test_programs_are_given_the_rank_of_a_line(screen: Screen, ranks: WorkflowRecord) -> None:
+def test_json_lines_contain_the_rank(screen: Screen, ranks: WorkflowRecord) -> None:
     screen.run("logs", ranks.id, "-t", "master", "--format-type", "json")
     assert [line["rank"] for line in json.loads(screen.out)] == [None, 1, 3, 1]
 
 
-def test_later_attempts_are_marked_and_can_be_chosen(screen: Screen) -> None:
+def test_later_attempts_are_marked_and_can_be_selected(screen: Screen) -> None:
     group = replace(completed_group(), tasks=(task("master", attempt=1),))
     record = submit(screen.store, workflow([group]))
     task_log(screen.directory, record, "master", [(T0, b"first\n")])
@@ -139,7 +137,7 @@ def test_later_attempts_are_marked_and_can_be_chosen(screen: Screen) -> None:
     assert screen.out == "[master retry-1] second\n"
 
 
-def test_an_unknown_task_is_an_error_that_names_all(screen: Screen, digits: WorkflowRecord) -> None:
+def test_an_unknown_task_is_an_error_that_lists_all_tasks(screen: Screen, digits: WorkflowRecord) -> None:
     assert screen.run("logs", digits.id, "-t", "workers") == 2
     assert screen.err == "error: digits-1 has no task 'workers'\ndid you mean `worker`? tasks: `master`, `worker`\n"
     assert screen.run("logs", digits.id, "--rank", "16") == 2
@@ -148,14 +146,14 @@ def test_an_unknown_task_is_an_error_that_names_all(screen: Screen, digits: Work
     assert json.loads(screen.out)["error"]["message"] == "digits-1 has no task 'json'"
 
 
-def test_what_is_missing_is_told(screen: Screen) -> None:
+def test_missing_output_is_reported(screen: Screen) -> None:
     def ended(name: str, *, lost: int = 0, complete: bool = True) -> TaskRecord:
         end = End(ended_at=T0 + 90, exit_code=1, output_bytes=1207, lost_output_bytes=lost)
         return task(name, State.FAILED, reason=Reason.EXIT_CODE, end=end, log_complete=complete)
 
     tasks = (ended("master", lost=5000), ended("worker", complete=False))
     group = replace(completed_group(), state=State.FAILED, tasks=tasks)
-    # Completed in the store's sense, so that no supervisor is started for it: the node will never be asked again.
+    # Mark the workflow as finished in the store. No supervisor then starts, and the node is not contacted again.
     record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     task_log(screen.directory, record, "master", [(T0, b"1234567\n")])
     task_log(screen.directory, record, "worker", [(T0, b"x" * 207)])
@@ -170,7 +168,7 @@ def test_what_is_missing_is_told(screen: Screen) -> None:
     assert "worker" not in screen.err
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(screen: Screen) -> None:
+def test_closing_the_pipe_is_not_an_error(screen: Screen) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     task_log(screen.directory, record, "master", [(T0, b"a line of some length\n" * 200_000)])
     command = [sys.executable, "-m", "distflow", "workflow", "logs", record.id]

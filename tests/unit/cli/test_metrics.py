@@ -1,4 +1,4 @@
-"""``metrics``: the latest values, every line for programs, plots and TensorBoard; and what ``query`` shows of them."""
+"""``metrics``: the latest values, JSON and CSV with all values, plots and TensorBoard; and metrics in ``query``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord
 from distflow.structs import replace
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, task_log, workflow, write_log
 
 
 def metric(**values: object) -> bytes:
-    """A line of metrics."""
+    """Return a line with metrics."""
     return f"{json.dumps(values)}\n".encode()
 
 
@@ -29,9 +29,9 @@ SLOW = {"step_s": 0.2, "samples_per_s": 160.25, "memory_bytes": 3000}
 
 
 def fill(screen: Screen, record: WorkflowRecord) -> None:
-    """Let two tasks print metrics among other lines."""
-    said = [metric(step=step, loss=8.0 / step, rank=0) for step in (1, 2, 4, 8)]
-    task_log(screen.directory, record, "master", [(T0 + 20, b"begins\n"), *((T0 + 30, line) for line in said)])
+    """Store output of two tasks with metrics among other lines."""
+    lines = [metric(step=step, loss=8.0 / step, rank=0) for step in (1, 2, 4, 8)]
+    task_log(screen.directory, record, "master", [(T0 + 20, b"begins\n"), *((T0 + 30, line) for line in lines)])
     task_log(screen.directory, record, "master", [(T0 + 31, metric(step=8, rank=0, **PACE) + b"{not a metric}\n")])
     task_log(
         screen.directory,
@@ -49,10 +49,10 @@ def trained(screen: Screen) -> WorkflowRecord:
     return record
 
 
-def test_the_latest_values_stand_by_task_and_rank(screen: Screen, trained: WorkflowRecord) -> None:
+def test_the_latest_values_are_listed_by_task_and_rank(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id) == 0
     assert screen.err == ""
-    hold_against("metrics.txt", screen.out)
+    assert_golden("metrics.txt", screen.out)
     assert "slow: rank 9 (worker on worker-node)" in screen.out
     assert screen.run("metrics", trained.id, "-k", "step_s", "-k", "imbalance") == 0
     assert [line.split() for line in screen.out.splitlines()[2:4]] == [
@@ -60,9 +60,9 @@ def test_the_latest_values_stand_by_task_and_rank(screen: Screen, trained: Workf
     ]  # fmt: skip
 
 
-def test_programs_get_every_line(screen: Screen, trained: WorkflowRecord) -> None:
+def test_json_and_csv_contain_every_metric(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id, "-t", "json") == 0
-    hold_against("metrics.json", screen.out)
+    assert_golden("metrics.json", screen.out)
     assert [one["step"] for one in json.loads(screen.out)["metrics"]] == [1, 2, 4, 8, 8, 7, 8]
     assert screen.run("metrics", trained.id, "-t", "csv", "-k", "loss") == 0
     rows = list(csv.reader(io.StringIO(screen.out)))
@@ -80,22 +80,22 @@ def test_programs_get_every_line(screen: Screen, trained: WorkflowRecord) -> Non
         (("-k", "loss", "-k", "step_s", "--rank", "0"), [1, 2, 4, 8, 8]),
     ],
 )  # fmt: skip
-def test_some_of_them_can_be_chosen(
+def test_metrics_are_selected_by_task_rank_name_and_attempt(
     screen: Screen, trained: WorkflowRecord, options: tuple[str, ...], steps: list[int]
 ) -> None:
     assert screen.run("metrics", trained.id, *options, "-t", "json") == 0
     assert [one["step"] for one in json.loads(screen.out)["metrics"]] == steps
 
 
-def test_a_plot_shows_the_loss_unless_another_is_asked_for(screen: Screen, trained: WorkflowRecord) -> None:
+def test_a_plot_shows_the_loss_by_default(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id, "--plot") == 0
-    hold_against("metrics_plot.txt", screen.out)
+    assert_golden("metrics_plot.txt", screen.out)
     assert screen.run("metrics", trained.id, "--plot", "-k", "step_s", "-k", "stragglers") == 0
     assert screen.out.splitlines()[0].strip() == "step_s"
     assert screen.err == "stragglers has no numbers to plot\n"
 
 
-def test_steps_that_came_again_are_drawn_once(screen: Screen) -> None:
+def test_a_repeated_step_is_plotted_once(screen: Screen) -> None:
     group = completed_group()
     again = replace(group, attempt=1, tasks=tuple(replace(one, attempt=1) for one in group.tasks))
     record = submit(screen.store, workflow([again]))
@@ -108,7 +108,7 @@ def test_steps_that_came_again_are_drawn_once(screen: Screen) -> None:
     assert screen.out.splitlines()[2].split() == ["master", "1", "-", "3", "3"]
 
 
-def test_without_metrics_that_is_said(screen: Screen) -> None:
+def test_missing_metrics_are_reported(screen: Screen) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     for options, shown in (((), ""), (("--plot",), ""), (("-t", "csv"), "task,retry_id,rank,step,time\n")):
         assert screen.run("metrics", record.id, *options) == 0
@@ -116,7 +116,7 @@ def test_without_metrics_that_is_said(screen: Screen) -> None:
         assert screen.err == f'{record.id} has no metrics. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}\n'
 
 
-def test_an_unknown_name_is_answered_with_those_there_are(screen: Screen, trained: WorkflowRecord) -> None:
+def test_an_unknown_metric_is_an_error_that_lists_the_metrics(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id, "-k", "los") == 2
     assert "has no metric 'los'" in screen.err
     assert "loss" in screen.err.split("'los'")[1]
@@ -148,7 +148,7 @@ def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
     }
 
 
-def test_without_tensorboard_the_remedy_is_named(
+def test_missing_tensorboard_is_an_error_with_a_remedy(
     screen: Screen, trained: WorkflowRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -1,6 +1,6 @@
-"""Mistakes of new users. Each message says what is wrong, where, why, and what to do, in at most six lines.
+"""Mistakes of new users. Each message names the problem, its location, its reason and a remedy, in at most six lines.
 
-An excerpt of the file or a drawing of the ranks may follow; it does not count.
+An excerpt of the file or a drawing of the ranks may follow, and is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import completed_group, submit, workflow
 
 MOST_LINES = 6
@@ -51,11 +51,11 @@ pools:
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A command line, the files in its directory, and words of its message."""
+    """A command line, the files in its directory, and parts of the expected message."""
 
     command: str
     where: str
-    """The place of the mistake: a file and line, or a command, option or name."""
+    """The location of the mistake: a file and line, or a command, option or name."""
     remedy: str
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ MISTAKES: Mapping[str, Mistake] = {
         "8, --size, 8, --world_size, 16", "8, --size, 8, --world_size, 8", "train.yaml:12", "16", base=GANG
     ),
     "more ranks than GPUs": _spec("gpu: 8", "gpu: 4", "train.yaml:10", "gpu", base=GANG),
-    # what a spec refers to
+    # references of a spec
     "missing script": _spec(
         "    command", "    files: [{path: train.py, localpath: trian.py}]\n    command", "train.yaml:5", "trian.py"
     ),
@@ -199,7 +199,7 @@ MISTAKES: Mapping[str, Mistake] = {
         remedy="does not look like a hostfile",
     ),
     "host names of a hostfile": Mistake(
-        # Two dots: a name that does not exist for any name service.
+        # No name service has a name with two consecutive dots.
         command="submit train.yaml --hostfile hosts --dry-run",
         files={"train.yaml": ONE, "hosts": "127.0.0.1\ngpu..1\nada@gpu..2 slots=8\n"},
         where="hosts:3",
@@ -223,7 +223,7 @@ MISTAKES: Mapping[str, Mistake] = {
 }
 
 
-def test_every_mistake_gets_what_where_why_and_what_to_do(
+def test_every_mistake_is_reported_with_its_location_and_a_remedy(
     screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit(screen.store, workflow([completed_group()]))
@@ -247,6 +247,6 @@ def test_every_mistake_gets_what_where_why_and_what_to_do(
             faults.append(f"{name}: {len(message)} lines")
         faults += [f"{name}: no {word!r}" for word in (mistake.where, mistake.remedy) if word not in shown]
         faults += [f"{name}: code {code}"] if code not in (2, 3) else []
-    hold_against("mistakes.txt", "\n".join(pages))
+    assert_golden("mistakes.txt", "\n".join(pages))
     assert len(MISTAKES) >= 40
     assert not faults, "\n".join(faults)

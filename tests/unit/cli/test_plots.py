@@ -9,18 +9,18 @@ import pytest
 
 from distflow.cli.render.plots import plot
 from distflow.cli.render.tables import visible_width
-from unit.cli.screen import hold_against
+from unit.cli.screen import assert_golden
 
 FALLING = [(step, 4 * math.exp(-step / 50) + 0.1) for step in range(200)]
 
 
 def test_one_series_is_drawn_with_braille_dots_and_axes() -> None:
-    hold_against("plot_one.txt", plot("loss", {"master rank 0": FALLING}, axis="step", width=60))
+    assert_golden("plot_one.txt", plot("loss", {"master rank 0": FALLING}, axis="step", width=60))
 
 
 def test_several_series_have_marks_and_a_legend() -> None:
     slower = [(step, value * 1.3) for step, value in FALLING]
-    hold_against("plot_two.txt", plot("loss", {"master rank 0": FALLING, "worker rank 1": slower}, width=60, is_log=True))
+    assert_golden("plot_two.txt", plot("loss", {"master rank 0": FALLING, "worker rank 1": slower}, width=60, is_log=True))
 
 
 def test_series_have_colors_on_a_terminal() -> None:
@@ -42,14 +42,14 @@ def test_series_have_colors_on_a_terminal() -> None:
         [(10**15, 1.0), (10**16, 2.0)],
     ],
 )
-def test_odd_numbers_stay_in_their_frame(points: list[tuple[float, float]], is_log: bool) -> None:
+def test_unusual_numbers_do_not_break_the_frame(points: list[tuple[float, float]], is_log: bool) -> None:
     found = plot("odd", {"a": points}, width=40, height=10, is_log=is_log).splitlines()
     assert len(found) == 10
     assert max(visible_width(line) for line in found) <= 40
     assert re.search("[⠁-⣿]", "".join(found))
 
 
-def test_nothing_to_draw_is_said() -> None:
+def test_a_plot_without_numbers_is_reported() -> None:
     assert plot("none", {}) == "none: no numbers to plot\n"
     assert plot("low", {"a": [(0, -1.0)]}, is_log=True) == "low: no numbers to plot on a logarithmic axis\n"
 

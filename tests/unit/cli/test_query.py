@@ -1,4 +1,4 @@
-"""``query``: what people and programs see of a workflow, and the exit codes for scripts."""
+"""``query``: the text and JSON about a workflow, and the exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.protocol.ends import EndReason
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, TransferProgress
 from distflow.structs import replace
-from unit.cli.screen import Screen, Terminal, hold_against
+from unit.cli.screen import Screen, Terminal, assert_golden
 from unit.state.stored import (
     T0,
     completed_group,
@@ -39,17 +39,17 @@ def failed(screen: Screen) -> str:
 def test_a_failure_names_its_first_cause(screen: Screen) -> None:
     assert screen.run("query", failed(screen)) == 0
     assert screen.err == ""
-    hold_against("query_failed.txt", screen.out)
+    assert_golden("query_failed.txt", screen.out)
 
 
-def test_verbose_adds_what_is_needed_on_the_node(screen: Screen) -> None:
+def test_verbose_adds_details_for_work_on_the_node(screen: Screen) -> None:
     assert screen.run("query", failed(screen), "-v") == 0
-    hold_against("query_failed_verbose.txt", screen.out)
+    assert_golden("query_failed_verbose.txt", screen.out)
 
 
 def test_programs_get_one_document(screen: Screen) -> None:
     assert screen.run("query", failed(screen), "--format-type", "json") == 0
-    hold_against("query_failed.json", screen.out)
+    assert_golden("query_failed.json", screen.out)
     assert json.loads(screen.out)["groups"][0]["first_cause"]["task"] == "worker"
 
 
@@ -67,17 +67,17 @@ def rescheduled(screen: Screen) -> str:
     return submit(screen.store, workflow([group])).id
 
 
-def test_earlier_attempts_are_told_by_their_cause(screen: Screen) -> None:
+def test_earlier_attempts_are_listed_with_their_causes(screen: Screen) -> None:
     assert screen.run("query", rescheduled(screen)) == 0
-    hold_against("query_retried.txt", screen.out)
+    assert_golden("query_retried.txt", screen.out)
 
 
 def test_verbose_shows_every_attempt(screen: Screen) -> None:
     assert screen.run("query", rescheduled(screen), "-v") == 0
-    hold_against("query_retried_verbose.txt", screen.out)
+    assert_golden("query_retried_verbose.txt", screen.out)
 
 
-def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> None:
+def test_a_transfer_of_files_is_shown_until_it_is_complete(screen: Screen) -> None:
     moves = TransferProgress(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
     waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=moves),))
     record = submit(screen.store, workflow([waiting], state=WorkflowState.PENDING))
@@ -85,20 +85,20 @@ def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> No
         assert screen.run("query", record.uuid) == 0
         assert "Copying files: 340 MiB of 3.0 GiB, 112 MiB/s" in screen.out
         assert screen.run("query", record.uuid, "-t", "json") == 0
-    told = json.loads(screen.out)["groups"][0]["tasks"][0]["transfer"]
-    assert told == {
+    transfer = json.loads(screen.out)["groups"][0]["tasks"][0]["transfer"]
+    assert transfer == {
         "sent_bytes": 340 << 20, "total_bytes": 3 << 30, "bytes_per_second": 117859942, "image": None, "url": None,
     }  # fmt: skip
     screen.store.save([replace(record, groups=(running_group(),), state=WorkflowState.RUNNING)], [])
     with supervised(screen.directory):
         screen.run("query", record.uuid)
-    assert "receives" not in screen.out
+    assert "Copying files" not in screen.out
 
 
 def test_outputs_and_warnings_are_shown(screen: Screen) -> None:
     record = submit(screen.store, workflow([completed_group()], warnings=["spec.yaml:9: outputs stay on the node"]))
     assert screen.run("query", record.uuid) == 0
-    hold_against("query_completed.txt", screen.out)
+    assert_golden("query_completed.txt", screen.out)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_outputs_and_warnings_are_shown(screen: Screen) -> None:
         (WorkflowState.PENDING, None, 4),
     ],
 )
-def test_the_exit_status_is_for_scripts(screen: Screen, state: WorkflowState, reason: Reason | None, code: int) -> None:
+def test_exit_status_depends_on_the_state(screen: Screen, state: WorkflowState, reason: Reason | None, code: int) -> None:
     group = completed_group() if state.is_final else running_group()
     record = submit(screen.store, workflow([group], state=state, reason=reason))
     with supervised(screen.directory):
@@ -120,7 +120,7 @@ def test_the_exit_status_is_for_scripts(screen: Screen, state: WorkflowState, re
         assert screen.run("query", record.id) == 0
 
 
-def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
+def test_a_waiting_group_is_shown_with_its_reason(screen: Screen) -> None:
     waits = GroupRecord(
         name="training",
         state=State.SCHEDULING,
@@ -141,13 +141,13 @@ def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
     assert screen.err == ""
 
 
-def test_who_canceled_it_and_why(screen: Screen) -> None:
+def test_the_user_and_the_reason_of_a_cancel_are_shown(screen: Screen) -> None:
     group = replace(
         failed_group(), cause=None, state=State.CANCELED, reason=Reason.CANCELED, message="canceled by bob: wrong data"
     )
     record = submit(screen.store, workflow([group], state=WorkflowState.CANCELED, reason=Reason.CANCELED))
-    told = Event(at=T0, details=CancelRequested(user="bob"), workflow=record.uuid)
-    screen.store.request_cancel(record.uuid, CancelRequest(at=T0, by="bob", message="wrong data"), told)
+    event = Event(at=T0, details=CancelRequested(user="bob"), workflow=record.uuid)
+    screen.store.request_cancel(record.uuid, CancelRequest(at=T0, by="bob", message="wrong data"), event)
     screen.run("query", record.id)
     assert "Status       FAILED_CANCELED\n" in screen.out
     assert "Canceled by  bob: wrong data\n" in screen.out
@@ -155,16 +155,16 @@ def test_who_canceled_it_and_why(screen: Screen) -> None:
     assert json.loads(screen.out)["cancelled_by"] == "bob"
 
 
-def test_an_old_answer_says_how_old(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_an_old_status_is_reported(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING), events=[("submitted", None)])
-    # Nothing is to be started here: this test is about the words.
+    # Do not start a supervisor: this test checks only the message.
     monkeypatch.setattr(Client, "wake", lambda _: None)
     assert screen.run("query", record.id, "-t", "json") == 0
     assert screen.err == "no supervisor was running, so this status is from 2025/04/11 21:31:07; a supervisor is starting now\n"
     assert json.loads(screen.out)["status"] == "RUNNING"
 
 
-def test_an_unknown_workflow_is_an_error_that_names_the_nearest(screen: Screen) -> None:
+def test_an_unknown_workflow_is_an_error_with_similar_ids(screen: Screen) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("query", "digits-7") == 2
     assert screen.err == "error: there is no workflow 'digits-7'\nsimilar ids: digits-1\n"
@@ -173,7 +173,7 @@ def test_an_unknown_workflow_is_an_error_that_names_the_nearest(screen: Screen) 
     assert json.loads(screen.out)["error"]["code"] == 2
 
 
-def test_a_watch_tells_every_change_and_ends_with_the_workflow(screen: Screen) -> None:
+def test_watch_prints_every_change_and_ends_with_the_workflow(screen: Screen) -> None:
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
     ended = replace(record, state=WorkflowState.FAILED, reason=Reason.EXIT_CODE, groups=(failed_group(),))
     steps: Iterator[Callable[[], object]] = iter([lambda: None, lambda: screen.store.save([ended], [])])
@@ -191,7 +191,7 @@ def test_a_watch_tells_every_change_and_ends_with_the_workflow(screen: Screen) -
     ]
 
 
-def test_a_watch_on_a_terminal_is_gone_in_the_end(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_on_a_terminal_is_erased_at_the_end(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
     ended = replace(record, state=WorkflowState.COMPLETED, groups=(completed_group(),))
@@ -208,7 +208,7 @@ def test_a_watch_on_a_terminal_is_gone_in_the_end(screen: Screen, monkeypatch: p
     assert out.getvalue().endswith("\x1b[1A\x1b[2K")
 
 
-def test_watching_what_has_ended_is_asking_once(screen: Screen) -> None:
+def test_watch_of_an_ended_workflow_prints_it_once(screen: Screen) -> None:
     assert screen.run("query", failed(screen), "--watch", "--exit-status") == 1
     assert screen.out.startswith("digits-1: FAILED\n")
     assert "First cause: worker on worker-node, rank 11" in screen.out

@@ -1,4 +1,4 @@
-"""Who holds what of nodes: ``resource list --live``."""
+"""Holders of resources of nodes: ``resource list --live``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _cells(line: str) -> list[str]:
 
 
 def test_holders_are_shown_by_workflow_and_task_with_ranges() -> None:
-    said = Holders(holders=(_holder("spin-1/w1", gpus=(0, 1, 2, 3, 6), ports=(29500,)), _holder("", gpus=(7,))))
-    shown = holders_text([(USAGE, said)], {}).splitlines()
+    holders = Holders(holders=(_holder("spin-1/w1", gpus=(0, 1, 2, 3, 6), ports=(29500,)), _holder("", gpus=(7,))))
+    shown = holders_text([(USAGE, holders)], {}).splitlines()
     assert _cells(shown[-2]) == ["n2", "GPUs 0-3, 6, port 29500", "root", "spin-1/w1"]
     assert _cells(shown[-1]) == ["n2", "GPU 7", "root", "unknown task"]
     assert UUID not in "\n".join(shown)
-    assert holders_text([(USAGE, said)], {UUID: "spin-9"}).splitlines()[-1].endswith("spin-9/w1")  # as this user knows it
-    assert [one["label"] for one in holders_json(said, {})["holders"]] == ["spin-1/w1", None]  # type: ignore[attr-defined]
+    assert holders_text([(USAGE, holders)], {UUID: "spin-9"}).splitlines()[-1].endswith("spin-9/w1")
+    assert [one["label"] for one in holders_json(holders, {})["holders"]] == ["spin-1/w1", None]  # type: ignore[attr-defined]
 
 
-def test_nodes_of_which_nothing_is_in_use_say_so() -> None:
+def test_idle_nodes_are_reported_in_a_sentence() -> None:
     assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes.\n"

@@ -16,7 +16,7 @@ from distflow.client.completion import metric_names
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord
 from distflow.testing.waiting import wait_until
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.cli.test_metrics import metric
 from unit.state.stored import T0, running_group, submit, supervised, task_log, workflow
 
@@ -39,7 +39,7 @@ def record_samples(screen: Screen, record: WorkflowRecord, task: str, count: int
 
 @pytest.fixture
 def sampled(screen: Screen) -> Iterator[WorkflowRecord]:
-    """A running workflow of two tasks; one of them has samples."""
+    """A running workflow of two tasks, one of which has samples."""
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
     task_log(screen.directory, record, "master", [(T0 + 30, metric(step=step, loss=4 / step, rank=0)) for step in (1, 2, 4)])
     record_samples(screen, record, "master")
@@ -63,7 +63,7 @@ def test_query_shows_the_use_of_running_tasks(screen: Screen, sampled: WorkflowR
 
 def test_metrics_lists_the_series(screen: Screen, sampled: WorkflowRecord) -> None:
     assert screen.run("metrics", sampled.id, "--system") == 0
-    hold_against("metrics_system.txt", screen.out)
+    assert_golden("metrics_system.txt", screen.out)
     assert screen.run("metrics", sampled.id, "-k", "system/gpu*/power", "-k", "loss") == 0
     assert [line.split()[:3] for line in screen.out.splitlines() if line.startswith("master")] == [
         ["master", "0", "4"], ["master", "system/gpu2/power", "300"], ["master", "system/gpu10/power", "690"]
@@ -90,7 +90,7 @@ def test_programs_get_every_sample(screen: Screen, sampled: WorkflowRecord) -> N
     assert screen.run("metrics", sampled.id, "-t", "csv", "-k", "system/gpu10/*", "-k", "loss") == 2
 
 
-def test_python_programs_and_completions_know_the_series(screen: Screen, sampled: WorkflowRecord) -> None:
+def test_the_series_are_in_the_python_api_and_in_completions(screen: Screen, sampled: WorkflowRecord) -> None:
     import distflow
 
     (found,) = distflow.get(sampled.id).samples(task="master", most=2)
@@ -120,7 +120,7 @@ def test_diagnose_and_why_report_idle_gpus(screen: Screen, sampled: WorkflowReco
     ]
     (folder / "output.samples").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert screen.run("diagnose", sampled.id) == 0
-    hold_against("diagnose_idle.txt", screen.out)
+    assert_golden("diagnose_idle.txt", screen.out)
     assert screen.run("diagnose", sampled.id, "-t", "json") == 0
     (group,) = json.loads(screen.out)["groups"]
     assert (group["message"], group["diagnoses"]) == (None, [])
@@ -185,7 +185,7 @@ def test_wandb_gets_metrics_and_samples(
 
 
 def history_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run, from the file that wandb would upload."""
+    """Return the rows of a run from the file that wandb would upload."""
     from wandb.proto import wandb_internal_pb2
 
     record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  wandb makes it when it is imported

@@ -1,4 +1,4 @@
-"""What people see of many stacks."""
+"""The output about stacks and collectives of many processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown(*tasks: TaskStacks) -> str:
     return stacks_text("w-1", tasks, Paint())
 
 
-def test_equal_stacks_stand_together_and_the_odd_one_is_named() -> None:
+def test_equal_stacks_are_grouped_and_a_different_one_is_named() -> None:
     text = shown(
         task("master", process(1, "all_reduce", "main", rank=0), process(9, name="sh")),
         task("worker", process(2, "all_reduce", "main", rank=1), process(3, "load", "main", rank=2)),
@@ -57,22 +57,22 @@ def test_launchers_of_ranks_are_left_out_and_their_other_children_are_not() -> N
     assert "pid 5" not in text
     assert "2 processes here: a on n-a (pid 6, rank 0), a on n-a (pid 7, rank 1)" in text
     assert "1 process here: a on n-a (pid 8)" in text
-    assert "pid 5" in shown(task("a", launcher, process(6, "all_reduce") | {"parent": 5}))  # its ranks are not known
+    assert "pid 5" in shown(task("a", launcher, process(6, "all_reduce") | {"parent": 5}))  # no process is known to be a rank
 
 
-def test_two_camps_of_one_size_have_no_odd_one() -> None:
+def test_two_stacks_of_equal_frequency_are_not_called_different() -> None:
     text = shown(task("a", process(1, "f")), task("b", process(2, "g")))
-    assert "elsewhere" not in text
+    assert "different from most" not in text
 
 
-def test_long_stacks_are_cut_and_say_so() -> None:
+def test_long_stacks_are_cut_with_a_note() -> None:
     text = shown(task("a", process(1, *[f"f{number}" for number in range(20)])))
     assert "    … 4 more calls\n" in text
     assert "f15 (" in text
     assert "f16 (" not in text
 
 
-def test_what_could_not_be_seen_is_said_with_what_to_do() -> None:
+def test_missing_stacks_are_reported_with_remedies() -> None:
     text = shown(
         task("a", process(1), tool=None),
         task("b", process(2, error="Error: Permission Denied"), rule=1),
@@ -91,7 +91,7 @@ def test_what_could_not_be_seen_is_said_with_what_to_do() -> None:
     )
 
 
-def test_the_document_holds_it_all() -> None:
+def test_the_document_contains_stacks_and_errors() -> None:
     tasks = [task("a", process(1, "f")), task("c", error="gone")]
     document = stacks_json("w-1", tasks)
     assert document["name"] == "w-1"
@@ -101,7 +101,7 @@ def test_the_document_holds_it_all() -> None:
     ]
 
 
-def test_the_age_of_a_heartbeat_is_told() -> None:
+def test_the_age_of_a_heartbeat_is_shown() -> None:
     one, other = task("a", process(1, "f")), task("b", process(2, "f"))
     beating = replace(one, seen={**(one.seen or {}), "heartbeat_age_s": 312.4})
     text = stacks_text("w-1", [beating, other], Paint())
@@ -109,20 +109,20 @@ def test_the_age_of_a_heartbeat_is_told() -> None:
     assert [found["heartbeat_age_s"] for found in stacks_json("w-1", [beating, other])["tasks"]] == [312.4, None]
 
 
-Place = tuple[int, str, bool, int]
-"""Number, operation, whether it is over, the last one begun."""
+Report = tuple[int, str, bool, int]
+"""The number and operation of a collective, whether it has ended, and the number of the last entered collective."""
 IN_5, AFTER_4 = (5, "all_reduce", False, 5), (4, "all_reduce", True, 4)
 
 
 def rank_reports(
-    name: str, places: dict[int, Place], *, group: str = "g", world: range = range(4), pg: str = "0 default_pg"
+    name: str, reports: dict[int, Report], *, group: str = "g", world: range = range(4), pg: str = "0 default_pg"
 ) -> TaskStacks:
     node = Node(name=f"n-{name}", host="h", root="~/.distflow", python="/opt/python")
-    told = []
-    for rank, (number, operation, is_over, entered) in places.items():
-        there = {"number": number, "operation": operation, "is_over": is_over, "entered": entered}
-        told.append({"rank": rank, "groups": [{"name": "0 default_pg", "ranks": [*world], **there}]})
-    seen: dict[str, Any] = {"tool": None, "processes": [], "collectives": told}
+    collectives = []
+    for rank, (number, operation, is_over, entered) in reports.items():
+        state = {"number": number, "operation": operation, "is_over": is_over, "entered": entered}
+        collectives.append({"rank": rank, "groups": [{"name": "0 default_pg", "ranks": [*world], **state}]})
+    seen: dict[str, Any] = {"tool": None, "processes": [], "collectives": collectives}
     return TaskStacks(asked=InspectedTask(task=name, group=group, attempt="a", node=node), seen=seen)
 
 
@@ -130,7 +130,7 @@ def shown_collectives(*tasks: TaskStacks) -> str:
     return "\n".join(collective_lines(tasks, Paint()))
 
 
-def test_who_has_not_come_to_the_collective_that_others_wait_in_is_named() -> None:
+def test_a_rank_that_has_not_entered_a_collective_is_named() -> None:
     assert shown_collectives(rank_reports("master", {0: IN_5, 1: IN_5}), rank_reports("worker", {2: IN_5, 3: AFTER_4})) == (
         "process group 0 default_pg, ranks 0-3\n"
         "    in all_reduce, collective 5: ranks 0-2\n"
@@ -139,8 +139,8 @@ def test_who_has_not_come_to_the_collective_that_others_wait_in_is_named() -> No
     )
 
 
-def test_a_rank_that_has_run_ahead_is_not_waited_for() -> None:
-    """It queues its collectives, and the one that it waits in is a later one."""
+def test_a_rank_that_is_ahead_is_not_named_as_missing() -> None:
+    """A rank can queue collectives, and wait in a later one."""
     text = shown_collectives(
         rank_reports("a", {0: (5, "broadcast", False, 9), 1: (6, "all_reduce", False, 6), 2: (4, "barrier", True, 4)})
     )
@@ -148,7 +148,7 @@ def test_a_rank_that_has_run_ahead_is_not_waited_for() -> None:
     assert text.index("collective 6: rank 1") < text.index("collective 5: rank 0") < text.index("collective 4: rank 2")
 
 
-def test_one_that_has_begun_it_while_it_waits_in_an_earlier_one_is_named_as_waiting() -> None:
+def test_a_rank_with_queued_collectives_is_named_as_waiting() -> None:
     text = shown_collectives(
         rank_reports("a", {0: (3, "barrier", False, 8), 1: (3, "barrier", False, 3), 2: (0, "", True, 0), 3: (2, "x", True, 2)})
     )
@@ -156,18 +156,18 @@ def test_one_that_has_begun_it_while_it_waits_in_an_earlier_one_is_named_as_wait
     assert "  ranks 0-1 wait in barrier for rank 2 (a on n-a), rank 3 (a on n-a)\n" in text
 
 
-def test_different_operations_under_one_number_are_a_mismatch() -> None:
+def test_different_operations_with_one_number_are_a_mismatch() -> None:
     text = shown_collectives(rank_reports("a", {0: IN_5, 1: IN_5, 2: (5, "broadcast", False, 5), 3: IN_5}))
     assert "  collective 5 differs between ranks: all_reduce on ranks 0-1, 3, broadcast on rank 2\n" in text
     assert "wait" not in text
 
 
-def test_all_in_the_same_one_have_nobody_to_wait_for() -> None:
+def test_no_rank_is_missing_if_all_are_in_the_same_collective() -> None:
     text = shown_collectives(rank_reports("a", dict.fromkeys(range(4), IN_5)))
     assert text == "process group 0 default_pg, ranks 0-3\n    in all_reduce, collective 5: ranks 0-3\n"
 
 
-def test_ranks_that_told_nothing_are_named_as_such() -> None:
+def test_ranks_without_a_report_are_unknown() -> None:
     assert "    unknown: ranks 0, 3\n" in shown_collectives(rank_reports("a", {1: IN_5, 2: IN_5}))
 
 
@@ -186,17 +186,17 @@ def test_worlds_of_two_groups_of_a_workflow_are_not_mixed() -> None:
         ([], ""),
     ],
 )
-def test_where_nobody_waits_that_is_all_there_is_to_say(tasks: list[TaskStacks], text: str) -> None:
+def test_no_collectives_are_listed_if_no_rank_waits(tasks: list[TaskStacks], text: str) -> None:
     assert shown_collectives(*tasks) == text
 
 
-def test_many_that_are_missing_are_cut_and_terminals_are_safe() -> None:
-    places = dict.fromkeys(range(20), AFTER_4) | {20: (5, "all\x1b[31m", False, 5)}
-    text = shown_collectives(rank_reports("a", places, world=range(21)))
+def test_many_missing_ranks_are_cut_and_control_characters_are_removed() -> None:
+    reports = dict.fromkeys(range(20), AFTER_4) | {20: (5, "all\x1b[31m", False, 5)}
+    text = shown_collectives(rank_reports("a", reports, world=range(21)))
     assert text.endswith("rank 7 (a on n-a), and 12 more\n")
     assert "\x1b" not in text
 
 
-def test_the_document_has_what_each_rank_told() -> None:
+def test_the_document_contains_the_report_of_each_rank() -> None:
     seen = rank_reports("a", {0: IN_5})
     assert stacks_json("w-1", [seen])["tasks"][0]["collectives"] == (seen.seen or {})["collectives"]

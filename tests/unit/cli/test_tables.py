@@ -13,7 +13,7 @@ from unit.cli.screen import Terminal
 from unit.state.stored import T0
 
 
-def test_columns_stay_aligned_with_colours_and_wide_characters() -> None:
+def test_columns_are_aligned_with_colors_and_wide_characters() -> None:
     paint = Paint(enabled=True)
     text = "a.yaml:3: error: no name\n    hint: error: x\nwarning: slow\nan error: y"
     assert paint.messages(text) == (
@@ -37,14 +37,14 @@ def test_text_of_tasks_cannot_disturb_a_terminal() -> None:
     assert cut("\x1b[31mreddish\x1b[0m", 4) == "red…"
 
 
-def test_colours_are_for_terminals_that_want_them() -> None:
+def test_colors_are_only_for_terminals_that_allow_them() -> None:
     assert Paint.of(Terminal(), {}).enabled
     assert not Paint.of(Terminal(), {"NO_COLOR": "1"}).enabled
     assert not Paint.of(Terminal(), {"TERM": "dumb"}).enabled
     assert not Paint.of(io.StringIO(), {}).enabled
 
 
-def test_a_width_is_only_known_of_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_terminals_have_a_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal_width(io.StringIO()) is None
     monkeypatch.setenv("COLUMNS", "77")
     assert terminal_width(Terminal()) == 77
@@ -53,7 +53,7 @@ def test_a_width_is_only_known_of_terminals(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("screen")
-def test_times_are_written_for_people_and_for_programs() -> None:
+def test_times_have_formats_for_text_and_json() -> None:
     assert local_minute(T0) == "Apr 11, 2025 21:31 UTC"
     assert local_second(T0) == "2025/04/11 21:31:07"
     assert iso(T0 + 0.25) == "2025-04-11T21:31:07.250"

@@ -1,4 +1,4 @@
-"""``tag``: put on, taken off, listed."""
+"""``tag``: add, remove and list tags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unit.cli.screen import Screen
 from unit.state.stored import completed_group, submit, workflow
 
 
-def test_tags_are_put_on_several_workflows_and_taken_off(screen: Screen) -> None:
+def test_tags_are_added_to_several_workflows_and_removed(screen: Screen) -> None:
     for number in (1, 2):
         submit(screen.store, workflow([completed_group()], number=number))
     assert screen.run("tag", "-w", "digits-1", "digits-2", "-a", "good", "fast") == 0
@@ -25,7 +25,7 @@ def test_tags_are_put_on_several_workflows_and_taken_off(screen: Screen) -> None
     assert screen.out.splitlines()[-1].split() == ["good", "1"]
 
 
-def test_without_tags_there_is_a_sentence(screen: Screen) -> None:
+def test_missing_tags_are_reported_in_a_sentence(screen: Screen) -> None:
     assert screen.run("tag") == 0
     assert screen.out == "There are no tags yet.\n"
 
@@ -39,7 +39,7 @@ def test_without_tags_there_is_a_sentence(screen: Screen) -> None:
         (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow 'digits-9'"),
     ],
 )
-def test_half_a_request_changes_nothing(screen: Screen, arguments: list[str], words: str) -> None:
+def test_an_incomplete_request_changes_nothing(screen: Screen, arguments: list[str], words: str) -> None:
     submit(screen.store, workflow([completed_group()]))
     assert screen.run("tag", *arguments) == 2
     assert words in screen.err

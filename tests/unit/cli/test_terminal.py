@@ -9,7 +9,7 @@ from distflow.cli.render.terminal import ProgressLine
 from unit.cli.screen import Terminal
 
 
-def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_progress_and_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_EVERY_S", 0.0)
     screen = Terminal()
     with ProgressLine(screen, "sent") as line:
@@ -17,7 +17,7 @@ def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.Mo
         assert "sent 1.0 MiB of 4.0 MiB, " in screen.getvalue()
     assert screen.getvalue().endswith("\r\x1b[K")
     before = screen.getvalue()
-    line.update(2 << 20, 4 << 20)  # a thread that is late
+    line.update(2 << 20, 4 << 20)  # as by a thread that is late
     assert screen.getvalue() == before
 
 

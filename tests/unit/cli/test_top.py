@@ -1,4 +1,4 @@
-"""``top``, and what ``query --watch`` shows of running tasks."""
+"""``top``, and running tasks in ``query --watch``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distflow.client.workflows import read_status
 from distflow.lifecycle.states import WorkflowState
 from distflow.pools.model import Node, Pool
 from distflow.state.record import WorkflowRecord
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.cli.test_metrics import metric
 from unit.cli.test_samples import record_samples
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, task_log, workflow
@@ -41,7 +41,7 @@ pools:
 
 @pytest.fixture
 def busy(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkflowRecord:
-    """A running workflow whose master has samples and says how many steps there are."""
+    """A running workflow whose master has samples and prints the total number of steps."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "distflow.yaml").write_text(CONFIGURATION)
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
@@ -53,10 +53,10 @@ def busy(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wor
 def test_top_shows_workflows_and_gpus(screen: Screen, busy: WorkflowRecord) -> None:
     with supervised(screen.directory), Client() as client:
         found = overview_text(read_overview(client), now=T0 + 100, paint=Paint(), width=None)
-    hold_against("top.txt", found)
+    assert_golden("top.txt", found)
 
 
-def test_programs_get_the_same(screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_same_values(screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]) -> None:
     with supervised(screen.directory):
         assert run(["top", "-t", "json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -80,7 +80,7 @@ def test_programs_get_the_same(screen: Screen, busy: WorkflowRecord, capsys: pyt
         assert run(["top", "--pool", "none"]) == 2
 
 
-def test_top_shows_who_else_uses_gpus(screen: Screen, busy: WorkflowRecord) -> None:
+def test_top_shows_other_uses_of_gpus(screen: Screen, busy: WorkflowRecord) -> None:
     alice = Holder(user="alice", attempt=f"{'7e' * 16}/train/w/0", label="bert-7/w", pid=7, gpus=(0, 1))
     elsewhere = Holder(user=user_name(), attempt=f"{'7f' * 16}/train/w/0", label="mine-2/w", pid=8, gpus=(2, -1, 10**9))
     answers = {
@@ -90,13 +90,13 @@ def test_top_shows_who_else_uses_gpus(screen: Screen, busy: WorkflowRecord) -> N
     }
     with supervised(screen.directory), Client() as client:
         overview = read_overview(client, ["lab"], answers)
-    hold_against("top_asked.txt", overview_text(overview, now=T0 + 100, paint=Paint(), width=None))
+    assert_golden("top_asked.txt", overview_text(overview, now=T0 + 100, paint=Paint(), width=None))
     nodes = {node.node: node for node in overview.nodes}
     assert [gpu.state for gpu in nodes["idle-node"].gpus] == ["other", "other", "mine", "free", "free", "foreign"]
     assert [nodes["master-node"].gpus[gpu].state for gpu in (0, 11)] == ["mine", "free"]
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_does_not_wait_for_unresponsive_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
     def ask(_: Pool, node: Node) -> Holders:
@@ -121,12 +121,12 @@ def test_a_watched_query_has_ages_trends_and_progress(screen: Screen, busy: Work
         workflow_text(busy, now=T0 + 92, metrics=status.metrics, usage=status.usage, is_live=is_live)
         for is_live in (True, False)
     ]
-    hold_against("query_live.txt", texts[0])
+    assert_golden("query_live.txt", texts[0])
     assert "1 min ago" in texts[0]
     assert "Trend" not in texts[1]
 
 
-def test_progress_needs_a_sensible_number_of_steps(screen: Screen) -> None:
+def test_progress_needs_a_valid_number_of_steps(screen: Screen) -> None:
     record = submit(screen.store, workflow([completed_group()]))
     for total, shown in (("x", None), (0, None), (-5, None), (True, None), (400, "[####################] 100%"), (9, "100%")):
         task_log(screen.directory, record, "master", [(T0 + 30, metric(step=400, total_steps=total, rank=0))])

@@ -21,18 +21,18 @@ def test_advice_shows_the_strategy_and_its_arithmetic(capsys: pytest.CaptureFixt
     assert "autocast" not in printed
 
 
-@pytest.mark.parametrize(("precision", "said"), [("bf16", 1), ("fp32", 0)])
-def test_a_precision_that_the_strategy_has_no_option_for_is_the_programs(
-    precision: str, said: int, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("precision", "count"), [("bf16", 1), ("fp32", 0)])
+def test_autocast_is_recommended_if_the_strategy_cannot_set_the_precision(
+    precision: str, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--params", "350m", "--gpus", "2", "--gpu-memory", "24Gi", "--precision", precision]
     assert run(["train", "advise", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "    strategy: {kind: ddp}\n" in printed
-    assert printed.count('\n    with torch.autocast("cuda", torch.bfloat16):  # in your program, ') == said
+    assert printed.count('\n    with torch.autocast("cuda", torch.bfloat16):  # in your program, ') == count
     assert run(["train", "advise", *arguments, "-t", "json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
-    assert (chosen["precision"], chosen["autocast"]) == (precision, bool(said))
+    assert (chosen["precision"], chosen["autocast"]) == (precision, bool(count))
 
 
 def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [choice["fits"] for choice in found["choices"]][:4] == [False] * 4
 
 
-def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "advise", "--params", "1t", "--gpus", "2", "--gpu-memory", "1Gi", "--precision", "fp32"]) == 0
     assert "No strategy fits: use more GPUs" in capsys.readouterr().out
 
@@ -53,6 +53,6 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ("params", "memory", "message"),
     [("7x", "80Gi", "`7x` is not a number of parameters"), ("7b", "80Xi", "Xi"), ("7b", "lots", "lots")],
 )
-def test_wrong_numbers_are_told(params: str, memory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_numbers_are_errors(params: str, memory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "advise", "--params", params, "--gpus", "2", "--gpu-memory", memory]) == 2
     assert message in capsys.readouterr().err

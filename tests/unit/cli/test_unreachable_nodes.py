@@ -1,4 +1,4 @@
-"""Unreachable nodes: what ``query`` and ``cancel`` say of them, and a watch."""
+"""Unreachable nodes in ``query``, ``cancel`` and the lines about changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unit.state.stored import T0, running_group, submit, supervised, task, workf
 AWAY = Outage(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
 
 
-def _half_lost() -> GroupRecord:
+def _group_with_unreachable_worker() -> GroupRecord:
     worker = replace(task("worker", State.RUNNING), outage=AWAY)
     return replace(running_group(), tasks=(task("master", State.RUNNING), worker))
 
@@ -24,8 +24,8 @@ def _record(group: GroupRecord) -> WorkflowRecord:
     return workflow([group], state=WorkflowState.RUNNING)
 
 
-def test_query_names_the_node_and_why(screen: Screen) -> None:
-    record = submit(screen.store, _record(_half_lost()))
+def test_query_names_an_unreachable_node_and_its_error(screen: Screen) -> None:
+    record = submit(screen.store, _record(_group_with_unreachable_worker()))
     with supervised(screen.directory):
         screen.run("query", record.id)
         assert (
@@ -40,20 +40,20 @@ def test_query_names_the_node_and_why(screen: Screen) -> None:
     ]
 
 
-def test_what_has_ended_is_not_out_of_reach() -> None:
+def test_an_ended_task_is_not_listed_as_unreachable() -> None:
     ended = replace(task("worker"), outage=AWAY)
     assert cancel_json(_record(replace(running_group(), tasks=(task("master"), ended)))) == []
 
 
-def test_a_watch_tells_when_a_node_is_lost_and_found() -> None:
-    before, after = _record(running_group()), _record(_half_lost())
+def test_changes_include_lost_and_recovered_nodes() -> None:
+    before, after = _record(running_group()), _record(_group_with_unreachable_worker())
     assert list(changes(before, after)) == [f"worker-node: unreachable: {AWAY.error.splitlines()[0]}"]
     assert list(changes(after, after)) == []
     assert list(changes(after, before)) == ["worker-node: reachable again"]
 
 
-def test_cancel_says_what_is_known_and_what_will_happen() -> None:
-    record = replace(_record(_half_lost()), id="digits-1")
+def test_cancel_reports_its_effect_on_unreachable_nodes() -> None:
+    record = replace(_record(_group_with_unreachable_worker()), id="digits-1")
     words = list(cancel_words(record, 120.0))
     assert words[0].startswith(f"worker-node has been unreachable since {local_second(AWAY.since)}: me@10.0.0.2:22")
     assert words[1] == (
@@ -63,7 +63,7 @@ def test_cancel_says_what_is_known_and_what_will_happen() -> None:
     assert list(cancel_words(_record(running_group()), 120.0)) == []
 
 
-def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
+def test_a_lost_task_of_an_ended_workflow_is_reported() -> None:
     gone = "worker-node has been unreachable for 2 min: it does not answer"
     lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, orphan=OrphanState.UNREACHABLE)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))

@@ -104,7 +104,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("arguments", ERRORS)
-def test_errors_of_the_parser_say_what_to_do(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_parser_have_remedies(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments.split()) == 2
     assert capsys.readouterr().err == f"error: {dedent(ERRORS[arguments]).strip()}\n"
 
@@ -117,9 +117,9 @@ def test_errors_of_the_parser_are_json_on_request(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("arguments", [[], ["workflow"], ["pool"]])
 def test_a_group_without_a_command_prints_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
-    asked = capsys.readouterr().err
+    page = capsys.readouterr().err
     assert run([*arguments, "--help"]) == 0
-    assert asked == capsys.readouterr().out
+    assert page == capsys.readouterr().out
 
 
 def test_help_has_sections_and_the_width_of_the_terminal(

@@ -1,4 +1,4 @@
-"""``why``: the verdict in full, what happened on the nodes around it, and the words where there is nothing to explain."""
+"""``why``: the first cause, the timeline of the nodes, and the messages if there is no failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.state import logs
 from distflow.state.event_details import CancelRequested, NodeReachable, NodeUnreachable
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
 from distflow.structs import replace
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, assert_golden
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
 
 BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.0004)
@@ -30,7 +30,7 @@ KERNEL = (
 
 
 def gang() -> GroupRecord:
-    """A gang whose worker failed first, on a node that is behind; a third task lost it as a peer, a fourth failed later."""
+    """A gang whose worker failed first, on a node whose clock is behind. Two others failed, one of them at the same time."""
     group = failed_group()
     assert group.cause is not None
     cause = replace(
@@ -54,7 +54,7 @@ def gang() -> GroupRecord:
 
 
 def failed(screen: Screen) -> WorkflowRecord:
-    """The gang in a workflow, with a node that was unreachable meanwhile, and what a bystander printed."""
+    """Store a workflow with the gang, the output of the bystander, and events of unreachable nodes."""
     upstream = replace(running_group(), name="report", state=State.FAILED, reason=Reason.UPSTREAM, tasks=(),
                        message="training, which it depends on, did not complete: FAILED_EVICTED")  # fmt: skip
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
@@ -72,15 +72,15 @@ def failed(screen: Screen) -> WorkflowRecord:
     return record
 
 
-def test_a_failure_is_told_in_full(screen: Screen) -> None:
+def test_why_prints_cause_timeline_and_clocks(screen: Screen) -> None:
     assert screen.run("why", failed(screen).id) == 0
     assert screen.err == ""
-    hold_against("why_failed.txt", screen.out)
+    assert_golden("why_failed.txt", screen.out)
 
 
 def test_programs_get_one_document(screen: Screen) -> None:
     assert screen.run("why", failed(screen).id, "-g", "training", "-t", "json") == 0
-    hold_against("why_failed.json", screen.out)
+    assert_golden("why_failed.json", screen.out)
     (group,) = json.loads(screen.out)["groups"]
     assert [one["offset_s"] for one in group["timeline"]] == sorted(one["offset_s"] for one in group["timeline"])
     assert next(one for one in group["timeline"] if one["offset_s"] == 0 and one["task"])["because"] == "the first cause"
@@ -104,11 +104,11 @@ def test_programs_get_one_document(screen: Screen) -> None:
     ],
     ids=["completed", "running", "canceled"],
 )
-def test_where_nothing_failed_it_is_said(screen: Screen, record: WorkflowRecord, words: str) -> None:
+def test_why_explains_the_state_if_nothing_failed(screen: Screen, record: WorkflowRecord, words: str) -> None:
     stored = submit(screen.store, record)
     if record.cancel is not None:
-        asked = Event(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
-        screen.store.request_cancel(stored.uuid, record.cancel, asked)
+        event = Event(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
+        screen.store.request_cancel(stored.uuid, record.cancel, event)
     with supervised(screen.directory):
         assert screen.run("why", stored.id) == 0
         assert screen.out == f"{words}\n"
@@ -130,7 +130,7 @@ def retried(screen: Screen) -> str:
     return submit(screen.store, workflow([group])).id
 
 
-def test_an_earlier_attempt_is_told_when_it_is_asked_for(screen: Screen) -> None:
+def test_an_earlier_attempt_is_explained_on_request(screen: Screen) -> None:
     workflow_id = retried(screen)
     assert screen.run("why", workflow_id) == 0
     assert f"training was retried after a failure. Details: distflow workflow why {workflow_id} -r 0" in screen.out
@@ -140,7 +140,7 @@ def test_an_earlier_attempt_is_told_when_it_is_asked_for(screen: Screen) -> None
     assert "completed" not in screen.out
 
 
-def test_what_is_not_there_is_refused_in_words(screen: Screen) -> None:
+def test_unknown_attempts_and_groups_are_errors(screen: Screen) -> None:
     workflow_id = retried(screen)
     assert screen.run("why", workflow_id, "-r", "2") == 2
     assert "no attempt 2" in screen.err
@@ -149,7 +149,7 @@ def test_what_is_not_there_is_refused_in_words(screen: Screen) -> None:
     assert "did you mean `training`?" in screen.err
 
 
-def test_a_group_that_a_clock_ended_has_its_message_and_no_cause(screen: Screen) -> None:
+def test_a_group_that_timed_out_has_a_message_and_no_cause(screen: Screen) -> None:
     group = replace(
         failed_group(), reason=Reason.EXEC_TIMEOUT, cause=None, stop_reason=Reason.EXEC_TIMEOUT,
         message="ran longer than 80 s (exec_timeout)",
@@ -168,7 +168,7 @@ def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypa
     task_log(screen.directory, record, "worker", [(T0 + 80, b"x")])
     path = screen.directory.logs / record.uuid / "training" / "worker" / "0" / "output.log"
     with path.open("r+b") as log:
-        log.seek(200 << 20)  # one line, without an end
+        log.seek(200 << 20)  # one very long line
         log.write(b"\n{'message': 'CUDA out of memory " + b"y" * (1 << 20) + b"'}")
     read, longest = [0], [0]
     real_read = logs._read
@@ -204,5 +204,5 @@ NODE = "/home/me/.local/share/distflow/node/distflow-node/0123456789abcdef012345
         ("/a" * 20_000 + "/distflow-node/", "/a" * 20_000 + "/distflow-node/"),
     ],
 )
-def test_paths_of_a_node_are_shown_as_those_of_the_project(line: str, shown: str) -> None:
+def test_paths_on_a_node_are_shown_relative_to_the_working_directory(line: str, shown: str) -> None:
     assert without_node_paths(line) == shown

@@ -1,4 +1,4 @@
-"""Records as documents for programs."""
+"""Records as JSON documents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN, OWN = DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://
 
 
 def with_data(record: WorkflowRecord) -> Plan:
-    """A plan in which both tasks take one URL, and the worker another one."""
+    """Return a plan in which both tasks have one input URL, and the worker has a second one."""
     plan = plan_of(record)
     (group,) = plan.groups
     master, worker = group.launches
@@ -36,7 +36,7 @@ def with_data(record: WorkflowRecord) -> Plan:
 
 
 def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
-    """The steps of each attempt: seconds and tenths after T0."""
+    """Return the seconds of the times of each attempt's steps."""
     document: Any = workflow_json(record, plan, verbose=True)
     return {
         f"{task['name']} {task['retry_id']}": [None if task[name] is None else task[name][-6:] for name in STEPS]
@@ -44,7 +44,7 @@ def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
     }
 
 
-def test_steps_of_a_task_are_told_where_they_are_known() -> None:
+def test_times_of_a_tasks_steps_are_included_if_known() -> None:
     carried = (
         TransferResult(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
         TransferResult(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
@@ -71,23 +71,23 @@ def test_steps_of_a_task_are_told_where_they_are_known() -> None:
         "master 0": [at(1), at(2), at(3), at(4), None],
         "worker 0": [at(1), at(2), at(2), at(7), at(22)],
     }
-    # What nodes fetched by themselves was only looked up here, and what an older supervisor noted has no begin.
+    # Nodes fetched the first input themselves, and an older supervisor recorded no start of the second.
     old = replace(group, transfer_results=(replace(carried[0], is_direct=True), replace(carried[1], since=None)))
     record = replace(record, groups=(old,))
     assert steps(record, plan)["worker 0"] == [at(1), at(2), None, at(7), None]
     assert steps(record, plan)["master 0"] == [at(1), at(2), None, None, None]
-    # Of an attempt before, and of one that waits for nodes again, nothing is made up.
+    # The times are unknown for an earlier attempt, and for an attempt that waits for nodes again.
     again = replace(
         group, attempt=1, scheduling_at=T0 + 30, transfer_results=(),
         tasks=tuple(replace(one, attempt=1) for one in group.tasks),
         earlier=tuple(replace(one, state=State.RESCHEDULED) for one in group.tasks),
     )  # fmt: skip
-    told = steps(replace(record, groups=(again,)), plan)
-    assert told["master 1"] == [at(30), None, None, None, None]
-    assert told["master 0"] == [None] * 5
+    retried = steps(replace(record, groups=(again,)), plan)
+    assert retried["master 1"] == [at(30), None, None, None, None]
+    assert retried["master 0"] == [None] * 5
 
 
-def test_a_timeout_is_the_workflows_where_all_groups_have_it() -> None:
+def test_a_workflow_has_a_timeout_if_all_groups_have_the_same() -> None:
     record = replace(workflow(groups=(running_group(),)), parent="digits-old-12")
     (group,) = plan_of(record).groups
     short = replace(group, timeouts=Timeouts(exec_s=60.0, queue_s=5.0))
@@ -100,7 +100,7 @@ def test_a_timeout_is_the_workflows_where_all_groups_have_it() -> None:
     assert (document["groups"][0]["exec_timeout"], document["groups"][0]["queue_timeout"]) == (60.0, 5.0)
 
 
-def test_documents_are_as_their_schemas() -> None:
+def test_documents_match_their_schemas() -> None:
     moving = TransferProgress(sent=1, total=2, bytes_per_s=0.5, at=T0)
     waiting = replace(running_group(), state=State.INITIALIZING, running_at=None)
     away = replace(

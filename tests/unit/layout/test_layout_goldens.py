@@ -35,7 +35,7 @@ def described(path: Path) -> str:
     return "\n".join(parts or ["no world"]).rstrip() + "\n"
 
 
-def hold_against(path: Path, found: str) -> None:
+def assert_golden(path: Path, found: str) -> None:
     """Fail with the difference and the command that renews the golden."""
     golden = path.with_suffix(".txt")
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
@@ -48,14 +48,14 @@ def hold_against(path: Path, found: str) -> None:
 
 @pytest.mark.parametrize("path", PROBLEMS, ids=lambda path: path.stem)
 def test_a_broken_layout_says_what_to_change(path: Path) -> None:
-    hold_against(path, described(path))
+    assert_golden(path, described(path))
 
 
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
 def test_a_correct_layout_is_drawn(path: Path) -> None:
     spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
     assert not errors_of(check_layout(spec)[1])
-    hold_against(path, described(path))
+    assert_golden(path, described(path))
 
 
 def test_every_problem_names_a_line_and_a_remedy() -> None:
