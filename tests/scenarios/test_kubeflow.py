@@ -220,7 +220,7 @@ def test_a_failure_a_timeout_and_the_end_of_a_job(cli: Cli, capsys: pytest.Captu
     assert workflow.name == failed
 
     name = client.train(plain, trainer=CustomTrainer(func=_sleep), options=[Name("long")])
-    with pytest.raises(RuntimeError, match="TrainJob long exists already"):
+    with pytest.raises(RuntimeError, match="TrainJob long already exists"):
         client.train(plain, trainer=CustomTrainer(func=_sleep), options=[Name("long")])
     with pytest.raises(TimeoutError, match=r"TrainJob long is (Created|Running) after 1 s, not Complete"):
         client.wait_for_job_status(name, timeout=1, polling_interval=0.2)  # type: ignore[arg-type]  # Kubeflow says int

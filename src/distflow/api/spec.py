@@ -1,8 +1,8 @@
 """Specs as Python values: built in a program, written as YAML, read from YAML.
 
-A field has the name and the meaning of the YAML key (``docs/spec.md``), with underscores instead of hyphens and capital
-letters: ``exit_actions`` is ``exitActions``. Fields without a value are left out of the YAML. Numbers may also be strings with
-a template, such as ``"{{gpus}}"``. Values are only checked by ``distflow.submit``, in the same way as on the command line.
+A field has the meaning of a YAML key (``docs/spec.md``) and its name in snake case: ``exit_actions`` is ``exitActions``. Fields
+without a value are left out of the YAML. Numbers may also be strings with a template, such as ``"{{gpus}}"``. Only
+``distflow.submit`` checks the values, in the same way as the command line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Timeouts(_Part, frozen=True):
 
 
 class Retry(_Part, frozen=True):
-    """How often and how soon a group is retried."""
+    """The number of retries of a group, and the delays before them."""
 
     limit: Count | None = None
     backoff: Duration | None = None
@@ -145,7 +145,7 @@ class Input(_Part, frozen=True):
 
 
 class Output(_Part, frozen=True):
-    """Where the output files of a task are written."""
+    """The URL or the dataset to which the output files of a task are written."""
 
     url: Text | None = None
     dataset: Dataset | None = None

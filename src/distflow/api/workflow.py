@@ -425,7 +425,7 @@ class Workflow:
         Args:
             command: The command. A text is split at spaces and quotes as in a shell.
             task: Names of tasks. Default: all running tasks.
-            connect_timeout: The maximum time for a node to answer, in seconds.
+            connect_timeout: The maximum time for a node to respond, in seconds.
 
         Returns:
             The exit code and the output of the command for each task.

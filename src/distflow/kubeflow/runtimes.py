@@ -16,7 +16,7 @@ __all__ = ["DEFAULT_RUNTIME", "PLAIN_RUNTIME", "RUNTIMES", "Framework", "runtime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How a runtime starts the ranks of a group."""
+    """A training framework, and the settings with which a runtime starts the ranks of a group."""
 
     name: str
     """Kubeflow's name of the framework."""
@@ -68,7 +68,7 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime with the number of GPUs that each node of the pool has at least, if it is configured."""
+    """Return a runtime with the smallest configured number of GPUs of the pool's nodes."""
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

@@ -252,7 +252,7 @@ class TrainerClient:
         spec = job_spec(name, runtime, trainer, options, self._pool())
         with _client() as client:
             if options.name is not None and _records(client, {JOB_LABEL: name}):
-                raise RuntimeError(f"TrainJob {name} exists already: delete it with delete_job, or choose another name")
+                raise RuntimeError(f"TrainJob {name} already exists: delete it with delete_job, or choose another name")
         labels = {**options.labels, JOB_LABEL: name, RUNTIME_LABEL: runtime}
         with _kubeflow_errors():
             venv = required_packages(runtime, trainer) or None

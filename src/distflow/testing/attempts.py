@@ -17,7 +17,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behavior:
-    """How a task of the fake backend runs."""
+    """The behavior of a task on the fake backend."""
 
     seconds: float = 1.0
     """The run time in seconds; infinite for a task that hangs."""

@@ -101,7 +101,7 @@ class FakeBackend:
         """The requested builds of Python environments."""
         self.canceled_builds: list[AttemptKey] = []
         self.holds_builds = False
-        """Whether builds do not end until ``end_build``."""
+        """Whether builds continue until ``end_build`` is called."""
 
     # The protocol `Backend`.
 

@@ -56,7 +56,7 @@ def _ray() -> Path:
 
 
 class RayCluster:
-    """One cluster; a context manager. Its nodes are ``n1``, which is the head, ``n2`` and so on."""
+    """A context manager for one cluster. Its nodes are ``n1``, which is the head, ``n2`` and so on."""
 
     def __init__(self, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
         """Choose ports and a directory. Each node reports ``cpus`` CPUs and ``gpus`` GPUs, independently of this machine."""
