@@ -116,7 +116,7 @@ class NetnsHost:
         return self._sshd
 
     def open(self, bridge: str, inside: str = "") -> None:
-        """Create the namespace, connect it to ``bridge`` in the namespace ``inside`` (or on this machine), and start its sshd."""
+        """Create the namespace, connect it to ``bridge`` in the namespace ``inside`` (or this machine), and start its sshd."""
         namespace, link, in_bridge = self.namespace, self._link, ("-n", inside) if inside else ()
         _ip("netns", "add", namespace)
         _ip(*in_bridge, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
