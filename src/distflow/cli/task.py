@@ -60,7 +60,8 @@ def list_command(
     ] = None,
     offset: OffsetOption = 0,
     workflow_id: Annotated[
-        str | None, typer.Option("--workflow-id", "-w", metavar="TEXT", help="Only of workflows whose ids contain this text.")
+        str | None,
+        typer.Option("--workflow-id", "-w", metavar="TEXT", help="Only tasks of workflows whose ids contain this text."),
     ] = None,
     status: Annotated[
         list[str] | None,

@@ -28,14 +28,14 @@ _AUTOCAST = (
 
 
 class Precision(str, Enum):
-    """The precision of the arithmetic (``sizing.PRECISIONS``)."""
+    """The precision of the arithmetic (``memory.PRECISIONS``)."""
 
     BF16 = "bf16"
     FP32 = "fp32"
 
 
 class Optimizer(str, Enum):
-    """The optimizer, which determines the size of the optimizer states (``sizing.OPTIMIZERS``)."""
+    """The optimizer, which determines the size of the optimizer states (``memory.OPTIMIZERS``)."""
 
     ADAMW = "adamw"
     SGD_MOMENTUM = "sgd-momentum"

@@ -165,7 +165,7 @@ def test_tensorboard_gets_a_run_for_each_rank(
     closed: list[str] = []
 
     class Writer:
-        """What tensorboard.summary.Writer does for us, kept in a list."""
+        """A replacement for ``tensorboard.summary.Writer`` that keeps the values in a list."""
 
         def __init__(self, place: str) -> None:
             self.run = Path(place).name

@@ -247,7 +247,7 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
     ]
     rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
     lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes.\n"]
-    lines += [f"{usage.node.name}: no answer: {plain(report.error)}\n" for usage, report in found if report.error]
+    lines += [f"{usage.node.name}: failed: {plain(report.error)}\n" for usage, report in found if report.error]
     return "".join(lines)
 
 

@@ -36,7 +36,7 @@ _MOST_SERIES = 2000
 _MOST_POINTS = 2000
 _BLOCK = 4 << 20
 _ESCAPE = re.compile(rb"\x1b(?:\[[\d;]*[a-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)")
-"""An escape sequence of a terminal, in lower case. The page draws the same ones as colors, or leaves them out."""
+"""An escape sequence of a terminal, in lower case. The page shows such sequences as colors, or removes them."""
 
 _Source = tuple[str, int, int | None]
 """Task, attempt and rank of a line."""
@@ -229,7 +229,7 @@ class _Follower:
         self._thread.start()
 
     def await_lines(self, seconds: float) -> None:
-        """Wait until all existing lines have been read, at most some seconds. Raise the error of the thread."""
+        """Wait until all existing lines have been read, but at most ``seconds``. Raise the error of the thread."""
         self.requested_at = time.monotonic()
         self._caught_up.wait(seconds)
         if self.error is not None:

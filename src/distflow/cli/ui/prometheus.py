@@ -47,7 +47,7 @@ def _samples(client: Client) -> Iterator[_Sample]:
             record = find_workflow(client, one.uuid, report_age=False)
             status_of = read_status(client, record)
         except DistflowError:
-            continue  # another version of distflow stored it
+            continue  # another version of distflow may have stored an unreadable record
         running = [(group, task) for group, task in choose_tasks(record, ()) if task.state is State.RUNNING]
         for _, task in running:
             yield "distflow_task_running", {"workflow": record.id, "task_name": task.name, "node_name": task.node}, 1

@@ -191,12 +191,12 @@ def stop(
         str | None,
         typer.Argument(
             metavar="[ID]",
-            help="Only to this workflow: its id, uuid or name, or - for the latest workflow.",
+            help="Only copies to this workflow: its id, uuid or name, or - for the latest one.",
             autocompletion=complete_workflow,
         ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", metavar="NAME", help="Only to this task.", autocompletion=complete_task)
+        str | None, typer.Option("--task", metavar="NAME", help="Only copies to this task.", autocompletion=complete_task)
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:

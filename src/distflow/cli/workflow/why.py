@@ -141,7 +141,9 @@ def stacks(
 
         bottom = BottomLine(sys.stderr)
         try:
-            seen = read_stacks(client, record, task or (), on_start=lambda count: bottom.show(f"asking {count} nodes …"))
+            seen = read_stacks(
+                client, record, task or (), on_start=lambda count: bottom.show(f"reading the stacks on {count} nodes …")
+            )
         finally:
             bottom.clear()
         if format_type is Format.JSON:
