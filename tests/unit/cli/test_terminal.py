@@ -17,7 +17,7 @@ def test_a_terminal_shows_the_progress_and_is_cleared(monkeypatch: pytest.Monkey
         assert "sent 1.0 MiB of 4.0 MiB, " in screen.getvalue()
     assert screen.getvalue().endswith("\r\x1b[K")
     before = screen.getvalue()
-    line.update(2 << 20, 4 << 20)  # as by a thread that is late
+    line.update(2 << 20, 4 << 20)  # a thread may call this after the end
     assert screen.getvalue() == before
 
 

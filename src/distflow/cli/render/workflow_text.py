@@ -286,7 +286,7 @@ def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
 
 
 def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
-    """Yield a first cause in short form: one line, and the last other lines of its traceback, or else of its output."""
+    """Yield a first cause in short form: its text, and the last lines of its traceback or output that are not in the text."""
     words = cause.text
     yield paint.bad(f"First cause: {words}")
     lines = [without_node_paths(plain(line)).rstrip() for line in cause.traceback.splitlines() or cause.lines]
