@@ -88,7 +88,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
     twice = cli.run("run", "--name", "twice", "--to", "found", "--", "sh", "-c", "ls -A; echo c > outputs/c", cwd=project)
     assert twice.out.splitlines()[1:] == ["[node-0] .gitignore", "[node-0] kept.txt", "[node-0] outputs"]
     assert "Not sent, because they hold results: found\n" in twice.err
-    assert "note: that directory also has other files" in twice.err
+    assert "note: the directory also contains other files" in twice.err
     for name, moved in (("first", False), ("second", True)):
         done = cli.run("run", "--name", name, "--to", "new", "--", "sh", "-c", 'echo "$0" > outputs/"$0"', name, cwd=project)
         assert ("The results of first-1 were moved to new/earlier-runs/first-1\n" in done.err) is moved
