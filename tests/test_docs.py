@@ -284,7 +284,7 @@ def _is_module_or_member(name: str) -> bool:
     return False
 
 
-def test_the_drawing_of_floors_shows_every_package() -> None:
+def test_the_drawing_of_layers_shows_every_package() -> None:
     drawing = next(block.text for block in all_blocks() if block.page.name == "architecture.md" and "│  cli" in block.text)
     rows = re.findall(r"^ [│▼]  (\w+) *([┐│┘]?)(.*)$", drawing, re.MULTILINE)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
