@@ -63,15 +63,16 @@ _LONG = (
     "tests/scenarios/test_pool_check.py",
     "tests/integration/slurm/test_many_jobs.py",
 )
-"""What takes 20 s and more on two cores, the longest first."""
+"""Tests that take 20 s and more on two cores, the longest first."""
 _ON_RAY = re.compile(r"^tests/(chaos|contract|scenarios)/(.*\[ray\b|test_ray\.py|test_engines\.py::test_the_same)")
-"""The tests that use a cluster of Ray."""
+"""Matches the ids of tests that use a Ray cluster."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each worker of pytest-xdist begin with long tests. It gets a part of the list, and others take over from its end.
+    """Order the tests so that each worker of pytest-xdist begins with long tests.
 
-    The first worker begins with all tests of Ray instead, whose clusters take 12 s of processor time to start.
+    Each worker gets a part of the list. A worker that is done takes tests from the end of another part. The first worker
+    begins with all tests of Ray instead, because each worker would need 12 s of processor time to start a Ray cluster.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ranks = {
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but not among the modules and tests that exist now, and less often."""
+    """Switch the garbage collector on again, with fewer runs. It ignores the modules and tests that exist now."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
@@ -119,7 +120,7 @@ def _clean_environment(_homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """The cluster of `slurm`, for fixtures that keep their jobs for several tests."""
+    """The cluster of the fixture `slurm`, for fixtures whose jobs run during several tests."""
     if why := missing_slurm():
         pytest.skip(why)
     with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
@@ -134,12 +135,12 @@ def slurm(slurm_cluster: Slurm) -> Iterator[Slurm]:
 
 
 _KUBERNETES = find_kubernetes(os.environ, Path(__file__).resolve().parent.parent)
-"""Read before the environment is cleaned."""
+"""Read at import, because `_clean_environment` removes the variables."""
 
 
 @pytest.fixture(scope="session")
 def kubernetes_source() -> KubernetesSource:
-    """Where this run gets a Kubernetes cluster from."""
+    """The source of the Kubernetes cluster: a script that starts one, or the kubeconfig of an existing one."""
     if _KUBERNETES.missing:
         pytest.skip(_KUBERNETES.missing)
     return _KUBERNETES
@@ -166,16 +167,16 @@ def kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesClus
 
 @pytest.fixture
 def lone_kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesCluster]:
-    """The same cluster, but no other test uses it, so that its parts can be stopped."""
+    """The same cluster for one test alone, which may stop parts of the cluster."""
     if not kubernetes_cluster.is_own:
-        pytest.skip("the parts of a cluster of somebody else cannot be stopped")
+        pytest.skip("the test stops parts of the cluster, and this cluster was not started by the tests")
     with kubernetes_cluster.alone():
         yield kubernetes_cluster
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """The cluster of `ray`. Its processes use 1 GB, and `pytest_collection_modifyitems` gives its tests to one worker."""
+    """The cluster of the fixture `ray`. It uses 1 GB, so `pytest_collection_modifyitems` assigns its tests to one worker."""
     if why := missing_ray():
         pytest.skip(why)
     with RayCluster() as cluster:
@@ -191,7 +192,7 @@ def ray(ray_cluster: RayCluster) -> Iterator[RayCluster]:
 
 @pytest.fixture
 def forking_site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the ``PYTHONPATH`` of tasks needs, so that processes that already have torch run launchers and their ranks."""
+    """A directory for the ``PYTHONPATH`` of tasks. Their launchers and ranks are then forked from a process with torch."""
     from preloaded import write_forking_site
 
     return write_forking_site(tmp_path, tmp_path_factory)
@@ -199,5 +200,5 @@ def forking_site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.fixture
 def repository() -> Path:
-    """The checkout."""
+    """The root of the checkout."""
     return Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
-"""The keys of OSMO's language, as the published schema has them: those without ``x-distflow``.
+"""The keys of OSMO's language: all keys of distflow's schema without ``x-distflow``.
 
-A key is named by the part of the schema in which it stands: ``task.name``, ``resource.topology.key``; at the top of the
-document it stands alone.
+The name of a key begins with its part of the schema: ``task.name``, ``resource.topology.key``. Keys at the top of the document
+have no such prefix.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SCHEMA: Mapping[str, Any] = load_schema("distflow.spec", "workflow.schema.json"
 
 
 def osmo_keys() -> frozenset[str]:
-    """Every key of OSMO's language."""
+    """Return every key of OSMO's language."""
     return frozenset(_keys(_SCHEMA, ""))
 
 
 def used_keys(document: Any) -> frozenset[str]:
-    """The keys of a document; those that the schema does not know are left out."""
+    """Return the keys of a document, except those that the schema does not contain."""
     return frozenset(_walk(_SCHEMA, document, ""))
 
 
@@ -54,7 +54,7 @@ def _walk(part: Mapping[str, Any], value: Any, where: str) -> Iterator[str]:
 
 
 def _place(part: Mapping[str, Any], where: str) -> str:
-    """Where the keys of a part stand: by the name that the schema gives it, else below its own key."""
+    """Return the prefix for the keys of a part: the part's name in the schema if it has one, else ``where``."""
     return f"{_name(part)}." if "$ref" in part and "properties" in _resolved(part) else where
 
 

@@ -22,7 +22,7 @@ def assert_documented(document: object, name: str) -> None:
 @cache
 def _validator(name: str) -> Any:
     schema = json.loads(output_schema_text(name))
-    shared = schema["$defs"]["workflow"]  # its users have further keys
+    shared = schema["$defs"]["workflow"]  # the rules that refer to it add further keys
     _close(schema, shared)
     return jsonschema.Draft202012Validator(schema)
 

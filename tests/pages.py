@@ -1,22 +1,26 @@
-"""The pages of the documentation: their fenced blocks, and whether a command printed what a page shows.
+"""Read the fenced blocks of the documentation pages, run their commands, and compare the output with the page.
 
-The language of the pages, all in fenced blocks:
+A block has one of these languages:
 
-* ``console``: a line that begins with ``$ `` is run (``\\`` at its end continues it in the next line); the lines below it are
-  the output in a terminal, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
-  any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``why``,
-  ``stacks``, ``list``, ``logs``, ``events``) are asked again until they say so.
+* ``console``: a line that begins with ``$ `` is a command (``\\`` at its end continues it in the next line). The lines below it
+  are its output in a terminal, standard output and error together. ``…`` matches any text within a line, and alone on a line
+  any lines. A command must exit with 0, unless the next command uses ``$?``. Commands that only read (``query``, ``why``,
+  ``stacks``, ``list``, ``logs``, ``events``) are repeated until they print the output of the page.
 * ``yaml``: a spec, which ``distflow workflow validate`` accepts.
-* ``python``: a script when it has a name (``file``), run by the commands of its page; else a fragment, which compiles.
+* ``python``: a script if it has a name (``file``), run by the commands of its page; else a fragment, which compiles.
 * ``text`` and ``json``: not checked.
 
-A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
-next to a copy of ``workflow_specs``; ``<!-- any order -->`` is for lines of several tasks;
-``<!-- hosts: gpu1 gpu2 -->`` is for commands that need machines behind SSH: a test of their own runs them, with such hosts;
-``<!-- screen: NAME 2-3 -->`` makes ``make screens`` draw the second and the third command of the block, or without numbers all
-of them, as ``docs/screens/NAME.svg``; ``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``,
-``<!-- not a spec -->``, ``<!-- wrong: message -->`` and ``<!-- configuration -->`` take a block out of the rule, or put it
-under another one.
+Comments before a block change these rules:
+
+* ``<!-- file: train.yaml -->``: write the block to this file in the directory where the page's commands run, next to a copy of
+  ``workflow_specs``.
+* ``<!-- any order -->``: the lines of the output may have any order, for example if several tasks print them.
+* ``<!-- hosts: gpu1 gpu2 -->``: a separate test runs the commands, with SSH hosts of these names.
+* ``<!-- screen: NAME 2-3 -->``: ``make screens`` draws the commands 2 and 3 of the block, or without numbers all of them, as
+  ``docs/screens/NAME.svg``.
+* ``<!-- not run: reason -->``: the commands are not run; the reason is one of ``REASONS``.
+* ``<!-- fragment -->``: a part of a spec, which is not validated. ``<!-- not a spec -->``: other YAML, which is only parsed.
+  ``<!-- configuration -->``: a ``distflow.yaml``. ``<!-- wrong: message -->``: a spec that is refused with this message.
 """
 
 from __future__ import annotations
@@ -87,11 +91,11 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where a person finds it."""
+        """The path of the page and the line of the block."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def note(self, name: str) -> str | None:
-        """The argument of one of its comments, ``""`` when it has none; ``None`` without the comment."""
+        """Return the argument of a comment before the block, ``""`` if it has no argument, ``None`` without such a comment."""
         for note in self.notes:
             word, _, argument = note.partition(":")
             if word == name:
@@ -169,9 +173,9 @@ def all_blocks() -> tuple[Block, ...]:
     return tuple(block for page in PAGES for block in blocks_of(page))
 
 
-# -- comparing what is shown with what is printed ---------------------------------------------------------------------
+# -- comparing the output of a command with the page -------------------------------------------------------------------
 
-_PASSING = (
+_VARYING = (
     (re.compile(r"\b[0-9]{4}/[0-9]{2}/[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}\b"), "<second>"),
     (re.compile(r"\b[A-Z][a-z]{2} [0-9]{2}, [0-9]{4} [0-9]{2}:[0-9]{2} [A-Z]+\b"), "<minute>"),
     (re.compile(r"\b[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+\b"), "<time>"),
@@ -180,18 +184,18 @@ _PASSING = (
     (re.compile(r"\b(port |127\.0\.0\.1:)[0-9]{5}\b"), r"\1<n>"),
     (re.compile(r"\b[0-9a-f]{32}\b"), "<uuid>"),
 )
-"""What differs from run to run, and what stands for it."""
+"""Patterns of text that differs from run to run, and the placeholders that replace it."""
 
 
 def normal(line: str) -> str:
-    """Return a line without what differs from run to run; its columns then do not count."""
-    passed = line
-    for pattern, word in _PASSING:
-        passed = pattern.sub(word, passed)
-    if passed != line or line.startswith("Time   "):  # the header of a table with process ids, which have any width
-        passed = re.sub(r" +", " ", passed)
+    """Return a line with placeholders for text that differs from run to run, and then with single spaces."""
+    replaced = line
+    for pattern, placeholder in _VARYING:
+        replaced = pattern.sub(placeholder, replaced)
+    if replaced != line or line.startswith("Time   "):  # the header of a table with process ids, which have any width
+        replaced = re.sub(r" +", " ", replaced)
     # The rule under a table's header is as long as its longest row.
-    return re.sub(r"^={5,}$", "====", passed.rstrip())
+    return re.sub(r"^={5,}$", "====", replaced.rstrip())
 
 
 def pattern_of(line: str) -> str:
@@ -200,7 +204,7 @@ def pattern_of(line: str) -> str:
 
 
 def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = False) -> bool:
-    """Tell whether a command printed what the page shows."""
+    """Return whether the output of a command matches the page."""
     lines = [normal(line) for line in printed.rstrip().splitlines()]
     while expected and not expected[-1].strip():
         expected = expected[:-1]
@@ -220,10 +224,10 @@ def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = Fa
 
 
 class Terminal:
-    """The directory in which a page's commands run, and what runs them."""
+    """Runs the commands of a page as on a terminal, in a directory with its own state and configuration."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] = NOTHING) -> None:
-        """With ``environment``, commands and tasks have more variables."""
+        """Create the directory below ``folder``. ``environment`` has further variables of commands and tasks."""
         self.folder = folder / "project"
         self.folder.mkdir()
         shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
@@ -231,7 +235,7 @@ class Terminal:
         (self.folder / ".venv").mkdir()
         (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         self.state = folder / "state"
-        # Pages that run side by side do not share this machine's CPUs, and see nothing of one another.
+        # With separate lease directories, pages that run at the same time do not wait for each other's CPUs.
         settings = folder / ".config" / "distflow"
         settings.mkdir(parents=True)
         local = {"backend": "local", "lease_dir": f"{folder}/leases", "environment": dict(environment)}
@@ -245,7 +249,7 @@ class Terminal:
         self._code = 0
 
     def run(self, command: str) -> tuple[int, str]:
-        """Run a command in a shell that knows the exit code of the one before; return its own, and what was to be seen."""
+        """Run a command in a shell whose ``$?`` is the exit code of the previous command. Return its exit code and output."""
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         process = subprocess.Popen(
@@ -258,7 +262,7 @@ class Terminal:
             while select.select([master], [], [], LIMIT_S)[0]:
                 try:
                     more = os.read(master, 65536)
-                except OSError:  # Linux says EIO when the last process that had the terminal is gone
+                except OSError:  # EIO: the last process that used the terminal has ended
                     break
                 if not more:
                     break
@@ -270,7 +274,7 @@ class Terminal:
         return self._code, seen(data.decode("utf-8", "replace"))
 
     def end(self) -> None:
-        """End the processes that the page left, and wait until none works in the directory."""
+        """Cancel the workflows that still run, and wait until the supervisor has ended."""
         from distflow.state.directory import StateDirectory
         from distflow.supervisor.process import is_running
 
@@ -285,7 +289,7 @@ class Terminal:
 
 
 def seen(text: str) -> str:
-    """Return what is left on a terminal: a line that was cleared and written again shows its last text."""
+    """Return the text as a terminal shows it: of a line that was overwritten, only the last text."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in lines)
 
@@ -299,14 +303,14 @@ def ssh_hosts(
 ) -> Iterator[None]:
     """Start an OpenSSH server for each name, which `ssh NAME` reaches with the configuration in `home`.
 
-    `prefix` returns what comes before the command of the server of a name. `variables` are set on all of them.
+    For each name, `prefix` returns words that precede the command of its server. `variables` are set on all hosts.
     """
     more = "".join(f" {name}={value}" for name, value in variables.items())
     key = make_key(home / "key")
     with ExitStack() as stack:
         stanzas = []
         for number, name in enumerate(names, 1):
-            # What `python3` is there: one that has torch, as on the machines that people train on.
+            # `python3` on the hosts is the Python of the tests, which has torch.
             environment = f"HOME={home / name / 'home'} PATH={Path(sys.executable).parent}:/usr/bin:/bin{more}"
             server = Sshd(
                 home / name, f"127.0.3.{number}", alias=name, user_key=key, options={"SetEnv": environment}, prefix=prefix(name)

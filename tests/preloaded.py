@@ -1,14 +1,14 @@
-"""Python processes that have imported torch already: forks of one process, in place of new interpreters.
+"""Start Python processes that have already imported torch: they are forked from one process instead of started anew.
 
-To import torch takes a process 2 to 5 s of processor time, which is most of what a small training takes. These are ordinary
-processes in everything else: each has its own pid, session, arguments, environment, working directory, output and exit code.
-The interpreters that such a process starts in turn (the ranks of a launcher) are forked from it. Only torch is imported
-beforehand, so each process imports distflow for itself. A test of the start or of the end of an interpreter, of torchrun, or of
-what torch reads from its environment uses ``sys.executable`` instead.
+Importing torch takes 2 to 5 s of processor time, which is most of the time of a small training. Otherwise the forks are
+ordinary processes: each has its own pid, session, arguments, environment, working directory, output and exit code. If such a
+process starts Python itself (the ranks of a launcher), it forks them, too. Only torch is preloaded, so each process imports
+distflow again. Tests of the start or the end of an interpreter, of torchrun, or of the variables that torch reads at import use
+``sys.executable`` instead.
 
 ``start_preloaded`` starts such a process from a test. With the fixture ``forking_site`` in the ``PYTHONPATH`` of a task, the
-interpreters of scripts and launchers let such a process work in their place: they pass on their streams, wait, forward signals,
-and end as it does.
+interpreters of scripts and launchers delegate their work to such a process: they pass it their streams, wait, forward signals,
+and exit with its code.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _BASIC = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )  # fmt: skip
-"""What the ranks of most trainings import. DDP and the optimizers import the second one."""
+"""The modules that the ranks of most trainings import. DDP and the optimizers import ``torch._dynamo``."""
 _FLAGS = {"-u", "-B", "-E", "-I", "-s"}
 _ANSWER_S = 150.0
-"""For the first process, which waits until torch has been imported."""
+"""Time limit for the pid of a new process. The first one waits until the server has imported torch."""
 
 
 class Preloaded:
-    """A started process, with the part of ``subprocess.Popen`` that tests use."""
+    """A started process, with the methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.returncode: int | None = None
         connection.settimeout(_ANSWER_S)
-        self.pid = int(connection.recv(32) or _ended())
+        self.pid = int(connection.recv(32) or _raise_ended())
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -68,7 +68,7 @@ class Preloaded:
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                self.returncode = int(self._connection.recv(32) or _ended())
+                self.returncode = int(self._connection.recv(32) or _raise_ended())
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("preloaded Python", timeout or 0.0) from None
             self._connection.close()
@@ -85,38 +85,38 @@ class Preloaded:
         self.send_signal(signal.SIGKILL)
 
 
-def _ended() -> NoReturn:
-    raise RuntimeError("the process that others are forked from has ended: preloaded.log in the base directory says why")
+def _raise_ended() -> NoReturn:
+    raise RuntimeError("the server process has ended: see preloaded.log in the base directory of pytest")
 
 
 def start_preloaded(
     temporary: pytest.TempPathFactory, arguments: Sequence[str], folder: Path, environment: Mapping[str, str],
     stdin: int, stdout: int, stderr: int,
 ) -> Preloaded:  # fmt: skip
-    """Start ``python ARGUMENTS`` in a session of its own, forked from the process that all workers of pytest-xdist share."""
-    connection, _ = _server(temporary)
-    _ask(connection, arguments, str(folder), environment, [stdin, stdout, stderr])
+    """Start ``python ARGUMENTS`` in a new session, forked from the server process that all workers of pytest-xdist share."""
+    connection, _ = _connect_to_server(temporary)
+    _request_start(connection, arguments, str(folder), environment, [stdin, stdout, stderr])
     return Preloaded(connection)
 
 
-def _server(temporary: pytest.TempPathFactory) -> tuple[socket.socket, str]:
-    """Return a connection to the process that others are forked from, which is started if necessary, and its address."""
+def _connect_to_server(temporary: pytest.TempPathFactory) -> tuple[socket.socket, str]:
+    """Return a connection to the server process, which is started if necessary, and its address."""
     top, owner = temporary.getbasetemp(), os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
         top, owner = top.parent, os.getppid()
     address = f"\0distflow-preloaded-{owner}-{top}"[:100]
     with (top / "preloaded.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _connected(address) or _after_start(address, owner, top), address
+        return _connect(address) or _start_server(address, owner, top), address
 
 
-def _ask(
+def _request_start(
     connection: socket.socket, arguments: Sequence[str], folder: str, environment: Mapping[str, str], handles: Sequence[int]
 ) -> None:
     socket.send_fds(connection, [json.dumps([list(arguments), folder, dict(environment)]).encode()], handles)
 
 
-def _connected(address: str) -> socket.socket | None:
+def _connect(address: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(address)
@@ -126,9 +126,9 @@ def _connected(address: str) -> socket.socket | None:
     return connection
 
 
-def _after_start(address: str, owner: int, top: Path) -> socket.socket:
+def _start_server(address: str, owner: int, top: Path) -> socket.socket:
     environment = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
-    environment["HOME"] = str(top)  # not that of the first test, which would find this process as one of its own
+    environment["HOME"] = str(top)  # with the home of the first test, that test would report this process as its own
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, (top / "preloaded.log").open("ab") as log:
         server.bind(address)
         server.listen(64)
@@ -142,18 +142,18 @@ def _after_start(address: str, owner: int, top: Path) -> socket.socket:
             stderr=log,
             start_new_session=True,
         )
-        server_process.returncode = 0  # nobody waits for it: it ends after this process
-        connection = _connected(address)
+        server_process.returncode = 0  # no wait: the server ends after this process
+        connection = _connect(address)
     assert connection is not None
     return connection
 
 
 def write_forking_site(folder: Path, temporary: pytest.TempPathFactory) -> str:
-    """Return what ``PYTHONPATH`` needs so that processes forked from the shared one run scripts and launchers with their ranks.
+    """Return a directory for ``PYTHONPATH``: forks of the server process then run scripts, launchers and their ranks.
 
     A launcher in other namespaces, such as those of a container, imports torch once instead, and forks its ranks.
     """
-    connection, address = _server(temporary)
+    connection, address = _connect_to_server(temporary)
     connection.close()
     place = folder / "forking-site"
     place.mkdir()
@@ -182,10 +182,10 @@ def _namespaces() -> list[str]:
 
 
 def delegate(address: str, arguments: Sequence[str]) -> NoReturn:
-    """Have ``python ARGUMENTS`` run by a process that is forked from the shared one, and end as it does."""
-    connection = _connected(address)
+    """Run ``python ARGUMENTS`` in a fork of the server process, and exit with its code."""
+    connection = _connect(address)
     assert connection is not None
-    _ask(connection, arguments, os.getcwd(), os.environ, [0, 1, 2])
+    _request_start(connection, arguments, os.getcwd(), os.environ, [0, 1, 2])
     started = Preloaded(connection)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(started.pid, number))
@@ -196,13 +196,13 @@ def delegate(address: str, arguments: Sequence[str]) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-# -- in the process that others are forked from, and in these ---------------------------------------------------------
+# -- in the server process and its forks -------------------------------------------------------------------------------
 
 
 def _serve(server: socket.socket, owner: int) -> None:
-    """Fork for each connection, and send the pid, then the exit code, until the process ``owner`` has ended.
+    """Fork a process for each connection, and send its pid and later its exit code. Return when ``owner`` has ended.
 
-    A process whose connection is closed before its end is killed.
+    If a client closes its connection, kill the process.
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
@@ -217,11 +217,11 @@ def _serve(server: socket.socket, owner: int) -> None:
         for key, _ in selector.select(1.0):
             if key.fileobj is server:
                 connection, _ = server.accept()
-                asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+                request, handles, _, _ = socket.recv_fds(connection, 1 << 20, 3)
                 pid = os.fork()
                 if pid == 0:
                     os.setsid()
-                    arguments, folder, environment = json.loads(asked)
+                    arguments, folder, environment = json.loads(request)
                     _become(arguments, folder, environment, handles)
                 for handle in handles:
                     os.close(handle)
@@ -253,7 +253,7 @@ _fork_exec = _posixsubprocess.fork_exec
 
 
 def _fork(args: Any, executables: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> int:
-    """Take the place of ``_posixsubprocess.fork_exec``: fork without a new interpreter, if it is Python that is started."""
+    """Replace ``_posixsubprocess.fork_exec``: if the command is this Python, fork without starting an interpreter."""
     command = [os.fsdecode(one) for one in args]
     if command[0] != sys.executable or any(callable(one) for one in more):
         return int(_fork_exec(args, executables, close_fds, pass_fds, cwd, env, *more))
@@ -274,7 +274,7 @@ def _become(
     handles: Sequence[int],
     kept: Collection[int] = (),
 ) -> NoReturn:
-    """Become ``python ARGUMENTS``. What the process had to do before is still on its stack, and never goes on."""
+    """Run ``python ARGUMENTS`` in this fork and exit. The code that the parent was running never continues here."""
     _reset_signals()
     _keep_open(handles, kept)
     os.chdir(folder)
@@ -287,7 +287,7 @@ def _become(
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     if debug := sys.modules.get("torch.distributed"):
         debug.set_debug_level_from_env()  # which torch reads when it is imported
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as a temporary directory, which its parent removes
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent removes its temporary directories itself
     code = _exit_code(arguments)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -307,7 +307,7 @@ def _reset_signals() -> None:
 
 
 def _keep_open(handles: Sequence[int], kept: Collection[int]) -> None:
-    """Make these the standard streams (-1: leave it as it is), and close all other files."""
+    """Make ``handles`` the standard streams (-1: do not change this one), and close all other files except ``kept``."""
     for standard, handle in enumerate(handles):
         if handle not in (-1, standard):
             os.dup2(handle, standard)
@@ -359,8 +359,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def fork_interpreters(modules: Collection[str]) -> None:
-    """Import these, and fork the interpreters that this process starts from now on."""
-    gc.disable()  # it finds nothing in the modules, and takes a fifth of the time
+    """Import ``modules``, and from now on fork Python processes instead of starting interpreters."""
+    gc.disable()  # collecting garbage would take a fifth of the time and free nothing
     for module in modules:
         importlib.import_module(module)
     _LOADED.update(sys.modules)

@@ -1,4 +1,4 @@
-"""The house stands: imports point down, public names are declared, start-up imports nothing heavy."""
+"""Packages import only from lower layers, modules declare their public names, and start-up imports no slow module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_module_declares_its_public_names(path: Path) -> None:
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
         and not node.name.startswith("_")
-        # What a decorator took in (a command of the CLI) is reached through it.
+        # Commands of the CLI are registered by a decorator, so no module imports them by name.
         and not (isinstance(node, ast.FunctionDef) and node.decorator_list and "cli" in path.parts)
     }
     if declared is None:
@@ -43,7 +43,7 @@ def test_a_module_declares_its_public_names(path: Path) -> None:
     module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
     loaded = importlib.import_module(module)
     missing = [name for name in declared if not hasattr(loaded, name)]
-    assert not missing, f"{path}: __all__ names what is not there: {missing}"
+    assert not missing, f"{path}: the module lacks names of __all__: {missing}"
 
 
 def _declared(tree: ast.Module) -> list[str] | None:
@@ -55,7 +55,7 @@ def _declared(tree: ast.Module) -> list[str] | None:
 
 
 def _isort(name: str) -> tuple[int, str]:
-    """ruff's order: constants, classes, the rest."""
+    """Return the sort key of ruff's order: constants, classes, other names."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
@@ -115,6 +115,6 @@ def test_every_backend_of_the_registry_can_be_opened() -> None:
         assert callable(importlib.import_module(module).open_backend), name
 
 
-def test_no_release_of_jinja_with_known_ways_out_of_its_sandbox_is_admitted() -> None:
+def test_jinja_releases_with_known_sandbox_escapes_are_excluded() -> None:
     # CVE-2024-56201, CVE-2024-56326 and CVE-2025-27516 were fixed in 3.1.5 and 3.1.6.
     assert re.search(r'^  "jinja2>=3\.1\.6",', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

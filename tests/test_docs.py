@@ -1,6 +1,6 @@
-"""What README and docs/ show is true: links lead somewhere, specs are valid, commands print the lines below them.
+"""README and docs/ are correct: links have targets, specs are valid, and commands print the output on the page.
 
-`pages` describes the language of the pages.
+`pages` describes the blocks and comments of the pages.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ else:
     import tomli as tomllib
 
 TRAINING = ("training.md", "strategies.md")
-"""Pages that train with torch, except for the one about `stacks`, which would show other processes than on a node."""
+"""Pages whose tasks use `forking_site`. The page about `stacks` trains too, but must show the processes of a normal node."""
 
 # -- the pages --------------------------------------------------------------------------------------------------------
 
 
-def _is_run_here(block: Block) -> bool:
+def _runs_locally(block: Block) -> bool:
     return block.note("not run") is None and block.note("hosts") is None
 
 
-def _with_commands() -> list[Path]:
-    run = {block.page for block in all_blocks() if block.language == "console" and _is_run_here(block)}
+def _pages_with_commands() -> list[Path]:
+    run = {block.page for block in all_blocks() if block.language == "console" and _runs_locally(block)}
     return [page for page in PAGES if page in run]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", _with_commands(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _pages_with_commands(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     site = {"PYTHONPATH": request.getfixturevalue("forking_site")} if page.name in TRAINING else NOTHING
     terminal = Terminal(tmp_path, site)
-    _run_page(terminal, [block for block in all_blocks() if block.page == page and _is_run_here(block)])
+    _run_page(terminal, [block for block in all_blocks() if block.page == page and _runs_locally(block)])
 
 
 @pytest.mark.ssh
@@ -102,21 +102,21 @@ def _run_block(terminal: Terminal, block: Block) -> None:
     for position, shown in enumerate(commands):
         printed, code = "", 0
 
-        def is_right(shown: Shown = shown) -> bool:
+        def prints_the_page(shown: Shown = shown) -> bool:
             nonlocal printed, code
             code, printed = terminal.run(shown.command)
             return not shown.output or is_as_shown(shown.output, printed, any_order=any_order)
 
-        right = is_right()
-        if not right and LOOKS.match(shown.command):
+        is_right = prints_the_page()
+        if not is_right and LOOKS.match(shown.command):
             with contextlib.suppress(TimeoutError):
-                right = wait_until(is_right, LOOK_S)
-        is_asked = position + 1 < len(commands) and "$?" in commands[position + 1].command
-        if not right or (code and not is_asked):
+                is_right = wait_until(prints_the_page, LOOK_S)
+        may_fail = position + 1 < len(commands) and "$?" in commands[position + 1].command
+        if not is_right or (code and not may_fail):
             expected = "\n".join(shown.output)
             pytest.fail(
                 f"{block.place}: $ {shown.command}\n\n-- the page shows --\n{expected}\n\n"
-                f"-- it printed, and ended with {code} --\n{printed}",
+                f"-- the command exited with code {code} and printed --\n{printed}",
                 pytrace=False,
             )
 
@@ -145,23 +145,23 @@ def test_specs_are_valid(
             continue
         (tmp_path / "shown.yaml").write_text(yaml_text)
         code = run(["workflow", "validate", "shown.yaml"])
-        said = capsys.readouterr()
+        errors = capsys.readouterr().err
         wrong = block.note("wrong")
         if wrong is None:
-            assert code == 0, f"{block.place}\n{said.err}"
+            assert code == 0, f"{block.place}\n{errors}"
         else:
             assert code == 2, block.place
-            assert wrong in said.err, f"{block.place}\n{said.err}"
+            assert wrong in errors, f"{block.place}\n{errors}"
 
 
-def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
+def test_blocks_have_known_languages_and_valid_notes() -> None:
     for block in all_blocks():
         assert block.language in LANGUAGES, f"{block.place}: `{block.language}`"
         assert bool(block.note("not run")) == (block.note("not run") is not None), f"{block.place}: no reason"
         assert block.note("not run") in (None, *REASONS), f"{block.place}: not an agreed reason: {block.note('not run')}"
         if block.language == "console":
             for shown in shown_in(block):
-                # Each command has a shell of its own.
+                # Each command runs in a new shell, so these would have no effect.
                 assert not re.match(r"(cd|export|alias|source) ", shown.command), f"{block.place}: {shown.command}"
         if block.language == "python":
             compile(block.text, block.place, "exec")
@@ -209,16 +209,16 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", _prose(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"(https?|mailto):", target):
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists(), f"{page.name}: {target}"
-        assert there.is_relative_to(ROOT), f"{page.name}: {target} leaves the repository"
-        assert not anchor or anchor in anchors_of(there), f"{page.name}: {target}: no such heading"
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        assert linked.is_relative_to(ROOT), f"{page.name}: {target} leaves the repository"
+        assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}: no such heading"
 
 
 def test_the_examples_of_the_python_api_have_correct_types(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_the_drawing_of_layers_shows_every_package() -> None:
 
 @cache
 def _help_of(words: tuple[str, ...]) -> tuple[str, set[str]]:
-    """Return the command that words begin with, and its options. Fails for a command that does not exist."""
+    """Return the command at the beginning of ``words``, and its options. Fails if the command does not exist."""
     import typer
 
     from distflow.cli.app import app
@@ -355,7 +355,7 @@ def test_commands_are_typed_and_drawn(tmp_path: Path) -> None:
     assert "red at /home/ada" in _text_of_picture(tmp_path / "red.svg")
 
 
-# -- the judge itself -------------------------------------------------------------------------------------------------
+# -- the comparison itself --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_output_is_compared(expected: tuple[str, ...], printed: str, *, right: b
     assert is_as_shown(expected, printed) is right
 
 
-def test_lines_in_any_order_are_all_wanted() -> None:
+def test_in_any_order_each_line_is_required() -> None:
     assert is_as_shown(("a", "b"), "b\na\n", any_order=True)
     assert not is_as_shown(("a", "a"), "a\nb\n", any_order=True)
     assert not is_as_shown(("a",), "a\nb\n", any_order=True)
@@ -414,7 +414,7 @@ def test_a_wrong_page_is_found(tmp_path: Path) -> None:
     _run_block(terminal, Block(PAGES[0], 1, "console", (), "$ (exit 3)\n$ echo $?\n3\n"))
 
 
-def test_pages_that_run_side_by_side_share_no_leases(tmp_path: Path) -> None:
+def test_pages_that_run_at_the_same_time_share_no_leases(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     one, other = Terminal(tmp_path / "one"), Terminal(tmp_path / "other")

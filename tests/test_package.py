@@ -1,4 +1,4 @@
-"""The distribution: its name, and the wheel with its samples, as an installed distflow has them."""
+"""The name of the distribution, the contents of the wheel, the GitHub action, and the files for contributors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_action_validates_and_submits(tmp_path: Path) -> None:
         if "if" not in step:
             continue
         environment = {name: inputs[re.findall(r"inputs\.([a-z-]+)", value)[0]] for name, value in step["env"].items()}
-        # As GitHub starts `shell: bash`.
+        # GitHub starts `shell: bash` with these options.
         printed[step["name"].partition(" ")[0]] = subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
             cwd=tmp_path, check=True, capture_output=True, text=True,

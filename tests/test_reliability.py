@@ -1,4 +1,4 @@
-"""The page on reliability names tests, and they exist."""
+"""Each row of docs/reliability.md names a test, and these tests exist."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from typing import Any
 __all__ = ["SECRET", "Receiver", "running_receiver"]
 
 SECRET = "T0S3CR3T"
-"""A part of the URL that no message may contain."""
+"""A part of the URL that must not appear in any message."""
 
 
 class Receiver(ThreadingHTTPServer):
-    """A web server that keeps what it gets, and answers with the codes of its queue, or else with 200."""
+    """A web server that stores the received documents, and answers with the status codes in ``answers``, or else with 200."""
 
     daemon_threads = True
 
@@ -26,9 +26,10 @@ class Receiver(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/{SECRET}?key={SECRET}"
         self.received: list[dict[str, Any]] = []
         self.logins: list[str | None] = []
-        """The login of each request."""
+        """The header ``Authorization`` of each request."""
         self.answers: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.is_silent = threading.Event()
+        """While it is set, requests wait for ``may_answer``."""
         self.may_answer = threading.Event()
 
 
