@@ -72,7 +72,7 @@ workflow:
 
 
 def ranks(script: Path, among: set[int] | None = None) -> dict[int, int]:
-    """Return the processes of the training as pid → rank, -1 for a launcher. ``among`` restricts the pids."""
+    """Return the rank of each process of the training by its pid, -1 for a launcher. ``among`` restricts the pids."""
     found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -93,12 +93,12 @@ def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | Non
     while (took := time.perf_counter() - begin) < limit_s:
         if not ranks(script, among):
             return took
-        time.sleep(0.005)  # noqa: TID251  polls for what it measures
+        time.sleep(0.005)  # noqa: TID251  a short interval, because this is the accuracy of the measurement
     return limit_s
 
 
-def pairs(folder: Path) -> list[int]:
-    """Return the runners and keepers of the hosts in a folder."""
+def guards(folder: Path) -> list[int]:
+    """Return the pids of the runners and keepers of the hosts in a folder."""
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def pairs(folder: Path) -> list[int]:
     return found
 
 
-def end_supervisor(lab: Lab) -> None:
+def kill_supervisor(lab: Lab) -> None:
     """Kill the supervisor if one is running."""
     directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
     if is_running(directory):
@@ -148,7 +148,7 @@ def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[Non
         wait_until(lambda: sorted(rank for rank in ranks(script).values() if rank >= 0) == [0, 1, 2, 3], 120, "4 ranks train")
         time.sleep(1.0)  # noqa: TID251  the first all-reduce has begun
         if not supervised:
-            end_supervisor(lab)
+            kill_supervisor(lab)
         yield
     finally:
         command = [*run, "cancel", workflow, "--force", "--wait", "60"]
@@ -156,7 +156,7 @@ def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[Non
 
 
 def kill(folder: Path) -> bool:
-    """Measure SIGKILL of a rank; return whether the limit is met."""
+    """Measure the time after SIGKILL of a rank. Return whether the limit is met."""
     script = folder / "train.py"
     script.write_text(TRAIN)
     with Lab(2) as lab:
@@ -196,13 +196,13 @@ class CutLab(Lab):
 
     def __exit__(self, *_: object) -> None:
         """Wait until the supervisor has stopped the tasks of the lost node, then remove the hosts."""
-        wait_until(lambda: not pairs(self.folder), 60, "nothing runs on the hosts")
-        end_supervisor(self)
+        wait_until(lambda: not guards(self.folder), 60, "no task runs on the hosts")
+        kill_supervisor(self)
         self._stack.close()
 
 
 def cut(folder: Path) -> bool:
-    """Measure a cut link; return whether the limit is met."""
+    """Measure the time after the cut of a link. Return whether the limit is met."""
     script = folder / "train.py"
     script.write_text(TRAIN)
     taken: dict[str, float] = {}
@@ -215,14 +215,15 @@ def cut(folder: Path) -> bool:
         }
         for name, start in contestants.items():
             with start():
-                there = {pid for pid in ranks(script) if _namespace(pid) == _namespace_of(near)}
+                on_near = {pid for pid in ranks(script) if _namespace(pid) == _namespace_of(near)}
                 begin = time.perf_counter()
                 far.cut()
-                taken[name] = until_gone(script, begin, WATCHED_S, there)
+                taken[name] = until_gone(script, begin, WATCHED_S, on_near)
                 far.heal()
     print(f"from the cut of a host's link to no rank left on the other one (node_lost_after {LOST_AFTER_S} s)")
     for name, took in taken.items():
-        print(f"  {name:<34} " + (f"{took:>7.2f} s" if took < WATCHED_S else f"still there after {WATCHED_S:g} s"), flush=True)
+        shown = f"{took:>7.2f} s" if took < WATCHED_S else f"still running after {WATCHED_S:g} s"
+        print(f"  {name:<34} {shown}", flush=True)
     return taken["distflow"] <= LOST_AFTER_S + 2.0
 
 

@@ -31,7 +31,7 @@ workflow:
 
 
 def main() -> int:
-    """Run the measurement. Return 0 if the limit is met, 1 if not, 2 if pdsh is missing."""
+    """Run the measurement. Return 0 if the limit is met, 1 if it is not, 2 if pdsh is missing."""
     if shutil.which("pdsh") is None:
         print("pdsh is not installed: run `sudo apt-get install pdsh`", file=sys.stderr)
         return 2

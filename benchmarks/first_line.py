@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _with_default_pool(lab: Lab) -> Path:
-    """Write a configuration whose default pool is that of the hosts: it gives each host its own root on this machine."""
+    """Write a configuration whose default pool is ``lab``, so that each host keeps its own root on this machine."""
     text = (lab.folder / "distflow.yaml").read_text()
     path = lab.folder / "default.yaml"
     path.write_text(f"default_pool: lab\n{text}")

@@ -1,8 +1,8 @@
 """Send a tree of 400 MB, half text and half random bytes, to one SSH host for the first time, compared with tar and rsync.
 
-The time of distflow is from the start of ``submit`` until the task starts: its files are then checked and in their place. It is
-also shown in parts: packing, until the workflow is stored, and sending, from then on. Fails if distflow takes more than 4 × the
-time of ``rsync -a``. The goal is 1.5 × (see docs/performance.md).
+The time of distflow is from the start of ``submit`` until the task starts: the node has then checked and placed its files.
+Two parts of this time are also printed: packing (until the workflow is stored), and sending (after that). Fails if distflow
+takes more than 4 × the time of ``rsync -a``. The goal is 1.5 × (see docs/performance.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ workflow:
 
 
 def main() -> int:
-    """Run the measurement. Return 0 if the limit is met, 1 if not, 2 if rsync is missing."""
+    """Run the measurement. Return 0 if the limit is met, 1 if it is not, 2 if rsync is missing."""
     if shutil.which("rsync") is None:
         print("rsync is not installed: run `sudo apt-get install rsync`", file=sys.stderr)
         return 2
@@ -56,9 +56,9 @@ def main() -> int:
             begin = now()
             lab.submit(SPEC.format(path=tree))
             query = [sys.executable, "-m", "distflow", "workflow", "query", "upload-1", "-t", "json"]
-            said = json.loads(subprocess.run(query, env=lab.environment, capture_output=True, check=True).stdout)
-            packing.append(_seconds(said["submitted_at"]) - begin)
-            return _seconds(said["groups"][0]["tasks"][0]["started_at"]) - begin
+            shown = json.loads(subprocess.run(query, env=lab.environment, capture_output=True, check=True).stdout)
+            packing.append(_seconds(shown["submitted_at"]) - begin)
+            return _seconds(shown["groups"][0]["tasks"][0]["started_at"]) - begin
 
         taken = alternate(
             {
@@ -71,7 +71,7 @@ def main() -> int:
         )  # fmt: skip
         ratio = show(f"{2 * HALF >> 20} MiB, half text, {RUNS} runs", taken, "rsync -a")["distflow"]
         sending = [total - one for total, one in zip(taken["distflow"], packing, strict=True)]
-        print(f"  of it: packing {statistics.median(packing):.2f} s, sending and placing {statistics.median(sending):.2f} s")
+        print(f"  distflow: packing {statistics.median(packing):.2f} s, sending and placing {statistics.median(sending):.2f} s")
     return int(ratio > LIMIT)
 
 

@@ -1,9 +1,9 @@
 """Measure a function that all-reduces on 2 SSH hosts, from the start of the program to its end, compared with torchrunx.
 
 The programs are equal except for the launcher: ``distflow.run`` or ``torchrunx.Launcher`` with the backend gloo. Fails if
-distflow takes longer. torchrunx is not installed by ``make``: ``pip install torchrunx==0.4.0``. It waits without end on hosts
-whose own name resolves to 127.0.1.1; then its runs count as not finished, and only the time of distflow is shown. It starts its
-agents on loopback addresses without SSH, which saves it two connections.
+distflow takes longer. ``make`` does not install torchrunx: ``pip install torchrunx==0.4.0``. torchrunx waits forever on hosts
+whose own name resolves to 127.0.1.1. In that case, only the time of distflow is shown. On loopback addresses, torchrunx starts
+its agents without SSH, so it makes two connections less than distflow.
 """
 
 from __future__ import annotations

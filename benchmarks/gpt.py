@@ -1,7 +1,7 @@
 """Measure tokens per second of a small GPT in bf16 with ``distflow.train``, compared with a hand-written loop.
 
 Prints the model FLOP utilization, which is the used part of the GPU's peak. Fails if the median of the ratios is below
-``LIMIT``. Without a CUDA device it says so and measures nothing.
+``LIMIT``. Without a CUDA device, it prints a message and measures nothing.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def parameters() -> int:
 def operations() -> float:
     """Return the operations for a token: 6 for each parameter, plus 12 × layers × hidden × context in attention.
 
-    The formula is that of the PaLM paper. It counts masked attention scores too.
+    The formula is from the PaLM paper. It also counts masked attention scores.
     """
     return 6.0 * parameters() + 12.0 * LAYERS * HIDDEN * CONTEXT
 

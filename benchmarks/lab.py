@@ -119,10 +119,11 @@ def alternate(
     warm_up: bool = True,
     settle: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run all contestants alternately, and return the seconds of each in each of ``runs`` turns.
+    """Run all contestants alternately in ``runs`` turns. Return the seconds of each contestant in each turn.
 
-    Because they alternate, changes of the machine's speed affect all of them. ``settle`` runs before each one and is not
-    counted, nor is the first turn with ``warm_up``. A contestant that returns a number measured its seconds itself.
+    Because they alternate, changes of the machine's speed affect all of them. ``settle`` runs before each contestant, and its
+    time does not count. With ``warm_up``, an additional first turn does not count. A contestant may measure its seconds itself
+    and return them.
     """
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(0 if warm_up else 1, runs + 1):

@@ -1,6 +1,6 @@
 """Measure from submit to the end of one all-reduce on 2 and on 8 SSH hosts, compared with loops of ``ssh`` in the same run.
 
-The peers are the loop ``ssh host 'RANK=… python one.py' &`` with everything set by hand, and the same loop with torchrun.
+The peers are the loop ``ssh host 'RANK=… python one.py' &`` with all variables set by hand, and the same loop with torchrun.
 distflow also sends the script, chooses the port, checks the layout, mirrors the output and supervises the tasks. Fails if
 distflow takes more than 1.1 × the plain loop, or longer than torchrun.
 """

@@ -1,15 +1,16 @@
 """Measure distflow on a real Kubernetes cluster of two nodes.
 
 ``all-reduce``: from submit to the end of one all-reduce in two pods. The peer is ``kubectl apply`` of the exported manifest
-with the same image, until both pods have succeeded. The cluster is that of the tests (``DISTFLOW_TEST_KUBERNETES``), which has
-no Indexed Jobs and no names of pods. Therefore the peer's pods are made from the template of the job, with their positions.
-Both use the network of this machine. Fails if distflow takes more than 1.2 × the peer.
+with the same image, until both pods have succeeded. The cluster of the tests (``DISTFLOW_TEST_KUBERNETES``) supports neither
+Indexed Jobs nor host names of pods. Therefore the script makes the peer's pods from the template of the job, and sets their
+indexes. Both use the network of this machine. Fails if distflow takes more than 1.2 × the time of the peer.
 
-``calls``: calls of the API server in a minute, while 10 workflows of one task each run, and 100 wait for a node: the machine of
-this cluster cannot hold 100 running pods. Fails for more than 12 without those that wait, or 20 with them.
+``calls``: calls of the API server in a minute, while 10 workflows of one task each run, and again while 100 more wait for a
+node. (The machine of this cluster cannot run 100 pods.) Fails for more than 12 calls without the waiting workflows, or 20 with
+them.
 
-Without an argument, both run. This file is not called ``kubernetes.py``, because programs in this directory and mypy would then
-take it for the client library.
+Without an argument, both run. The file is not called ``kubernetes.py``, because programs in this directory and mypy would then
+import it instead of the client library.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ workflow:
 
 
 class Bench:
-    """distflow with its own state directory, and a namespace."""
+    """Runs distflow and kubectl in a new namespace of the cluster. distflow has its own state directory."""
 
     def __init__(self, folder: Path, cluster: KubernetesCluster) -> None:
         self.folder = folder
@@ -178,7 +179,7 @@ def main() -> int:
     """Run the measurements. Return 0 if the limits are met, 1 otherwise."""
     source = find_kubernetes(os.environ, Path(__file__).resolve().parent.parent)
     if source.script is None:
-        print(source.missing or "the benchmark needs a cluster of its own")
+        print(source.missing or "the benchmark must start the cluster itself: set DISTFLOW_TEST_KUBERNETES")
         return 0
     known = {"all-reduce": all_reduce, "calls": calls}
     with tempfile.TemporaryDirectory(prefix="bench-") as name, KubernetesCluster(Path(name) / "kubernetes", source) as cluster:

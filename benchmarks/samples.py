@@ -1,7 +1,7 @@
 """Measure the CPU time of the sampler on a node, for tasks of 1, 10 and 100 processes.
 
-The processes sleep. A thousand further processes do not belong to the task, as on a large node. The sampler runs as on a node,
-and its CPU time is read when it ends, with that of its start. Fails if it uses more than 0.5% of a core.
+The processes sleep. A thousand further processes do not belong to the task, as on a large node. The sampler runs as on a node.
+Its CPU time is read when it ends, and includes its start. Fails if the sampler uses more than 0.5% of a core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT = 0.5
 
 
 def start(count: int) -> subprocess.Popen[bytes]:
-    """Start a shell with ``count`` sleeping children, in a session of its own."""
+    """Start a shell with ``count`` sleeping children, in a new session."""
     script = f"i=0; while [ $i -lt {count} ]; do sleep 3600 & i=$((i+1)); done; echo; wait"
     process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
@@ -37,7 +37,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(root: int, gpus: list[int]) -> tuple[float, int]:
-    """Sample the descendants of ``root``. Returns the sampler's CPU time in percent of a core, and the number of samples."""
+    """Sample the descendants of ``root``. Return the sampler's CPU time in percent of a core, and the number of samples."""
     with tempfile.TemporaryDirectory() as folder:
         fd = os.open(folder, os.O_RDONLY)
         pid = os.fork()

@@ -1,12 +1,12 @@
 """Measure gangs on a real Slurm cluster of two nodes: from submit to the end of one all-reduce, and a long queue.
 
-1. Everything starts on the login node, which is this machine, and ends when the result of one all-reduce on two nodes is
-   known: a script for ``sbatch`` with ``srun torchrun`` (the peer), a spec for distflow with ``launcher: torchrun``, a program
-   with ``distflow.run``, and one with submitit. Both programs run the same function. submitit starts it with ``srun`` and
-   without a launcher; the function sets the variables of torch itself (``TorchDistributedEnvironment``). Fails if the spec
-   takes more than 1.15 × the script. submitit is not installed by ``make``: ``pip install submitit==1.5.4``.
-2. 100 workflows wait in the queue of the cluster, which distflow reaches over SSH. Reported are the processor time of the
-   supervisor, the questions to Slurm in a minute, and the connections to the login node. Fails for more than 12 questions with
+1. Four contestants start on the login node, which is this machine, and end when they have the result of one all-reduce on two
+   nodes: a script for ``sbatch`` with ``srun torchrun`` (the peer), a spec for distflow with ``launcher: torchrun``, a program
+   with ``distflow.run``, and a program with submitit. Both programs run the same function. submitit starts it with ``srun``
+   and without a launcher; the function sets the variables of torch itself (``TorchDistributedEnvironment``). Fails if the spec
+   takes more than 1.15 × the time of the script. ``make`` does not install submitit: ``pip install submitit==1.5.4``.
+2. 100 workflows wait in the queue of the cluster, which distflow reaches over SSH. The script prints the processor time of the
+   supervisor, its calls of Slurm in a minute, and its connections to the login node. Fails for more than 12 calls of
    ``squeue``, or 4 connections.
 """
 
@@ -31,7 +31,7 @@ from distflow.testing.waiting import wait_until
 RUNS = 11
 LIMIT = 1.15
 QUEUE = 100
-MOST_QUESTIONS = 12
+MOST_CALLS = 12
 MOST_CONNECTIONS = 4
 BATCH = """#!/bin/sh
 #SBATCH --nodes=2 --ntasks-per-node=1 --output={folder}/slurm.out
@@ -58,7 +58,7 @@ SUBMITIT = """
 import os, socket, submitit
 def job(scale, port):
     submitit.helpers.TorchDistributedEnvironment().export()
-    # The nodes have no names, and the port of submitit may be taken: then the other rank waits for the job's time limit.
+    # The nodes have no host names. If the port of submitit were in use, the other rank would wait until the job's time limit.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     return total(scale)
 with socket.socket() as probe:
@@ -79,7 +79,7 @@ workflow:
 
 
 class Bench:
-    """distflow with its own state directory, and a cluster."""
+    """Runs distflow, with its own state directory, and other programs on the cluster."""
 
     def __init__(self, folder: Path, cluster: Slurm) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class Bench:
         self.project = folder / "project"
         self.project.mkdir()
         self.calls = folder / "calls"
-        # Every question to Slurm leaves a line.
+        # Wrappers record each call of Slurm as a line in the file `calls`.
         commands = folder / "bin"
         commands.mkdir()
         for name in ("sbatch", "squeue", "scontrol", "scancel", "srun"):
@@ -153,7 +153,7 @@ def main() -> int:
             "distflow.run": partial(bench.program, "distflow", DISTFLOW),
         }
         if importlib.util.find_spec("submitit") is None:
-            print("submitit is not installed, so nothing is compared with it: pip install submitit==1.5.4")
+            print("submitit is not installed, so distflow is not compared with it: pip install submitit==1.5.4")
         else:
             contestants["submitit"] = partial(bench.program, "submitit", SUBMITIT)
         ratios = show(
@@ -161,12 +161,12 @@ def main() -> int:
             alternate(contestants, runs=RUNS),
             "sbatch with srun torchrun",
         )
-        questions, connections = _queue(bench)
-    return int(ratios["distflow, spec"] > LIMIT or questions > MOST_QUESTIONS or connections > MOST_CONNECTIONS)
+        calls, connections = _queue(bench)
+    return int(ratios["distflow, spec"] > LIMIT or calls > MOST_CALLS or connections > MOST_CONNECTIONS)
 
 
 def _queue(bench: Bench) -> tuple[int, int]:
-    """Fill the queue. Return the questions with ``squeue`` in one minute, and the most connections to the login node."""
+    """Fill the queue. Return the calls of ``squeue`` in one minute, and the maximum of connections to the login node."""
     bench.configure(login="login", ssh_config=str(bench.login.client_config))
     with bench.login:
         blocker = bench.cluster.run("sbatch", "--parsable", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 3600").strip()
@@ -189,7 +189,7 @@ def _queue(bench: Bench) -> tuple[int, int]:
         calls = bench.calls.read_text().split()
         print(f"{QUEUE} workflows in the queue for 60 s")
         print(f"  processor time of the supervisor   {_cpu_s(pid) - before:.2f} s")
-        print(f"  questions to Slurm                 {len(calls)} ({calls.count('squeue')} squeue)")
+        print(f"  calls of Slurm                     {len(calls)} ({calls.count('squeue')} squeue)")
         print(f"  connections to the login node      {max(connections)}")
         bench.run(sys.executable, "-m", "distflow", "stop", *[f"wait-{number}" for number in range(1, QUEUE + 1)])
         bench.cluster.run("scancel", blocker)

@@ -44,7 +44,7 @@ workflow:
 
 
 def main() -> int:
-    """Run the measurements. Return 0 if the limit is met, 1 if not, 2 if rsync is missing."""
+    """Run the measurements. Return 0 if the limits are met, 1 if they are not, 2 if rsync is missing."""
     if shutil.which("rsync") is None:
         print("rsync is not installed: run `sudo apt-get install rsync`", file=sys.stderr)
         return 2

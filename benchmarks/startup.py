@@ -1,8 +1,8 @@
 """Measure the frequent commands, as multiples of the start of a bare Python interpreter in the same run.
 
 ``distflow --help``, ``workflow query`` and ``workflow list`` run with a store of 10 000 workflows. ``import distflow`` may take
-1.5 times as long as ``python -c pass``, ``--help`` 5 times, and the others 7 times. All are medians of 20 alternating runs, so
-changes of the machine's speed affect all of them. Prints a table, and fails if a command exceeds its limit.
+1.5 times as long as ``python -c pass``, ``--help`` 5 times, and the other commands 7 times. The times are medians of 20
+alternating runs, so changes of the machine's speed affect all commands. Fails if a command exceeds its limit.
 """
 
 from __future__ import annotations

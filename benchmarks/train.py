@@ -1,10 +1,11 @@
 """Compare the training speed of ``workflow_specs/train_dist.py`` under distflow, under torchrun and as a single process.
 
-All three have the same global batch: two distflow tasks of one rank each on this machine, ``torchrun`` with two ranks, and one
-process. The time counts from the end of the first epoch to the end of the last, so starts and ends do not count. The three run
-in every order once. Fails if the median ratio of distflow's speed to torchrun's in the same turn is below ``LIMIT``.
+All three contestants have the same global batch: two distflow tasks of one rank each on this machine, ``torchrun`` with two
+ranks, and one process. The measured time is from the end of the first epoch to the end of the last epoch, without the start and
+the end of the program. The three run once in every order. Fails if the median ratio of distflow's speed to torchrun's in the
+same turn is below ``LIMIT``.
 
-It then runs ``gpt.py``, which needs a GPU.
+The script then runs ``gpt.py``, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parents[1] / "workflow_specs"
 EPOCHS, RANKS, BATCH = 60, 2, 32
 LIMIT = 0.98
-"""1.0, minus the difference between two runs of one contestant."""
+"""1.0, minus the usual difference between two runs of the same contestant."""
 TIMED = f"""
 import sys, time
 sys.path.insert(0, {str(SCRIPTS)!r})
 import train_dist
 
-said = train_dist.emit
-train_dist.emit = lambda **record: said(**record, clock=time.monotonic())
+emit = train_dist.emit
+train_dist.emit = lambda **record: emit(**record, clock=time.monotonic())
 sys.exit(train_dist.main())
 """
 """The training script, with a time stamp in each of its lines."""
@@ -75,7 +76,7 @@ def _sample() -> bool:
         speeds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
         for run in contestants.values():
             run()  # fill the caches
-        # Every order once: a run after the single process finds a core that was idle.
+        # Every order once, because a contestant that runs after the single process is faster: one core was idle before.
         for order in permutations(contestants):
             for contestant in order:
                 speeds[contestant].append(contestants[contestant]())

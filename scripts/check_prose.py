@@ -1,11 +1,11 @@
 """Check the English of docs, docstrings, comments and strings (`make lint`).
 
-The script prints each phrase that makes a text hard to read, with its place and a replacement. codespell checks the spelling,
-which is American.
+The script prints each phrase that makes a text hard to read, with its file, line and replacement. codespell checks the
+(American) spelling.
 
 `[tool.distflow-prose]` in pyproject.toml lists the parts of the repository that are not checked yet. To clean one up, remove it
-from that list, run this script, and fix its findings. The script does not check text between backticks: put code there, and
-words that only look wrong.
+from that list, run this script, and fix its findings. The script does not check text between backticks: use them for code, and
+for correct words that a rule forbids.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ _QUOTED = re.compile(r"(`+)[^`\n]+\1")
 
 
 def blank(pattern: re.Pattern[str], text: str) -> str:
-    """Replace the characters of each match by backticks, so that all other characters keep their places."""
+    """Replace the characters of each match by backticks, so that all other characters keep their positions."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", "`", match[0]), text)
 
 
 def pieces_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the pieces of prose in a file, each with its first line."""
+    """Yield the pieces of prose in a file, each with the number of its first line."""
     text = path.read_text(encoding="utf-8")
     kind = SUFFIXES[path.suffix]
     if kind == "python":
@@ -134,7 +134,7 @@ def files(skipped: list[str]) -> list[Path]:
         top = ROOT / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             relative = path.relative_to(ROOT).as_posix()
-            if path.suffix in SUFFIXES and not any(relative == one or relative.startswith(f"{one}/") for one in skipped):
+            if path.suffix in SUFFIXES and not any(relative == part or relative.startswith(f"{part}/") for part in skipped):
                 found.append(path)
     return found
 
@@ -149,7 +149,7 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)}:{line}: `{phrase}`: write {remedy}")
             found += 1
     if found:
-        print(f"{found} phrases are hard to read. [tool.distflow-prose] in pyproject.toml lists what is not checked yet.")
+        print(f"{found} phrases are hard to read. [tool.distflow-prose] in pyproject.toml lists unchecked files.")
     codespell = [str(Path(sys.executable).with_name("codespell")), *(str(path.relative_to(ROOT)) for path in checked)]
     spelled = subprocess.run(codespell, check=False, cwd=ROOT).returncode == 0
     return 0 if spelled and not found else 1

@@ -34,12 +34,12 @@ API = {
     "distflow.train": "The library for training scripts. Import each name from `distflow.train`.",
     "distflow.client": "The calls behind the commands of the command line. Import each name from `distflow.client`.",
 }
-"""Packages that have an API page, and what it says first."""
+"""Packages that have an API page, and the first paragraph of that page."""
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the navigation from the table of docs/README.md."""
+    """Build the navigation from the table of docs/README.md."""
     nav: list[Any] = [{"Home": "README.md"}, {"Introduction": "introduction.md"}]
     section: list[Any] = []
     for line in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
@@ -94,7 +94,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _api_page(package: str, text: str) -> str:
-    """Return the page of a package whose public names are imported for type checkers, and loaded when they are used."""
+    """Return the API page of a package. Its names are those that its ``__init__.py`` imports for type checkers."""
     tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     imports = [
         node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}.")

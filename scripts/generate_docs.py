@@ -84,7 +84,7 @@ class Reference:
                 yield from self._mappings_in(self._resolved(rule[key]))
 
     def _resolved(self, rule: Schema) -> dict[str, Any]:
-        """Return a rule merged with the rule that it refers to; its own keys win."""
+        """Return a rule merged with the rule that it refers to; keys of the rule itself override the others."""
         reference = str(rule.get("$ref", ""))
         if not reference:
             return dict(rule)
@@ -207,7 +207,7 @@ def exit_codes() -> str:
         raised.setdefault(error.exit_code, []).append(f"`{error.__name__}`")
     unknown = raised.keys() - MEANINGS.keys()
     if unknown:
-        raise SystemExit(f"scripts/generate_docs.py: no meaning for the exit codes {sorted(unknown)}")
+        raise SystemExit(f"scripts/generate_docs.py: add the exit codes {sorted(unknown)} to MEANINGS")
     # The root has the exit code of a bug, because no module raises the root itself.
     raised[70] = []
     lines = ["| code | meaning | errors |", "|--:|---|---|"]
@@ -235,7 +235,7 @@ STATE_TEXT: Mapping[str, str] = MappingProxyType(
         "PENDING": "None of its tasks has started.",
         "RUNNING": "The command of the task runs. Of a workflow, at least one group has started, and not all have ended.",
         "COMPLETED": "It succeeded: a task with exit code 0, a group with its lead or its world, a workflow with all groups.",
-        "FAILED": "It did not succeed; the reason says why.",
+        "FAILED": "It did not succeed; its reason shows the cause.",
         "CANCELED": "A person canceled it.",
     }
 )
@@ -285,7 +285,7 @@ def reason_table() -> str:
 
 
 def task_exit_codes() -> str:
-    """Return the exit codes of ends that do not come from the command itself."""
+    """Return the table of exit codes for ends that the command itself did not cause."""
     texts: dict[int, list[str]] = {2010: ["an input could not be fetched"]}
     for reason, number in CODES.items():
         if number is not None:
@@ -501,10 +501,10 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
 def layout_rules() -> str:
     """Return every rule of the rank layout, with the message for a spec that breaks it."""
     named = [name for _, cases in RULES for name, _ in cases]
-    there = {path.stem.removeprefix("layout_") for path in GOLDENS.glob("layout_*.yaml")}
-    if set(named) != there or len(named) != len(set(named)):
-        different = sorted(set(named) ^ there)
-        raise SystemExit(f"scripts/generate_docs.py: RULES and tests/goldens/problems/layout_* differ: {different}")
+    existing = {path.stem.removeprefix("layout_") for path in GOLDENS.glob("layout_*.yaml")}
+    if set(named) != existing or len(named) != len(set(named)):
+        different = sorted(set(named) ^ existing)
+        raise SystemExit(f"scripts/generate_docs.py: only in RULES, only in tests/goldens/problems, or twice: {different}")
     parts = []
     for title, cases in RULES:
         parts.append(f"### {title}")

@@ -89,7 +89,7 @@ workflow:
 default-values: {name: resnet, steps: 120, delay: 0.02, fails_at: 0}
 """
 
-# What the sampler asks NVIDIA's library, with values of a training that computes most of the time.
+# A replacement of NVIDIA's library for the sampler. Its values are those of a training that computes most of the time.
 NVML = r"""
 #include <math.h>
 #include <string.h>
@@ -140,11 +140,11 @@ PAGES = {
 }
 
 SCROLLED = {"compared": ".charts >> nth=0", "use": ".part"}
-"""What is at the top of a picture, if that is not the top of the page."""
+"""The selector of the element at the top of a picture; pictures without an entry begin at the top of the page."""
 
 
 def with_gpus(folder: Path, node: str) -> str:
-    """Write what a node needs to show GPUs, and return its interpreter, which finds that."""
+    """Write replacements of NVIDIA's library and ``nvidia-smi`` for a node. Return an interpreter that uses them."""
     tools = folder / node / "tools"
     (tools.parent / "leases").mkdir(parents=True)
     (tools.parent / "leases").chmod(0o1777)
@@ -162,7 +162,7 @@ def with_gpus(folder: Path, node: str) -> str:
 
 @contextmanager
 def example(folder: Path) -> Iterator[str]:
-    """Run the workflows of the pictures below a directory, and yield the URL of the page."""
+    """Run the workflows of the pictures in a directory, and yield the URL of the page."""
     nodes = [
         {"name": name, "root": str(folder / name / "root"), "gpus": 8, "cpus": 64, "memory": "512Gi", "platform": "a100",
          "check_capacity": False, "python": with_gpus(folder, name), "lease_dir": str(folder / name / "leases")}
@@ -219,7 +219,7 @@ def draw(page: Page, url: str, names: Sequence[str]) -> None:
             page.goto("about:blank")
             page.goto(url.partition("?")[0] + PAGES[name])
             page.wait_for_selector("html[data-ready]", state="attached")
-            page.wait_for_timeout(3000)  # charts are drawn, and nodes have answered
+            page.wait_for_timeout(3000)  # until charts are drawn and nodes have answered
             if name in SCROLLED:
                 page.locator(SCROLLED[name]).evaluate("one => scrollTo(0, one.getBoundingClientRect().top - 16)")
             page.screenshot(path=SCREENS / f"ui-{name}-{scheme}.png")

@@ -1,9 +1,9 @@
-"""Type the commands of README, the first steps and the tutorials into a real terminal, and draw what it shows (`make screens`).
+"""Type the commands of README, the first steps and the tutorials into a real terminal, and draw its contents (`make screens`).
 
-Each page gets a new home directory, and the machines that it names, behind real OpenSSH servers. The terminal is tmux. The
-script types one command after another, waits for its end, and compares the output with the page. It draws the commands that a
-comment `screen` of the page names (see `tests/pages.py`) to docs/screens/. Names, times and process ids are replaced, so two
-runs differ little. The exit code is 1 if a page is wrong.
+Each page gets a new home directory. The machines that it names are real OpenSSH servers. The terminal is tmux. The script
+types one command after another, waits for its end, and compares the output with the page. It draws the commands that a comment
+`screen` of the page names (see `tests/pages.py`) to docs/screens/. It replaces names, times and process ids, so two runs differ
+little. The exit code is 1 if the output of a command differs from its page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Window:
     """A shell in tmux, in the directory of a page."""
 
     def __init__(self, terminal: Terminal) -> None:
-        """Start it, and wait for its prompt."""
+        """Start the shell, and wait for its prompt."""
         folder = terminal.folder.parent
         self._socket = folder / "tmux"
         self._done = folder / "done"
@@ -81,7 +81,7 @@ class Window:
         self._tmux("send-keys", "C-l")
 
         def is_clear() -> bool:
-            self._tmux("clear-history")  # tmux moves the lines there, after the shell has cleared them
+            self._tmux("clear-history")  # tmux keeps the cleared lines in its history
             return self.text() == PROMPT
 
         wait_until(is_clear, LIMIT_S, "an empty screen")
@@ -152,7 +152,10 @@ def play(blocks: Sequence[Block], folder: Path, draw: Callable[[str, str], None]
 
 
 def machine_like(folder: Path) -> Callable[[str], Sequence[str]]:
-    """Return the beginning of commands that give a host its own name, boot id and lease directory, if this user may do that."""
+    """Return a function from the name of a host to words that precede the command of its SSH server.
+
+    As root, they give the host its own name, boot id and lease directory. For other users there are no such words.
+    """
 
     def prefix(name: str) -> Sequence[str]:
         if os.getuid():
@@ -171,7 +174,7 @@ def machine_like(folder: Path) -> Callable[[str], Sequence[str]]:
 
 
 def drawn_text(folder: Path) -> Callable[[str], str]:
-    """Return a function that replaces, in a text with colors, what differs from run to run."""
+    """Return a function that replaces text that differs from run to run, such as times, in the text of a terminal."""
     late = dt.datetime.now(dt.timezone.utc).replace(second=0, microsecond=0) - SHOWN_AT
     pids: dict[str, str] = {}
 
@@ -186,7 +189,7 @@ def drawn_text(folder: Path) -> Callable[[str], str]:
         (r"\b[A-Z][a-z]{2} [0-9]{2}, [0-9]{4} [0-9]{2}:[0-9]{2}\b", shifted("%b %d, %Y %H:%M")),
         (r"((?:\bpid |^\[1\] ))([0-9]+)", pid),
         (r"(\bport |:)[0-9]{5}\b", r"\g<1>29500"),
-        (r"\b127\.0\.3\.([0-9])", r"10.0.10.\1"),  # of the same length
+        (r"\b127\.0\.3\.([0-9])", r"10.0.10.\1"),  # has the same length, so columns do not change
         (r"\b[0-9a-f]{32}\b", "5e2b0c7d9a814f36b1c8d2e7f0a39c64"),
         (re.escape(str(folder)), "/home/ada"),
         (rf"\b{re.escape(socket.gethostname())}\b", "laptop"),
@@ -203,18 +206,18 @@ def drawn_text(folder: Path) -> Callable[[str], str]:
 
 
 def svg(name: str, text: str) -> str:
-    """Draw a text with colors as a terminal."""
+    """Return a drawing of a terminal with the given text, whose colors are ANSI escape sequences."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in AnsiDecoder().decode(text):  # colors continue in the next line
         for part in line.divide(range(COLUMNS, len(line), COLUMNS)):
             console.print(part)
-    console.print()  # the end of a picture cuts off what is below the base line
+    console.print()  # without an empty last line, the picture cuts off the lower ends of letters
     drawing = console.export_svg(title="ada@laptop: ~/project", code_format=SVG, unique_id=f"screen-{name}")
     return "".join(f"{line.rstrip()}\n" for line in drawing.strip().split("\n") if line.strip())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the pages, and write their pictures."""
+    """Type the commands of the pages, and write their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="the pages (default: README, the first steps and all tutorials)")
     parser.add_argument("--to", type=Path, default=SCREENS, help="the directory of the pictures")

@@ -1,8 +1,8 @@
-"""Run gangs of 1 to 4 tasks with random faults on 8 SSH hosts, and report what leaked, hung or was recorded wrongly.
+"""Run gangs of 1 to 4 tasks with random faults on 8 SSH hosts, and report leaks, hangs and wrong records.
 
 ``make soak`` runs it for half an hour. As root, each host has its own network, and the script also cuts links. It kills the
 supervisor only in the last third of the time, so that the report can show the supervisor's memory before that. The exit code
-is 1 if anything leaked, hung or was recorded wrongly.
+is 1 if there was a leak, a hang or a wrong record.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ workflow:
 
 PURPOSE = """\
 `make soak` keeps three gangs of 1 to 4 tasks running, and injects random faults. It kills processes with SIGKILL, freezes
-hosts, cuts their links and restarts their sshd. In the last third of the time it also kills the supervisor; before that, the
-report shows the supervisor's memory. After each gang it compares the record with the nodes: no exit code may be missing, no
-task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the report of
-one run."""
+hosts, cuts their links and restarts their sshd. In the last third of the time it also kills the supervisor. The report shows
+the supervisor's memory before that. After each gang, `make soak` compares the record with the nodes: no exit code may be
+missing, no task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the
+report of one run."""
 
 
 class Soak:
-    """A run of a given duration, with its results."""
+    """A soak of a given duration, with its results."""
 
     def __init__(self, lab: Lab, links: Mapping[str, NetnsHost], minutes: float, seed: int) -> None:
         """Prepare a run on the hosts of ``lab``. ``links`` are the hosts whose links can be cut."""
@@ -69,12 +69,12 @@ class Soak:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the soak began."""
         return time.monotonic() - self._begun
 
     @property
-    def is_sparing(self) -> bool:
-        """Whether the supervisor is not killed yet."""
+    def spares_supervisor(self) -> bool:
+        """Whether it is too early to kill the supervisor."""
         return self.age_s < self.seconds * 2 / 3
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class Soak:
 
     def _work(self) -> None:
         while self.age_s < self.seconds:
-            harmless = [one for one in self._faults if one != "supervisor" or not self.is_sparing]
+            harmless = [one for one in self._faults if one != "supervisor" or not self.spares_supervisor]
             deed = draw_deed(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=harmless)
             begun = time.monotonic()
             try:
@@ -112,7 +112,7 @@ class Soak:
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(SAMPLE_S):
             pid = self.lab.cli.supervisor()
-            if pid is not None and self.is_sparing:
+            if pid is not None and self.spares_supervisor:
                 try:
                     status = Path(f"/proc/{pid}/status").read_text()
                     files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -122,7 +122,7 @@ class Soak:
                 self.memory.append((self.age_s, kib, files, len(self.deeds)))
 
     def report(self, machine: str) -> str:
-        """Return a page of Markdown."""
+        """Return the report as a page of Markdown."""
         ends = Counter(deed.end for deed, _ in self.deeds)
         faults = Counter(fault for deed, _ in self.deeds for fault, _ in deed.faults)
         times = [seconds for _, seconds in self.deeds]
