@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # mypy: allow-untyped-calls
-"""Fine-tune a pretrained language model of Hugging Face that no rank holds as a whole: from safetensors files to such files.
+"""Fine-tune a pretrained Hugging Face language model with sharded weights. Read and write safetensors files.
 
-``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. A run whose rank is killed
-continues from its newest checkpoint and ends with the same weights. The data are repeated sequences of random tokens, in place
-of your own.
+``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. After a rank was killed, the
+next attempt continues from the newest checkpoint and ends with the same weights. The training data are random tokens; replace
+them by your own data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A small GPT on bytes of text that trains under every strategy.
+"""Train a small GPT on bytes of text, with any strategy.
 
-Start it with ``torchrun --nproc-per-node 2 -m distflow.samples.gpt``. The strategy is that of the spec
-(``DISTFLOW_STRATEGY``), or ``--strategy``. The model is an ``nn.Sequential``, so that it can be cut into stages; its matrices
-have the names by which tensor parallelism knows them, and attention takes the number of heads from the tensor.
+Start it with ``torchrun --nproc-per-node 2 -m distflow.samples.gpt``. ``--strategy`` overrides the strategy of the spec
+(``DISTFLOW_STRATEGY``). The model is an ``nn.Sequential``, which pipeline parallelism can cut into stages. Its matrices have
+names that tensor parallelism recognizes, and attention computes the number of heads from the shape of the tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY = 256
 
 
 class Embedding(nn.Module):
-    """Bytes and their positions as vectors."""
+    """Converts bytes and their positions to vectors."""
 
     def __init__(self, hidden: int, context: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each position takes from those before it; same shape."""
+        """Return vectors of the same shape. Each position attends to itself and to earlier positions."""
         batch, time, _ = x.shape
         query, key, value = (
             # -1: with tensor parallelism a rank has only some of the heads.
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two matrices and a nonlinearity, for each position by itself."""
+    """Two matrices and a nonlinearity, applied to each position separately."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """A transformer layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Sequential):
-    """Embedding, blocks and head; gives logits of shape (batch, time, 256) for bytes of shape (batch, time)."""
+    """Embedding, blocks and head. Returns logits of shape (batch, time, 256) for bytes of shape (batch, time)."""
 
     def __init__(self, *, layers: int = 4, hidden: int = 64, heads: int = 4, context: int = 64) -> None:
         blocks = [(f"block{number}", Block(hidden, heads)) for number in range(layers)]
@@ -104,7 +104,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def read_text(paths: Sequence[str]) -> torch.Tensor:
-    """Return the bytes of text files, those in folders too, one after the other; by default of the samples themselves."""
+    """Return the concatenated bytes of text files, including those in folders. Default: the samples themselves."""
     files: list[Path] = []
     for path in map(Path, paths or [str(Path(__file__).parent)]):
         files += sorted(one for one in path.rglob("*") if one.suffix in (".md", ".py", ".txt")) if path.is_dir() else [path]
@@ -112,7 +112,7 @@ def read_text(paths: Sequence[str]) -> torch.Tensor:
 
 
 def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Return inputs and targets of one share of a step's global batch, which is the same however many shares there are."""
+    """Return inputs and targets of one shard (index, count) of a global batch, which depends only on ``step`` and ``size``."""
     draw = torch.Generator().manual_seed(step)
     begins = torch.randint(len(text) - context - 1, (size,), generator=draw)
     mine = begins.tensor_split(shard[1])[shard[0]]
@@ -123,11 +123,11 @@ def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: t
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print one JSON line for each step on rank 0."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("text", nargs="*", help="files or folders to learn; by default the samples of distflow")
-    parser.add_argument("--strategy", help="ddp, fsdp, tp, hybrid, pipeline or none; by default the spec's")
+    parser.add_argument("text", nargs="*", help="files or folders with text (default: the samples of distflow)")
+    parser.add_argument("--strategy", help="ddp, fsdp, tp, hybrid, pipeline or none (default: the strategy of the spec)")
     parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, over all ranks")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     for name, value in (("layers", 4), ("hidden", 64), ("heads", 4), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)

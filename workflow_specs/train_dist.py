@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported before the process group exists, because it would keep a reference: see run_rank
+import torch.distributed.nn  # a later import would keep a reference to the process group: see run_rank
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch_size", type=int, default=32, help="samples per rank and step; the global batch is world_size times it")
     add("--lr", type=float, default=3e-3, help="learning rate of Adam")
     add("--data-dir", type=Path, help="folder of MNIST's four idx files, plain or .gz (default: scikit-learn's digits)")
-    add("--checkpoint", type=Path, help="file to resume from and to write after each epoch; only rank 0 touches it")
+    add("--checkpoint", type=Path, help="file to resume from and to write after each epoch; only rank 0 uses it")
     add("--output", type=Path, default=Path(), help="folder for model.pt, which rank 0 writes at the end")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the samples")
     args = parser.parse_args()
@@ -111,7 +111,7 @@ def spawn_ranks(args: argparse.Namespace) -> int:
     try:
         while ranks.sentinels:
             connection.wait(ranks.sentinels)
-            # Note this now: `join` first ends the other ranks, and meanwhile peers that lost a rank may have this task stopped.
+            # Record this now: `join` first ends the other ranks. Meanwhile, peers may fail and cause a stop of this task.
             was_asked, ended_at = asked_to_stop.is_set(), time.time_ns() / 1e9
             ranks.join()
     except ProcessExitedException as error:
