@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _compare(lab: Lab, title: str, path: Path) -> tuple[float, float]:
-    """Return the ratios of distflow to the faster loop for new files, and to rsync for unchanged ones."""
+    """Return distflow's time divided by that of the faster loop for new files, and by that of rsync for unchanged files."""
     spec = SPEC.format(path=path, others=HOSTS - 1)
     loops = {
         "scp -r": f"scp -q -F {lab.ssh_config} -r {path} {{host}}:{lab.folder}/{{host}}/copy",

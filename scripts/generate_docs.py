@@ -76,7 +76,7 @@ class Reference:
                 self._visit(inner)
 
     def _mappings_in(self, rule: Schema) -> Iterator[Schema]:
-        """Yield the mappings in a value: the value itself, its items, its values."""
+        """Yield the rules of mappings within a rule: the rule itself, and those of its items and its values."""
         if "properties" in rule:
             yield rule
         for key in ("items", "additionalProperties"):

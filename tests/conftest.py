@@ -18,7 +18,7 @@ from distflow.testing.kubernetes import KubernetesCluster, KubernetesSource, fin
 from distflow.testing.ray import RayCluster, missing_ray
 from distflow.testing.slurm import Slurm, missing_slurm
 
-gc.disable()  # until all tests are collected: the garbage collector finds nothing there, and takes a fifth of the time
+gc.disable()  # until all tests are collected: meanwhile, collecting garbage would free nothing and take a fifth of the time
 
 # No test depends on the speed of the machine.
 settings.register_profile(
@@ -167,7 +167,7 @@ def kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesClus
 
 @pytest.fixture
 def lone_kubernetes(kubernetes_cluster: KubernetesCluster) -> Iterator[KubernetesCluster]:
-    """The same cluster for one test alone, which may stop parts of the cluster."""
+    """The same cluster, without other tests at the same time, so the test may stop parts of the cluster."""
     if not kubernetes_cluster.is_own:
         pytest.skip("the test stops parts of the cluster, and this cluster was not started by the tests")
     with kubernetes_cluster.alone():

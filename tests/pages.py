@@ -231,7 +231,7 @@ class Terminal:
         self.folder = folder / "project"
         self.folder.mkdir()
         shutil.copytree(ROOT / "workflow_specs", self.folder / "workflow_specs", ignore=shutil.ignore_patterns("__pycache__"))
-        # README's first command is typed before the environment is activated.
+        # Pages use `.venv/bin` before they activate the environment.
         (self.folder / ".venv").mkdir()
         (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         self.state = folder / "state"

@@ -4,7 +4,7 @@
 
 ``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. After a rank was killed, the
 next attempt continues from the newest checkpoint and ends with the same weights. The training data are random tokens; replace
-them by your own data.
+them with your own data.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process that was asked to stop."""
+"""Exit code of a process that stopped on request."""
 STOP_GRACE_S = 5.0
 """Time limit for a rank that was asked to stop and waits for a peer; it is killed afterwards."""
 
