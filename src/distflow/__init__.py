@@ -7,7 +7,7 @@ functions. ``Spec``, ``Group``, ``Task`` and others build specs. See ``docs/pyth
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # type checkers know this name; `typing` would take longer to import than everything else here
+TYPE_CHECKING = False  # type checkers treat this name as true; importing `typing` would take longer than all other imports here
 if TYPE_CHECKING:
     from distflow.api.functions import FunctionJob, Launcher, Results, run
     from distflow.api.spec import (
@@ -68,7 +68,7 @@ __all__ = [
     "run",
     "submit",
 ]
-# `list` is missing, so that `from distflow import *` does not replace Python's own.
+# Without `list`, so that `from distflow import *` does not replace the built-in `list`.
 
 __version__ = "0.2.0"
 
@@ -77,11 +77,11 @@ _OTHER_MODULES = (
     | dict.fromkeys(("GroupInfo", "TaskInfo", "Workflow", "get", "list", "submit"), "api.workflow")
     | dict.fromkeys(("FunctionJob", "Launcher", "Results", "run"), "api.functions")
 )
-"""The modules of names that are not in ``api.spec``."""
+"""The module of each public name that is not in ``api.spec``."""
 
 
 def __dir__() -> tuple[str, ...]:
-    """Return all public names, also those that have not been imported yet."""
+    """Return all public names, including names that have not been imported yet."""
     return (*globals(), *__all__, "list")
 
 
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> object:
     """Import a name's module when the name is first used (PEP 562)."""
     if name not in (*__all__, "list"):
         raise AttributeError(f"module 'distflow' has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415  a plain `import distflow` costs no more than needed
+    from importlib import import_module  # noqa: PLC0415  keeps `import distflow` fast
 
     module = import_module(f"distflow.{_OTHER_MODULES.get(name, 'api.spec')}")
     found: object = getattr(module, "list_workflows" if name == "list" else name)

@@ -1,8 +1,8 @@
-"""``from distflow import distributed``: the calls of ``valohai.distributed``, such as ``distributed.me()`` and ``.rank``.
+"""``from distflow import distributed``: the API of ``valohai.distributed``, such as ``distributed.me()``.
 
-They read ``distributed.json``, which distflow writes for every task of a gang in Valohai's format. A *member* is a task on its
-node, not a process. Names, meanings and the order of the ranks are those of https://github.com/valohai/valohai-utils, which
-reads the same file. This module is for nodes where that package and its dependencies are not installed.
+It reads ``distributed.json``, which distflow writes for every task of a gang in Valohai's format. A *member* is a task on its
+node, not a process. Names, meanings and the order of ranks are the same as in https://github.com/valohai/valohai-utils, which
+reads the same file. This module is for nodes without that package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Member:
     local_ips: tuple[str, ...] = ()
     """Addresses on the training network, the usual one first."""
     public_ips: tuple[str, ...] = ()
-    """distflow writes the local addresses."""
+    """The same as ``local_ips``: distflow does not know public addresses."""
     exposed_ports: Mapping[str, str] = field(default_factory=dict)
     """Port of the node → port of the container."""
 
@@ -74,10 +74,10 @@ class Distributed:
 
     @property
     def config(self) -> Config:
-        """The content of the file. Raises ``OSError`` if it does not exist, and ``ValueError`` if it has another format."""
+        """The content of the file. Raises ``OSError`` if the file cannot be read, and ``ValueError`` if its format is wrong."""
         if self._config is None:
-            usual = "/valohai/config" if os.environ.get("VH_JOB_ID") else ".valohai/config"
-            self._config = _read(Path(os.environ.get("VH_CONFIG_DIR") or usual) / "distributed.json")
+            default = "/valohai/config" if os.environ.get("VH_JOB_ID") else ".valohai/config"
+            self._config = _read(Path(os.environ.get("VH_CONFIG_DIR") or default) / "distributed.json")
         return self._config
 
     group_name = property(lambda self: self.config.group_name, doc="Name of the gang.")
@@ -86,7 +86,7 @@ class Distributed:
     rank = property(lambda self: self.me().rank, doc="Number of this task among the members.")
 
     def is_distributed_task(self) -> bool:
-        """Return whether a file describes a gang with this task."""
+        """Return whether ``distributed.json`` exists and names a gang."""
         try:
             return bool(self.config.group_name)
         except (OSError, ValueError):
@@ -102,7 +102,7 @@ class Distributed:
             if member.member_id == member_id:
                 return member
         known = ", ".join(member.member_id for member in self.members())
-        raise RuntimeError(f"no member has the id {member_id!r}; there are {known or 'none'}")
+        raise RuntimeError(f"no member has the id {member_id!r}; existing members: {known or 'none'}")
 
     def me(self) -> Member:
         """Return the member of this task."""
@@ -134,14 +134,14 @@ def _read(path: Path) -> Config:
         order = _in_order(ids)
         members = tuple(
             Member(
-                member_id=one,
-                rank=order.index(one),
+                member_id=member_id,
+                rank=order.index(member_id),
                 **{name: entry[name] for name in ("identity", "job_id", "announce_time")},
                 local_ips=tuple(entry["network"]["local_ips"]),
                 public_ips=tuple(entry["network"]["public_ips"]),
                 exposed_ports=dict(entry["network"]["exposed_ports"]),
             )
-            for one, entry in zip(ids, entries, strict=True)
+            for member_id, entry in zip(ids, entries, strict=True)
         )
         return Config(
             group_name=own["group_name"],
@@ -154,14 +154,14 @@ def _read(path: Path) -> Config:
 
 
 def _in_order(ids: Sequence[str]) -> list[str]:
-    """Return the ids ordered as numbers, or as texts if one of them is not a number."""
+    """Return the ids sorted by number, or by text if one of them is not a number."""
     try:
         return sorted(ids, key=int)
     except ValueError:
         return sorted(ids)
 
 
-def _first(found: Sequence[_Value], otherwise: str) -> _Value:
-    if not found:
-        raise RuntimeError(otherwise)
-    return found[0]
+def _first(values: Sequence[_Value], message: str) -> _Value:
+    if not values:
+        raise RuntimeError(message)
+    return values[0]

@@ -81,10 +81,10 @@ class DistflowError(Exception):
 
 
 class InvalidValue(ValueError):
-    """A text or number that is not a value of its kind. Callers that know its place report it as an ``InputError``."""
+    """A text or number that cannot be parsed. Callers that know its file and line report it as an ``InputError``."""
 
     def __init__(self, message: str, hint: str) -> None:
-        """Say what is wrong in ``message`` and what to write instead in ``hint``."""
+        """Take the ``message``, which describes the error, and the ``hint``, which describes the remedy."""
         super().__init__(f"{message}; {hint}")
         self.message = message
         self.hint = hint
@@ -106,7 +106,7 @@ class NodeError(DistflowError):
     exit_code = 3
 
     def __init__(self, node: str, message: str, *, hint: str = "") -> None:
-        """Name the ``node`` in front of the message."""
+        """Put the name of the ``node`` before the message."""
         super().__init__(f"{node}: {message}", hint=hint)
         self.node = node
         self.detail = message
@@ -126,7 +126,7 @@ class HostKeyUnknown(NodeUnreachable):
 
 
 class HostKeyMismatch(NodeUnreachable):
-    """The host showed a revoked key, or one that differs from the known key; a retry does not help."""
+    """The host's key is revoked or differs from the key in known_hosts; retrying does not help."""
 
 
 class AuthenticationRefused(NodeUnreachable):
@@ -137,7 +137,7 @@ class BootstrapFailed(TransportError):
     """The node was reached, but distflow's runtime did not start there, because of its ``python`` or its ``root``."""
 
     def __init__(self, node: str, detail: str, *, hint: str = "", about: Literal["python", "root"] = "python") -> None:
-        """Keep ``about``, so that a check can name the setting."""
+        """Store ``about``, the setting that is probably wrong, for the report of ``pool check``."""
         super().__init__(node, detail, hint=hint)
         self.about: Literal["python", "root"] = about
 
@@ -146,7 +146,7 @@ class AgentError(NodeError):
     """The node's agent refused a request. ``kind`` is an error kind of the agent protocol."""
 
     def __init__(self, node: str, kind: str, message: str, *, hint: str = "") -> None:
-        """Keep ``kind`` separate from the message, because callers decide by it."""
+        """Store ``kind`` separately from the message, because callers handle an error by its kind."""
         super().__init__(node, message, hint=hint)
         self.kind = kind
 
@@ -158,11 +158,11 @@ class StorageError(DistflowError):
 
 
 class StorageUnreachable(StorageError):
-    """No connection to the store could be made, or it broke. A retry may help."""
+    """No connection to the store could be made, or it broke. Retrying may help."""
 
 
 class StorageRefused(StorageError):
-    """The store refuses the credentials or the access. A retry does not help."""
+    """The store refuses the credentials or the access; retrying does not help."""
 
 
 class StorageMissing(StorageError):
@@ -175,7 +175,7 @@ class NotifyError(DistflowError):
     exit_code = 3
 
     def __init__(self, message: str, *, may_retry: bool = False) -> None:
-        """Say why in ``message``, which contains no URL, and whether a later try may succeed."""
+        """Take the ``message``, which must not contain a URL, and whether a later try may succeed."""
         super().__init__(message)
         self.may_retry = may_retry
 

@@ -1,7 +1,7 @@
-"""Quoting for a shell and masking of secrets: each happens here, once, by type.
+"""Quote text for a shell, and keep secrets out of all output.
 
-A ``Secret`` cannot print: its text, its representation and its JSON are a mask. Code that needs the value calls
-``reveal()``. A search for that word finds every place that uses a secret.
+``str`` and ``repr`` of a ``Secret`` return a mask. Code that needs the value calls ``reveal()``, so a search for that name
+finds every use of a secret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
-        """Return the text itself. Use it only to pass it to the process that needs it."""
+        """Return the secret text. Use it only to pass it to the process that needs it."""
         return self._value
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class Secret:
 
 
 def mask(text: str, secrets: Iterable[Secret]) -> str:
-    """Replace every occurrence of a secret in ``text`` by the mask, longer secrets first. Empty secrets are ignored."""
+    """Return ``text`` with the mask in place of every secret, longer secrets first. Empty secrets are ignored."""
     for value in sorted({secret.reveal() for secret in secrets}, key=len, reverse=True):
         if value:
             text = text.replace(value, MASK)
@@ -54,7 +54,7 @@ def mask(text: str, secrets: Iterable[Secret]) -> str:
 
 
 def revealed(secrets: Mapping[str, Secret]) -> dict[str, str]:
-    """Return the texts themselves. Use them only to pass them to the process that needs them."""
+    """Return the secret texts by name. Use them only to pass them to the process that needs them."""
     return {name: secret.reveal() for name, secret in secrets.items()}
 
 
@@ -64,7 +64,9 @@ def quote(argv: Iterable[str]) -> str:
 
 
 def quote_with_variables(text: str, pattern: re.Pattern[str], variable: Callable[[re.Match[str]], str]) -> str:
-    r"""Return ``text`` as one shell word in which each match of ``pattern`` becomes the expansion of the variable named for it.
+    r"""Return ``text`` as one shell word in which a shell variable replaces each match of ``pattern``.
+
+    ``variable`` returns the name of the variable for a match.
 
     >>> quote_with_variables("a b:@@PORT@@", re.compile("@@PORT@@"), lambda match: "PORT")
     '\'a b:\'"${PORT}"'

@@ -3,8 +3,8 @@
 Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``) and numbers with a leading zero remain text.
 ``Document.text_at`` returns a scalar as written, regardless of its YAML type: ``on`` remains ``on``.
 
-``View`` reads a document after the check against its schema. All findings are reported at once, so later checks also get
-documents with wrong types. A ``View`` returns values of the right type and omits the others, which were reported before.
+``View`` reads a document after the check against its schema. All findings are reported at once, so later checks run even if
+that check found wrong types. A ``View`` therefore returns only values of the right type.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Document:
     def _nearest(self, path: Path) -> Place:
         while path and path not in self.places:
             path = path[:-1]
-        return self.places.get(path, _nowhere(self.file))
+        return self.places.get(path, _whole_file(self.file))
 
 
 def path_text(path: Path) -> str:
@@ -107,7 +107,7 @@ def path_text(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
-def _nowhere(file: str) -> Place:
+def _whole_file(file: str) -> Place:
     return Place(mark=Mark(file), key=Mark(file))
 
 
@@ -163,14 +163,14 @@ class View:
         return tuple(text for text in found if text is not None)
 
     def flag(self, key: str) -> bool | None:
-        """Return a Boolean, also one that is given as a text."""
+        """Return a Boolean. The texts ``true`` and ``false`` are accepted."""
         value = self.document.value_at((*self.path, key))
         if isinstance(value, str):
             return {"true": True, "false": False}.get(value.lower())
         return value if isinstance(value, bool) else None
 
     def whole(self, key: str) -> int | None:
-        """Return a whole number, also one that is given as a text of digits."""
+        """Return a whole number. A text of digits is accepted."""
         value = self.document.value_at((*self.path, key))
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
             return int(value)
@@ -210,7 +210,7 @@ class View:
         where: Mark | None = None,
         severity: Severity = Severity.ERROR,
     ) -> None:
-        """Add a finding at ``where``, else at a key, else at the mapping."""
+        """Add a finding: at ``where`` if it is given, else at ``key`` if it is given, else at the mapping."""
         place = where or (self.key_mark(key) if key is not None else self.mark)
         path = path_text(self.path if key is None else (*self.path, key))
         self.problems.append(Problem(where=place, message=message, hint=hint, path=path, severity=severity))

@@ -1,4 +1,4 @@
-"""The keys of JSON documents that name a task, a group or a node (docs/ci.md). ``quantities.times`` has those of times."""
+"""The keys of JSON documents that name a task, a group or a node (docs/ci.md). ``quantities.times`` has the keys of times."""
 
 from __future__ import annotations
 

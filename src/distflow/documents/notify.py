@@ -1,4 +1,4 @@
-"""The entries of ``notify`` in specs, in the configuration and in profiles: whom to notify of a workflow, and when."""
+"""The entries of ``notify`` in specs, in the configuration and in profiles: targets of notifications, and their triggers."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class NotifyTarget:
     credential: str = ""
     """The name of a credential whose value is the URL."""
     command: tuple[str, ...] = ()
-    """A command on this machine; never from a spec."""
+    """A command to run on this machine. Specs cannot contain commands."""
     format: Literal["json", "slack"] | None = None
-    """The body of a request; ``None``: the one that the host of the URL expects."""
+    """The format of the request's body; ``None`` for the format that the host of the URL expects."""
     after_s: float = _AFTER_S
-    """The wait after which ``waiting`` is reported."""
+    """How long a group waits for nodes, in seconds, before ``waiting`` is reported."""
     where: Mark = Mark("")
 
     @property
     def label(self) -> str:
-        """Its name for people: the given name, the credential, the command, or the host of the URL."""
+        """The target's name for people: the given name, the credential, the command, or the host of the URL."""
         if self.name:
             return self.name
         return self.credential or (self.command[0] if self.command else parse_url(self.url).profile)
@@ -104,7 +104,7 @@ def _is_url_valid(entry: View) -> bool:
     try:
         parsed = parse_url(url)
     except InputError as error:
-        # Its message may quote a path that is a secret.
+        # The error's message may quote the path, which may be a secret.
         reason = error.message if "`" not in error.message else "it is not a valid URL"
         entry.add(f"`url` cannot be used: {reason}", "write https://host/path, or use `credential` for a secret URL", key="url")
         return False

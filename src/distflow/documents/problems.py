@@ -80,7 +80,7 @@ class Problem:
 
 
 class ProblemsFound(InputError):
-    """A document has problems: ``problems`` has all of them, including warnings."""
+    """A document has errors. ``problems`` contains all findings, including warnings."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         """Collect the findings in the order of the document."""

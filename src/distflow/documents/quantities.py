@@ -1,6 +1,6 @@
-"""Durations, times and amounts of memory: parse those of a spec, and show them to people and programs.
+"""Durations, times and amounts of memory: parse them in specs, and format them for people and programs.
 
-The format is OSMO's. Unlike OSMO, signs, Booleans and values with two units are errors.
+The format is OSMO's. Unlike in OSMO, signs, Booleans and values with two units are errors.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def duration_text(seconds: float) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """Return a number of things: ``1 file``, ``2,000 files``. The plural of ``noun`` ends with an s."""
+    """Return a number with a noun: ``1 file``, ``2,000 files``. ``noun`` is the singular, and its plural ends with an s."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -186,11 +186,11 @@ ZONED = MappingProxyType(
         "last_synced": "last_synced_at",
     }
 )
-"""The keys of times in JSON documents, most of them OSMO's, and the keys of the same times with their zone."""
+"""The key of a time without a zone in JSON documents, most of them OSMO's → the key of the same time with its zone."""
 
 
 def times(**given: float | None) -> dict[str, str | None]:
-    """Return times for a JSON document: as OSMO writes them, and with their zone under the keys of ``ZONED``.
+    """Return times for a JSON document: without a zone, as OSMO writes them, and with their zone under the keys of ``ZONED``.
 
     >>> times(start_time=1744407067.25, end_time=None)
     {'start_time': '2025-04-11T21:31:07.250', 'started_at': '2025-04-11T21:31:07.250Z', 'end_time': None, 'ended_at': None}
@@ -208,7 +208,7 @@ def day_start(text: str) -> float:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration for people; ``-`` for something that has not begun.
+    """Return a duration for people; ``-`` for ``None``, the duration of a phase that has not begun.
 
     >>> duration(42.9), duration(3723), duration(273904)
     ('0:42', '1:02:03', '3d 4:05:04')

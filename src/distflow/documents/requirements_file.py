@@ -1,7 +1,7 @@
 """Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
 
-Nodes get the lines, not the files: everything that a line names must exist on the node or on a package index. Lines that name
-files of this machine are therefore refused, and so are URLs with passwords, because plans show all lines.
+Nodes get the lines, not the files, so a line must name a package of an index or a file on the node. Lines with files of this
+machine are therefore errors. URLs with passwords are errors, too, because plans show all lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_FILES = 50
 _KIND = "requirements file"
 
 _INCLUDE = re.compile(r"(?:-r|--requirement|-c|--constraint)(?:\s*=\s*|\s+|(?<=-[rc]))(?P<file>.+)")
-_PLACE = re.compile(r"(?:-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[ef]))(?P<place>.+)")
+_LOCATION = re.compile(r"(?:-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[ef]))(?P<location>.+)")
 _NAMED = re.compile(r"[A-Za-z0-9][\w.-]*\s*(?:\[[^\]]*\]\s*)?(?:@\s*(?P<url>\S.*)|[<>=!~;(].*|\s--\w.*)?")
 _ARCHIVE = re.compile(r".*\.(?:whl|zip|tar|tgz|tar\.\w+)", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -42,9 +42,9 @@ def read_requirements(path: str, shown: str | None = None) -> Requirements:
 
 
 def parse_requirements(lines: Iterable[str], shown: str) -> Requirements:
-    """Return the requirements in the lines of a file that ``shown`` names in messages.
+    """Return the requirements in the lines of a file. ``shown`` is its name in messages.
 
-    Files that the lines include are relative to the working directory. Raises ``ProblemsFound`` with all findings.
+    Paths of included files are relative to the working directory. Raises ``ProblemsFound`` with all findings.
     """
     found = _Reader()
     found.take("\n".join(lines), "", shown, is_constraint=False, above=())
@@ -52,7 +52,7 @@ def parse_requirements(lines: Iterable[str], shown: str) -> Requirements:
 
 
 class _Reader:
-    """Collects the lines of a file and of those that it includes."""
+    """Collects the lines of a file and of its included files."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -61,7 +61,7 @@ class _Reader:
         self._files = 0
 
     def read(self, path: str, shown: str, *, is_constraint: bool, above: tuple[str, ...]) -> None:
-        """Add the lines of one file. ``above`` are the files that include it."""
+        """Add the lines of one file. ``above`` contains the files that include it."""
         self._files += 1
         try:
             text = read_text(path, shown=shown, limit=_LIMIT, kind=_KIND)
@@ -71,14 +71,14 @@ class _Reader:
         self.take(text, path, shown, is_constraint=is_constraint, above=(*above, os.path.realpath(path)))
 
     def take(self, text: str, path: str, shown: str, *, is_constraint: bool, above: tuple[str, ...]) -> None:
-        """Add the lines of a text. ``above`` are the files that include it, and its own file."""
+        """Add the lines of a file with the content ``text``. ``above`` contains the file and the files that include it."""
         for number, line in _logical_lines(text):
             where = Mark(shown, number)
             include = _INCLUDE.fullmatch(line)
             if include is not None:
                 named = include["file"].strip()
-                is_below = is_constraint or line.startswith(("-c", "--c"))
-                self._include(named, path, shown, where, is_constraint=is_below, above=above)
+                has_constraints = is_constraint or line.startswith(("-c", "--c"))
+                self._include(named, path, shown, where, is_constraint=has_constraints, above=above)
             elif (problem := _problem_of(line, where)) is not None:
                 self.problems.append(problem)
             else:
@@ -93,7 +93,7 @@ class _Reader:
         raise_errors(self.problems)
         if not self.lines:
             hint = "write one requirement in each line, such as `torch==2.4.0`"
-            raise ProblemsFound([Problem(where=Mark(shown), message="the file names no packages", hint=hint)])
+            raise ProblemsFound([Problem(where=Mark(shown), message="the file contains no packages", hint=hint)])
         return Requirements(file=shown, lines=tuple(self.lines), constraints=tuple(self.constraints))
 
     def _include(self, named: str, path: str, shown: str, where: Mark, *, is_constraint: bool, above: tuple[str, ...]) -> None:
@@ -128,7 +128,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _secrets(line: str) -> Iterator[str]:
-    """Yield the passwords and tokens in the URLs of a line, and the variables in place of them."""
+    """Yield the passwords and tokens in the URLs of a line. Some may be variables."""
     for url in _LOGIN.finditer(line):
         user, colon, password = url["login"].partition(":")
         is_token = url["scheme"].lower().endswith(("http", "https"))
@@ -140,16 +140,16 @@ def _secrets(line: str) -> Iterator[str]:
 def _problem_of(line: str, where: Mark) -> Problem | None:
     """Return why a line cannot be used on another machine; ``None`` if it can."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
-        hint = "put it into ~/.netrc on the nodes, or write `${NAME}` for one of their variables"
+        hint = "put the password into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
         return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)
-    option = _PLACE.fullmatch(line)
+    option = _LOCATION.fullmatch(line)
     if option is None and line.startswith("-"):
         return None
-    place, named = (option["place"], None) if option is not None else (line, _NAMED.fullmatch(line))
+    location, named = (option["location"], None) if option is not None else (line, _NAMED.fullmatch(line))
     if named is not None and not _ARCHIVE.fullmatch(line.split(" ", maxsplit=1)[0]):
-        place = (named["url"] or "/").strip()
-    is_on_node = place.startswith("/") or (_URL.match(place) and not re.match(r"file:(?!/)", place, re.IGNORECASE))
+        location = (named["url"] or "/").strip()
+    is_on_node = location.startswith("/") or (_URL.match(location) and not re.match(r"file:(?!/)", location, re.IGNORECASE))
     if is_on_node:
         return None
-    hint = "send your own code with `files` and install only its requirements, or name a path that all nodes have"
-    return Problem(where=where, message=f"`{place}` is a file of this machine, which nodes cannot install", hint=hint)
+    hint = "send your own code with `files` and install only its requirements, or write a path that exists on all nodes"
+    return Problem(where=where, message=f"`{location}` is a file of this machine, which nodes cannot install", hint=hint)

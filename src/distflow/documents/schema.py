@@ -19,7 +19,7 @@ from distflow.documents.text import did_you_mean, most_similar
 __all__ = ["Explain", "load_schema", "schema_problems", "schema_text"]
 
 Explain = Callable[[str, Path, Any, Mapping[str, Any]], "tuple[str, str] | None"]
-"""A better message for a finding: (keyword, path, value, schema) → (message, hint), or ``None`` for the default one."""
+"""A better message for a finding: (keyword, path, value, schema) → (message, hint), or ``None`` for the default message."""
 
 _NAMES: Mapping[str, str] = {
     "object": "a mapping (`key: value` lines)",
@@ -46,7 +46,7 @@ def load_schema(package: str, name: str) -> dict[str, Any]:
 
 
 def _without_templates(rule: Any) -> Any:
-    """Replace each ``{"anyOf": [RULE, <a template>]}`` with RULE. Only editors check documents with templates."""
+    """Replace each ``{"anyOf": [RULE, <a template>]}`` with RULE. Only editors check documents before rendering."""
     if isinstance(rule, list):
         return [_without_templates(item) for item in rule]
     if not isinstance(rule, dict):
@@ -94,16 +94,16 @@ def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explai
         # The problem of a mistyped key already suggests the missing one.
         known = rule.get("properties", {})
         mistyped = [key for key in value if key not in known] if rule.get("additionalProperties") is False else []
-        missing = [key for key in missing if not any(most_similar(one, known) == key for one in mistyped)]
+        missing = [key for key in missing if not any(most_similar(typed, known) == key for typed in mistyped)]
         for key in missing:
-            expects = _expects(rule.get("properties", {}).get(key, {}), root)
+            expected = _expected(rule.get("properties", {}).get(key, {}), root)
             shown = f"`{path_text(path)}`" if path else "the document"
-            hint = f"add `{key}:`" + (f", {expects}" if expects else "")
+            hint = f"add `{key}:`" + (f", {expected}" if expected else "")
             yield _problem(document.mark_at(path), (*path, key), f"{shown} has no `{key}`", hint)
     elif keyword == "propertyNames" or _is_about_a_key(error):
-        yield from _bad_names(document, path, value, error)
+        yield from _invalid_names(document, path, value, error)
     else:
-        yield _problem(document.key_mark_at(path), path, *_words(document, path, keyword, value, rule, root))
+        yield _problem(document.key_mark_at(path), path, *_message_and_hint(document, path, keyword, value, rule, root))
 
 
 def _is_about_a_key(error: Any) -> bool:
@@ -111,11 +111,11 @@ def _is_about_a_key(error: Any) -> bool:
     return "propertyNames" in error.absolute_schema_path
 
 
-def _bad_names(document: Document, path: Path, value: Any, error: Any) -> Iterator[Problem]:
+def _invalid_names(document: Document, path: Path, value: Any, error: Any) -> Iterator[Problem]:
     name = value if isinstance(value, str) else str(error.instance)
-    expects = error.schema.get("x-expects", "another name")
+    expected = error.schema.get("x-expects", "another name")
     at = (*path, name)
-    yield _problem(document.key_mark_at(at), at, f"{_first_line(name)} is not a valid name here", f"write {expects}")
+    yield _problem(document.key_mark_at(at), at, f"{_first_line(name)} is not a valid name here", f"write {expected}")
 
 
 def _unknown_keys(
@@ -127,36 +127,36 @@ def _unknown_keys(
             continue
         at = (*path, key)
         where = f"in `{path_text(path)}`" if path else "at the top of the document"
-        homes = list(_homes(root, key))
+        owners = list(_mappings_with(root, key))
         hint = did_you_mean(key, known, what="keys here")
         if homes and not hint.startswith("did you mean"):
-            owners = " and ".join(filter(None, (", ".join(homes[:-1]), homes[-1])))
-            hint = f"`{key}` is a key of {owners}; {hint}"
+            owners = " and ".join(filter(None, (", ".join(owners[:-1]), homes[-1])))
+            titles = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
         yield _problem(document.key_mark_at(at), at, f"unknown key `{key}` {where}", hint)
 
 
-def _homes(root: Mapping[str, Any], key: str) -> Iterable[str]:
+def _mappings_with(root: Mapping[str, Any], key: str) -> Iterable[str]:
     """Return the titles of the mappings in the schema that have this key."""
     candidates = [root, *root.get("properties", {}).values(), *root.get("$defs", {}).values()]
     return [rule["title"] for rule in candidates if "title" in rule and key in rule.get("properties", {})]
 
 
-def _words(
+def _message_and_hint(
     document: Document, path: Path, keyword: str, value: Any, rule: Mapping[str, Any], root: Mapping[str, Any]
 ) -> tuple[str, str]:
     name = f"`{path_text(path)}`" if path else "the document"
-    expects = _expects(rule, root)
+    expected = _expected(rule, root)
     if value is None and not path:
-        return f"{name} is empty", f"it must be {expects}"
+        return f"{name} is empty", f"it must be {expected}"
     if value is None:
-        return f"{name} is empty", f"give it {expects}, or remove the key" if expects else "give it a value, or remove the key"
+        return f"{name} is empty", f"give it {expected or 'a value'}, or remove the key"
     if keyword == "minItems" and not value:
-        return f"{name} is an empty list", f"it must be {expects}" if expects else "give it at least one item"
+        return f"{name} is an empty list", f"it must be {expected}" if expected else "give it at least one item"
     shown = _shown(document, path, value)
     if keyword == "type" and rule.get("type") == "string" and isinstance(value, bool | int | float):
         kind, raw = "true or false" if isinstance(value, bool) else "a number", document.raw_at(path) or ""
         quoted = f'put it into quotes: "{raw}"' if re.search(rule.get("pattern", ""), raw) else ""
-        return f"{name} must be {expects}; YAML reads {shown} as {kind}", quoted
+        return f"{name} must be {expected}; YAML reads {shown} as {kind}", quoted
     limit = rule.get(keyword)
     bounds = {
         "minimum": f"at least {limit}",
@@ -173,18 +173,18 @@ def _words(
         near = most_similar(str(value), [str(choice) for choice in rule["enum"]])
         hint = f"did you mean `{near}`?" if near else ""
         return f"{name} must be one of {', '.join(f'`{choice}`' for choice in rule['enum'])}, not {shown}", hint
-    words = re.fullmatch(r"\^\(([\w|]+)\)\$", str(limit)) if keyword == "pattern" else None
-    near = most_similar(str(value), words[1].split("|")) if words else None
-    return f"{name} must be {expects or 'something else'}, not {shown}", f"did you mean `{near}`?" if near else ""
+    choices = re.fullmatch(r"\^\(([\w|]+)\)\$", str(limit)) if keyword == "pattern" else None
+    near = most_similar(str(value), choices[1].split("|")) if choices else None
+    return f"{name} must be {expected or 'something else'}, not {shown}", f"did you mean `{near}`?" if near else ""
 
 
-def _expects(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _expected(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Describe the expected value: by ``x-expects``, by the referenced schema, or by the type."""
     if "x-expects" in rule:
         return str(rule["x-expects"])
     reference = str(rule.get("$ref", ""))
     if reference.startswith("#/$defs/"):
-        return _expects(root["$defs"][reference.removeprefix("#/$defs/")], root)
+        return _expected(root["$defs"][reference.removeprefix("#/$defs/")], root)
     kinds = rule.get("type", [])
     return " or ".join(_NAMES[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds))
 

@@ -1,4 +1,4 @@
-"""Read a file that a user named, with a size limit. Each failure is a finding about that file."""
+"""Read a file that the user named, with a size limit. Each failure becomes a finding about the file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LIMIT = 4 << 20
 """The maximum size of a document in bytes."""
 _YAML = "YAML file"
 _MOST_NAMES = 1000
-"""Names that are compared with that of a missing file."""
+"""How many names in the directory are compared with the name of a missing file."""
 
-_WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
+_FILE_TYPES: Mapping[int, str] = MappingProxyType(
     {
         stat.S_IFDIR: "a directory",
         stat.S_IFIFO: "a named pipe",
@@ -46,7 +46,7 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            what = _WORDS_OF_KIND.get(stat.S_IFMT(status.st_mode), "not a regular file")
+            what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
             otherwise = ", or use `-` for standard input" if kind == _YAML else ""
             raise _found(shown, f"this is {what}, not a file", f"name a {kind}{otherwise}")
         if status.st_size > limit:
@@ -64,13 +64,16 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
 
 
 def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of a UTF-8 file with line feeds as its only line ends. Raises like ``read_bytes``."""
+    """Return the text of a UTF-8 file, with all line ends as line feeds. The arguments are those of ``read_bytes``."""
     data = read_bytes(path, shown=shown, limit=limit, kind=kind)
     return decode(data, shown=path if shown is None else shown, kind=kind)
 
 
 def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of ``data``, without byte order mark and with line feeds as its only line ends. Refuse binary data."""
+    """Return the text of ``data``, which is UTF-8, without a byte order mark and with all line ends as line feeds.
+
+    Raises ``ProblemsFound``, also for binary data.
+    """
     if len(data) > limit:
         raise _too_large(shown, len(data), limit, kind)
     if b"\0" in data:

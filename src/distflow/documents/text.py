@@ -10,7 +10,10 @@ __all__ = ["ESCAPES", "did_you_mean", "few", "listed", "most_similar", "plain", 
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
-    """Return a hint with the most similar known name, if there is one, and all known names."""
+    """Return a hint with the most similar known name, if there is one, and all known names.
+
+    ``what`` describes the known names, such as ``pools``.
+    """
     names = sorted(set(known))
     if not names:
         return f"there are no {what} here"
@@ -21,11 +24,11 @@ def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str
 
 def most_similar(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to a mistyped one, or ``None`` if no name is similar."""
-    plain: dict[str, str] = {}
+    by_normalized: dict[str, str] = {}
     for candidate in known:
-        plain.setdefault(_plain(candidate), candidate)
-    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
-    return plain[near[0]] if near else None
+        by_normalized.setdefault(_normalized(candidate), candidate)
+    near = difflib.get_close_matches(_normalized(name), by_normalized, n=1, cutoff=0.6)
+    return by_normalized[near[0]] if near else None
 
 
 def listed(names: Iterable[str]) -> str:
@@ -35,9 +38,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int = 1) -> str:
-    """Join the first ``most`` words for one line and count the others, because a pool may have a thousand nodes.
+    """Join the first ``most`` words for one line, and count the remaining words: a pool may have a thousand nodes.
 
-    Up to ``spare`` further words are shown instead of counted.
+    If at most ``spare`` words would be counted, all words are shown.
     """
     more = [f"and {len(words) - most} more"] if len(words) > most + spare else []
     return between.join([*(words[:most] if more else words), *more])
@@ -58,11 +61,11 @@ def ranges(numbers: Iterable[int], between: str = ", ") -> str:
     return between.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-# Not compiled, because most text is printable and needs neither pattern.
+# The patterns are not compiled, because most text is printable and needs neither.
 ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
 """Matches one escape sequence of a terminal."""
 # Control characters, and characters that change the order in which a terminal shows text.
@@ -75,5 +78,5 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Return text of several lines of which each is ``plain``."""
+    """Return text of several lines, with ``plain`` applied to each line."""
     return text if text.isprintable() else "\n".join(plain(line) for line in text.split("\n"))

@@ -27,7 +27,7 @@ _SHAPES = {
     "sftp": "sftp://host/path",
 }
 _WITHOUT_DRIVER = ("swift", "tos")
-"""Schemes of OSMO."""
+"""Schemes that only OSMO supports."""
 _NO_DRIVER = (
     "for a service with an S3 interface, write s3://bucket/path, and set `override_url` of a DATA credential to its address"
 )
@@ -86,7 +86,7 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
     match = _URL.fullmatch(text)
     if match is None:
         hint = "write a URL such as s3://bucket/path, or an absolute path"
-        raise InputError(f"`{_short(text)}` is not a data URL", hint=hint)
+        raise InputError(f"`{_without_secrets(text)}` is not a data URL", hint=hint)
     scheme, rest = match.group(1).lower(), match.group(2)
     if scheme not in _SCHEMES:
         if scheme in _WITHOUT_DRIVER:
@@ -94,7 +94,7 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         near = did_you_mean(scheme, _SCHEMES, what="schemes")
         raise InputError(f"distflow does not support the scheme `{scheme}://`", hint=near)
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
-        raise InputError(f"`{_short(text)}` contains a control character", hint="remove it")
+        raise InputError(f"`{_without_secrets(text)}` contains a control character", hint="remove it")
     if writes and scheme in READ_ONLY:
         raise InputError(f"`{scheme}://` can only be read", hint="write to s3://, gs://, az://, azure://, sftp:// or file://")
     if scheme == "file":
@@ -103,22 +103,25 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
     if scheme in READ_ONLY:
         rest, _, query = rest.partition("#")[0].partition("?")
     elif "*" in rest:
-        raise InputError(f"`{_short(text)}` contains a `*`", hint="name the directory above it, and select files with `regex`")
-    container, key = _divided(scheme, rest)
+        raise InputError(
+            f"`{_without_secrets(text)}` contains a `*`", hint="name the directory above it, and select files with `regex`"
+        )
+    container, key = _split(scheme, rest)
     if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
         raise InputError(
             f"this {scheme}:// URL contains a user or a password, and distflow does not store secrets in URLs",
             hint="remove the part before the `@`, and set a credential: `distflow credential set`",
         )
     if not container or (scheme == "azure" and "/" not in container):
-        raise InputError(f"`{_short(text)}` has no {_what(scheme)}", hint=f"write {_SHAPES[scheme]}")
+        raise InputError(f"`{_without_secrets(text)}` has no {_container_noun(scheme)}", hint=f"write {_SHAPES[scheme]}")
     _check_parts(key, text)
     return StorageUrl(
         scheme=scheme, container=container, key=key.strip("/"), is_folder=key.endswith("/"), query=query,
     )  # fmt: skip
 
 
-def _divided(scheme: str, rest: str) -> tuple[str, str]:
+def _split(scheme: str, rest: str) -> tuple[str, str]:
+    """Return the container and the key."""
     container, _, key = rest.partition("/")
     if scheme == "azure":
         inner, _, key = key.partition("/")
@@ -126,7 +129,7 @@ def _divided(scheme: str, rest: str) -> tuple[str, str]:
     return container, key
 
 
-def _what(scheme: str) -> str:
+def _container_noun(scheme: str) -> str:
     if scheme == "azure":
         return "account and container"
     return {"s3": "bucket", "gs": "bucket", "az": "container"}.get(scheme, "host")
@@ -134,7 +137,7 @@ def _what(scheme: str) -> str:
 
 def _file(path: str, text: str) -> StorageUrl:
     if not path.startswith("/"):
-        raise InputError(f"`{_short(text)}` is not an absolute path", hint="write file:///directory/name")
+        raise InputError(f"`{_without_secrets(text)}` is not an absolute path", hint="write file:///directory/name")
     _check_parts(path, text)
     return StorageUrl(scheme="file", container="", key=path.strip("/"), is_folder=path.endswith("/") and path != "/")
 
@@ -143,10 +146,10 @@ def _check_parts(key: str, text: str) -> None:
     parts = key.strip("/").split("/")
     if "" in parts[1:] or {".", ".."} & set(parts):
         hint = "write the path without `.`, `..` and empty parts"
-        raise InputError(f"the path of `{_short(text)}` contains `.`, `..` or an empty part", hint=hint)
+        raise InputError(f"the path of `{_without_secrets(text)}` contains `.`, `..` or an empty part", hint=hint)
 
 
-def _short(text: str) -> str:
+def _without_secrets(text: str) -> str:
     """Return a URL for a message, without parts that may be a signature or a password."""
     return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
 

@@ -1,7 +1,7 @@
 """Parse YAML text into a ``Document``: values with their positions, and with limits on depth and expanded aliases.
 
 The parser reads libyaml's events and builds its own small tree. Nesting therefore cannot overflow the stack of the interpreter
-or of libyaml, each part has a known line, and aliases need no memory before they are counted. Refused, with their lines:
+or of libyaml, each part has a known line, and aliases are counted before they use memory. The following are errors with a line:
 duplicate keys with different values, keys that are not text, custom tags, several documents, and aliases that contain
 themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
 
@@ -35,7 +35,7 @@ MAX_DEPTH = 100
 MAX_NODES = 100_000
 """The maximum number of scalars, lists and mappings, with aliases expanded."""
 
-_READABLE: tuple[tuple[str, str], ...] = (
+_MESSAGES: tuple[tuple[str, str], ...] = (
     ("mapping values are not allowed", "a `:` is not allowed here; check the indentation, or put the value into quotes"),
     ("could not find expected ':'", "a `:` is missing after this key, or the line is indented wrongly"),
     ("did not find expected key", "this line does not fit into its mapping; check its indentation"),
@@ -48,6 +48,7 @@ _READABLE: tuple[tuple[str, str], ...] = (
     ("special characters are not allowed", "control characters are not allowed in YAML"),
     ("control characters are not allowed", "control characters are not allowed in YAML"),
 )
+"""Parts of PyYAML's messages, and the messages to print instead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,13 +99,13 @@ def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
         except yaml.MarkedYAMLError as error:
             unclosed = error.context_mark is not None and "unexpected end of stream" in (error.problem or "")
             mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
-            # Report a missing end after the last word of the file, not below it.
+            # Report a missing end at the last character of the text, not on an empty line below it.
             index = min(mark.index if mark is not None else 0, max(len(text.rstrip()) - 1, 0))
             raise _Refused(
-                index, _in_words(f"{error.context or ''} {error.problem or ''}".strip(), text[index : index + 1])
+                index, _readable(f"{error.context or ''} {error.problem or ''}".strip(), text[index : index + 1])
             ) from None
         except yaml.reader.ReaderError as error:
-            raise _Refused(_first_forbidden(text), _in_words(str(error.reason), "")) from None
+            raise _Refused(_first_forbidden(text), _readable(str(error.reason), "")) from None
         places: dict[Path, Place] = {}
         marker = _Marker(file, starts, line_map)
         if root is None:
@@ -162,7 +163,7 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
             documents += 1
             if documents > 1:
                 raise _Refused(
-                    index, "a second document begins here", "keep one document in the file: remove `---` and what follows"
+                    index, "a second document begins here", "keep one document in the file: remove `---` and the text below it"
                 )
         elif isinstance(event, yaml.AliasEvent):
             root = _attach(stack, _anchored(anchors, str(event.anchor), index), index) or root
@@ -193,7 +194,7 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
 
 
 def _close(node: _Node, above: int) -> None:
-    """Compute the expanded size of a list or mapping. Aliases may be deeper and larger than the text, whose size is limited."""
+    """Compute and check the size of a list or mapping with its aliases expanded, which may be much larger than the text."""
     node.open = False
     node.size += sum(item.size for item in node.items)
     node.depth = 1 + max((item.depth for item in node.items), default=0)
@@ -242,8 +243,8 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
         first = bisect.bisect_right(starts, index)
         lines = _content_lines(text, index, event.end_mark.index, event.style or "", raw, first)
         lines = lines or ((first + 1,) if is_block else ())
-    none = value is None and not raw
-    return _Node(index, "scalar", value, None if none else raw, plain, lines, open=False)
+    is_missing = value is None and not raw
+    return _Node(index, "scalar", value, None if is_missing else raw, plain, lines, open=False)
 
 
 class _Flattener:
@@ -271,9 +272,9 @@ class _Flattener:
         return Place(mark=mark, key=at, raw=node.raw, plain=node.plain, lines=lines if len(lines) > 1 else ())
 
     def _entries(self, node: _Node, path: Path) -> dict[str, tuple[_Node, _Node]]:
-        """Return key and value of each entry by name.
+        """Return the key and the value of each entry by name.
 
-        A key of the mapping overrides a merged one (``<<``), and an earlier merge overrides a later one.
+        The mapping's own keys override merged keys (``<<``), and an earlier merge overrides a later one.
         """
         own: dict[str, tuple[_Node, _Node]] = {}
         merged: dict[str, tuple[_Node, _Node]] = {}
@@ -313,12 +314,12 @@ def _are_equal(one: _Node, other: _Node) -> bool:
     )
 
 
-def _in_words(message: str, character: str) -> str:
-    """Return a message for people. ``message`` is the parser's message, ``character`` is where it stopped."""
+def _readable(message: str, character: str) -> str:
+    """Return a message for people. ``message`` is PyYAML's message, ``character`` the character at which it stopped."""
     if character == "\t":
         return "this is not valid YAML: a tab cannot indent a line; use spaces"
-    words = next((words for pattern, words in _READABLE if pattern in message), message)
-    return f"this is not valid YAML: {words}"
+    readable = next((readable for part, readable in _MESSAGES if part in message), message)
+    return f"this is not valid YAML: {readable}"
 
 
 def _first_forbidden(text: str) -> int:
@@ -337,9 +338,9 @@ def _drawn(text: str, starts: Sequence[int], index: int) -> str:
 
 
 def _content_lines(text: str, start: int, end: int, style: str, value: str, first: int) -> tuple[int, ...]:
-    """Return the line of the text for each line of ``value``; empty if it is not known.
+    """Return the line of the text for each line of ``value``; empty if the lines cannot be determined.
 
-    ``start`` and ``end`` are the offsets of the scalar, ``style`` is ``|``, ``>``, a quote or empty, ``first`` the line of
+    ``start`` and ``end`` are the offsets of the scalar. ``style`` is ``|``, ``>``, a quote or empty. ``first`` is the line of
     ``start``.
     """
     wanted = len(value.split("\n")) - (1 if value.endswith("\n") and style in ("|", ">") else 0)
@@ -351,7 +352,7 @@ def _content_lines(text: str, start: int, end: int, style: str, value: str, firs
 
 
 def _folded(source: list[str], first: int) -> list[int]:
-    """Return the lines of a ``>`` scalar: lines of equal indentation are joined, empty and deeper lines are not."""
+    """Return the lines of a ``>`` scalar: lines of equal indentation are joined, but not empty and deeper lines."""
     filled = [len(line) - len(line.lstrip(" ")) for line in source if line.strip()]
     if not filled:
         return [first + position for position in range(len(source))]
@@ -361,7 +362,7 @@ def _folded(source: list[str], first: int) -> list[int]:
         empty, was_empty = not line[indent:].strip(" "), not before[indent:].strip(" ")
         deeper, was_deeper = line[indent : indent + 1] in (" ", "\t"), before[indent : indent + 1] in (" ", "\t")
         if was_empty and not empty and not deeper:
-            # The break before an empty line was folded away; the one after it counts, and was counted with that line.
+            # The empty line before this line is one line break. Its entry becomes the entry of this line.
             found[-1] = first + position
         elif empty or deeper or was_deeper:
             found.append(first + position)
@@ -369,7 +370,7 @@ def _folded(source: list[str], first: int) -> list[int]:
 
 
 def _flow(source: list[str], first: int) -> list[int]:
-    """Lines of a plain or quoted scalar: each empty line is one break, all others are joined."""
+    """Return the lines of a plain or quoted scalar: each empty line is a line break, and all other lines are joined."""
     found = [first]
     for position, line in enumerate(source[1:], start=1):
         if not line.strip():
@@ -385,7 +386,7 @@ _CORE: Mapping[str, str] = MappingProxyType(
 )
 """Supported tags, with the name of each type."""
 
-# As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and those with a leading zero stay text.
+# As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and numbers with a leading zero stay text.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("null", re.compile(r"~|null|Null|NULL|")),
     ("bool", re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")),
@@ -421,7 +422,7 @@ def resolve(raw: str) -> str:
 
 
 def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
-    """Return the value of a scalar of a known type; raises ``ValueError`` when its text does not fit."""
+    """Return the value of a scalar of a known type. Raises ``ValueError`` if its text does not have this type."""
     if kind == "str":
         return raw
     if kind == "null":
@@ -444,8 +445,8 @@ def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
 def argument_value(raw: str) -> str | int | float | bool:
     """Return the value of ``--set name=raw``: a YAML number, true or false, or else a text.
 
-    Unlike in a file, ``no``, ``~`` and an empty value stay text. On a command line they are country codes, home directories and
-    empty texts.
+    Unlike in a file, ``no``, ``~`` and an empty value stay text: on a command line, they are more likely a country code, a home
+    directory and an empty text.
     """
     kind = resolve(raw)
     if kind == "bool" and raw.lower() not in ("true", "false"):

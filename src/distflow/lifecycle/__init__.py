@@ -1,1 +1,1 @@
-"""States, reasons and how they roll up. Pure tables; knows nothing of clocks, nodes or stores."""
+"""States, end reasons, exit codes and offsets of clocks. All pure: without I/O."""

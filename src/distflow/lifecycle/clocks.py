@@ -27,13 +27,15 @@ class Clock(Struct, frozen=True, kw_only=True):
 
 
 def best_clock(samples: Iterable[tuple[float, float, float]]) -> Clock | None:
-    """Return the clock from samples of (asked, said, answered). The fastest round trip is the most accurate.
+    """Return the clock of a node from the fastest round trip, which is the most accurate; ``None`` without samples.
+
+    A sample is the time of a request, the time in the node's reply by its own clock, and the time when the reply arrived.
 
     >>> best_clock([(10.0, 15.5, 11.0), (20.0, 25.1, 20.2)])
     Clock(offset_s=5.0, uncertainty_s=0.1)
     """
-    quickest = min(samples, key=lambda sample: sample[2] - sample[0], default=None)
-    if quickest is None:
+    fastest = min(samples, key=lambda sample: sample[2] - sample[0], default=None)
+    if fastest is None:
         return None
-    asked, said, answered = quickest
-    return Clock(offset_s=round(said - (asked + answered) / 2, 6), uncertainty_s=round((answered - asked) / 2, 6))
+    sent, node_time, received = fastest
+    return Clock(offset_s=round(node_time - (sent + received) / 2, 6), uncertainty_s=round((received - sent) / 2, 6))

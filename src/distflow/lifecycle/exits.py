@@ -1,7 +1,7 @@
 """Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). Pure.
 
-A code of 0 to 255 is the command's own (128 + n when signal n ended it). Everything else that can end a task has a number of
-its own: 2xxx for data, 3xxx for machines. A cancellation or a timeout has no code, so no action applies to it.
+Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 2xxx for data, 3xxx
+for machines. A cancellation or a timeout has no code, so no action applies to it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CODES: Mapping[Reason, int | None] = MappingProxyType(
         Reason.INTERNAL: 3002,
     }
 )
-"""The code of each reason; ``None`` if it is the command's own, or if there is none."""
+"""The code of each reason; ``None`` for reasons with the command's own code or without a code."""
 
 _LARGEST = 9999
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -72,7 +72,7 @@ class Action(str, Enum):
 
 
 class ExitActions(Struct, frozen=True, kw_only=True):
-    """A task's ``exitActions``. No code is in two of them."""
+    """A task's ``exitActions``. A code has at most one action."""
 
     complete: Codes = ()
     fail: Codes = ()
@@ -89,7 +89,7 @@ class ExitActions(Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> Codes:
-        """Codes that are failures, also if 0 is among them."""
+        """The codes that count as failures. 0 may be one of them."""
         return (*self.fail, *self.reschedule)
 
     def by_action(self) -> dict[Action, Codes]:
@@ -117,15 +117,16 @@ def parse_codes(text: str) -> Codes:
 
 
 def overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int | None:
-    """Return the smallest code that is in both; ``None`` if there is none."""
+    """Return the smallest code that both have; ``None`` if they have no code in common."""
     shared = [max(first, low) for first, last in one for low, high in other if max(first, low) <= min(last, high)]
     return min(shared, default=None)
 
 
 def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | None, *, has_run: bool) -> int | None:
-    """Return the code of an end in OSMO's ranges; ``None`` for one that has none, such as a cancellation.
+    """Return the code of a task's end in OSMO's ranges; ``None`` for an end without a code, such as a cancellation.
 
-    ``exit_code`` and ``signal`` are the command's own. Data that failed before the command has run is 2010, after it 2012.
+    ``exit_code`` and ``signal`` are the command's own. A failed transfer of data has the code 2010 before the command has run,
+    and 2012 afterwards.
     """
     if reason is None or reason is Reason.EXIT_CODE:
         return exit_code
@@ -139,7 +140,7 @@ def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | Non
 def action_of(
     actions: ExitActions, reason: Reason | None, exit_code: int | None, signal: int | None, *, has_run: bool
 ) -> Action | None:
-    """Return the spec's action for an end; arguments as for ``exit_code_of``.
+    """Return the spec's action for a task's end. The arguments are those of ``exit_code_of``.
 
     A kill for lack of memory has the code 3004. If the spec has no action for it, the command's own code (137) decides, so
     that a retry does not depend on whether the node's kernel log is readable.
@@ -153,7 +154,7 @@ def action_of(
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; numbers without a name as ``signal 50``."""
+    """Return the name of a signal, such as ``SIGKILL``; ``signal 50`` for a number without a name."""
     import signal  # noqa: PLC0415  takes 1 ms, and few tasks end by a signal
 
     try:

@@ -1,7 +1,7 @@
-"""States, reasons, legal moves and the status that people see: one table for each. Also how groups depend on each other.
+"""Tables of states, reasons, allowed transitions and the statuses that people see. Also dependencies between groups.
 
-There are few states, which are the phases, and many reasons, which explain an end. The *status* joins them in OSMO's words
-(``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). Every table over an enum here is total; a test loops over the members.
+The few states are the phases of a run, and the many reasons explain its end. A *status* combines both into one of OSMO's words
+(``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). A test checks that each table has an entry for every member of its enum.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WorkflowState(str, Enum):
 
 
 class Reason(str, Enum):
-    """Why something ended as it did."""
+    """Why a task, a group or a workflow ended."""
 
     EXIT_CODE = "EXIT_CODE"
     SIGNAL = "SIGNAL"
@@ -99,19 +99,19 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.EXEC_TIMEOUT: "it ran longer than exec_timeout",
         Reason.QUEUE_TIMEOUT: "it waited for nodes longer than queue_timeout",
         Reason.START_ERROR: "it could not be started",
-        Reason.START_TIMEOUT: "the gang did not get ready in time",
+        Reason.START_TIMEOUT: "the gang was not ready in time",
         Reason.NODE_LOST: "its node could not be reached for longer than node_lost_after",
         Reason.UPSTREAM: "a group that it depends on failed",
         Reason.CANCELED: "a person canceled it",
         Reason.SUBMISSION: "it was refused at submission",
         Reason.IMAGE_PULL: "its container image could not be pulled",
-        Reason.EVICTED: "it used more of the node than it asked for",
+        Reason.EVICTED: "it used more of the node than it requested",
         Reason.PREEMPTED: "a workflow of higher priority took its place",
-        Reason.DATA: "moving its data failed",
+        Reason.DATA: "a transfer of its data failed",
         Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
     }
 )
-"""What each reason means, in words that finish the sentence "it ended because …"."""
+"""What each reason means, as the end of the sentence "it ended because …"."""
 
 OSMO_STATUSES = frozenset({
     "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",
@@ -119,7 +119,7 @@ OSMO_STATUSES = frozenset({
     "FAILED_PREEMPTED", "FAILED_EVICTED", "FAILED_UPSTREAM", "FAILED_BACKEND_ERROR", "FAILED_IMAGE_PULL",
     "FAILED_START_ERROR", "FAILED_START_TIMEOUT",
 })  # fmt: skip
-"""All statuses of OSMO. A status that distflow never uses matches nothing, so scripts for OSMO continue to work."""
+"""All statuses of OSMO. distflow never uses some of them, but accepts them in filters, so that scripts for OSMO work."""
 
 _FAILED_STATUS: Mapping[Reason, str] = MappingProxyType(
     {
@@ -180,7 +180,7 @@ WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxy
         WorkflowState.CANCELED: (),
     }
 )
-"""The same for workflows."""
+"""The states that may follow each state of a workflow."""
 
 
 def is_legal(before: State, after: State) -> bool:
@@ -189,7 +189,7 @@ def is_legal(before: State, after: State) -> bool:
 
 
 def status_of(state: State, reason: Reason | None) -> str:
-    """Return the status of a task or group that commands show: OSMO's word for the pair."""
+    """Return the status of a task or group that commands show: OSMO's word for the state and the reason."""
     if state is State.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is State.CANCELED:
@@ -198,7 +198,7 @@ def status_of(state: State, reason: Reason | None) -> str:
 
 
 def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
-    """Return the status of a workflow that commands show: OSMO's word for the pair."""
+    """Return the status of a workflow that commands show: OSMO's word for the state and the reason."""
     if state is WorkflowState.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is WorkflowState.CANCELED:
@@ -213,8 +213,9 @@ _ORDER = (Reason.INTERNAL, Reason.EXEC_TIMEOUT, Reason.QUEUE_TIMEOUT)
 def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[WorkflowState, Reason | None]:
     """Return the state and reason of a workflow from those of its groups.
 
-    The first that applies, in OSMO's order: still running or pending; canceled; a server error; a timeout; the one
-    reason that is left without UPSTREAM (several: plain FAILED); completed.
+    A workflow with unfinished groups is pending or running. Otherwise it is canceled if a group was canceled, and completed if
+    no group failed. Of several reasons, the first in ``_ORDER`` decides, as in OSMO. Else the reason is the only one apart
+    from ``UPSTREAM``, or ``None`` if there are several.
     """
     states = [state for state, _ in groups]
     if not all(state.is_final for state in states):
@@ -238,7 +239,7 @@ def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple
 
 
 def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str | None:
-    """Return the first dependency that ended without completing, so that the group can never run."""
+    """Return the first dependency that failed or was canceled, so that the group can never run; ``None`` without one."""
     return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
 
 

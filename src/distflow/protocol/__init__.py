@@ -1,4 +1,5 @@
-"""What the supervisor, the nodes and the ranks must agree on: names, end reasons, and the format of error files.
+"""Definitions that the supervisor, the nodes and the ranks share: names, end reasons, and the format of error files.
 
-It travels with the node runtime and with ``distflow.train``, so it uses only the standard library of Python 3.8.
+This package is sent to nodes with the node runtime and with ``distflow.train``, so it uses only the standard library of
+Python 3.8.
 """

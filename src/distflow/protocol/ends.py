@@ -25,35 +25,35 @@ class EndReason(str, enum.Enum):
     START_ERROR = "start_error"
     """The command could not be started."""
     START_TIMEOUT = "start_timeout"
-    """The lease expired before the order to start."""
+    """The lease expired before the supervisor started the command."""
     RELEASED = "released"
-    """The lease was given back before the order to start."""
+    """The supervisor released the lease before it started the command."""
     PEER_FAILED = "peer_failed"
     """The node stopped it because another task of its gang failed."""
     UNATTENDED = "unattended"
     """The node stopped it after a long time without contact to the supervisor."""
     EVICTED = "evicted"
-    """The node stopped it because it used more resources than it had asked for."""
+    """The node stopped it because it used more resources than it had requested."""
     REBOOTED = "rebooted"
-    """The node was rebooted while it ran."""
+    """The node was rebooted while the attempt ran."""
     RUNNER_DIED = "runner_died"
     """The runner process was killed, so the keeper stopped the command."""
     KEEPER_DIED = "keeper_died"
     """The keeper process was killed, so the runner stopped the command."""
     BOTH_DIED = "both_died"
-    """Runner and keeper were killed, so the next agent stopped what was left."""
+    """Runner and keeper were killed, so the next agent killed the remaining processes."""
     ALLOCATION_OVER = "allocation_over"
-    """The cluster engine ended the allocation of its node; no node writes it."""
+    """The cluster engine ended the allocation of its node. The supervisor sets this reason, never a node."""
     UNKNOWN = "unknown"
-    """A word that only another version of distflow on the node knows; no node writes it."""
+    """The node reported a reason that this version of distflow does not know. Nodes never write this value."""
 
     @classmethod
-    def of(cls, word: object) -> EndReason:
-        """Return the member for a word that another version of distflow may have written."""
-        return next((one for one in cls if one.value == word), cls.UNKNOWN)
+    def of(cls, value: object) -> EndReason:
+        """Return the member with this value; ``UNKNOWN`` for a value that only another version of distflow knows."""
+        return next((reason for reason in cls if reason.value == value), cls.UNKNOWN)
 
     def __str__(self) -> str:
-        """Return the word, with every version of Python."""
+        """Return the value. Without this method, the text would depend on the version of Python."""
         return str(self.value)
 
 
@@ -75,10 +75,10 @@ def code_of(exit_code: Optional[int], signal: Optional[int]) -> Optional[int]:
 
 
 def counts_as_failure(reason: EndReason, code: Optional[int], success: Ranges, failure: Ranges) -> bool:
-    """Return whether an end stops the gang.
+    """Return whether the end of an attempt stops its gang.
 
-    ``code`` is that of ``code_of``. ``success`` and ``failure`` are the codes that the spec's ``exitActions`` name; for other
-    codes, 0 is a success.
+    ``code`` is the result of ``code_of``. ``success`` and ``failure`` are the codes in the spec's ``exitActions``. Of all other
+    codes, only 0 is a success.
     """
     if reason not in (EndReason.EXITED, EndReason.EVICTED, EndReason.START_ERROR):
         return False

@@ -1,7 +1,7 @@
-"""torch's error file: the exception of a process that failed, left for the process that started it.
+"""torch's error file: a process that fails writes its exception into it, for the process that started it.
 
-Format and variable are those of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13). ``rank``,
-``pid`` and ``raised_at`` at the top level are distflow's additions.
+Its format and the variable are defined by ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13).
+distflow adds ``rank``, ``pid`` and ``raised_at`` at the top level.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ class ErrorReport(NamedTuple):
     rank: Optional[int] = None
     pid: Optional[int] = None
     raised_at: Optional[float] = None
-    """The latest time of the failure, in seconds since the epoch by the clock of its node."""
+    """The latest possible time of the failure, in seconds since the epoch by the clock of its node."""
 
 
 def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of an error file, ready for JSON. ``raised_at`` is in seconds since the epoch."""
+    """Return the content of an error file, ready for JSON.
+
+    ``raised_at`` is in seconds since the epoch. ``more`` are further fields at the top level.
+    """
     extra = {"py_callstack": callstack, "timestamp": str(int(raised_at))}
     return {"message": {"message": message, "extraInfo": extra}, "raised_at": raised_at, **more}
 
 
 def parse_error_file(content: object) -> Optional[ErrorReport]:
-    """Return the report in decoded JSON, or ``None`` when that is not an error file. Any process may have written it."""
+    """Return the report in decoded JSON, or ``None`` if it is not an error file. Any process may have written the file."""
     if not isinstance(content, Mapping) or "message" not in content:
         return None
     message, extra = content["message"], None
@@ -60,7 +63,7 @@ def parse_error_file(content: object) -> Optional[ErrorReport]:
 
 
 def is_symptom(text: str) -> bool:
-    """Return whether an error only says that another process was gone, in the words of gloo, TCPStore or NCCL (torch 2.13)."""
+    """Return whether an error of gloo, TCPStore or NCCL (torch 2.13) only reports that another process was gone."""
     return _SYMPTOM.search(text) is not None
 
 
@@ -69,7 +72,7 @@ def _integer(value: object) -> Optional[int]:
 
 
 def _seconds(exact: object, whole: object) -> Optional[float]:
-    """Return a time from distflow's field, or else the end of the second that torch's field names."""
+    """Return the time in distflow's field, or else the end of the second in torch's field."""
     if isinstance(exact, float):
         return exact if math.isfinite(exact) else None
     return int(whole) + 1.0 if isinstance(whole, str) and re.fullmatch(r"[0-9]{1,12}", whole) else None

@@ -1,7 +1,7 @@
 """Names on which the supervisor and its nodes agree: attempts, operations of the agent, and kinds of errors.
 
-Both sides use the types of this module, so mypy finds an operation that the other side does not know. docs/agent-protocol.md
-describes the messages.
+Both sides use the types of this module, so mypy finds operations that only one side has. docs/agent-protocol.md describes the
+messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ErrorKind = Literal[
     "bad_request", "busy", "conflict", "damaged", "image_pull", "internal", "no_container", "no_mount", "no_space", "no_venv",
     "not_found", "not_prepared", "not_running", "permission", "port_taken", "timeout", "venv_failed",
 ]  # fmt: skip
-"""The field ``kind`` of the error in a refusal."""
+"""The field ``kind`` of the error in a reply to a refused request."""
 
 
 _UUID = r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"

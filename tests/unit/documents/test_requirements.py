@@ -62,7 +62,7 @@ def test_lines_are_normalized_and_included_files_are_read(tmp_path: Path) -> Non
         ("own @ https://host/own.whl?x=1&X-Amz-Signature=secret", "the URL contains a password"),
         ("own @ git+ssh://git:secret@host/own", "the URL contains a password"),
         ("-e hg+https://user:${A}secret@b@host/own", "the URL contains a password"),
-        ("# nothing", "the file names no packages"),
+        ("# nothing", "the file contains no packages"),
     ],
 )
 def test_lines_that_nodes_cannot_install_are_refused(tmp_path: Path, line: str, message: str) -> None:
