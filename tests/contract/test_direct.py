@@ -113,7 +113,7 @@ def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S
 
 @pytest.mark.parametrize("what", ["a link out", "an output that is gone", "a bucket that is not there"])
 def test_a_delivery_that_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, output: Path) -> None:
-    url, words = "s3://b/x", "the link `up` in its output points to `/etc`"
+    url, words = "s3://b/x", "the link `up` in the task's output points to `/etc`"
     if what == "a link out":
         (output / "up").symlink_to("/etc")
     elif what == "an output that is gone":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import socket
 import sys
 import tarfile
@@ -157,9 +156,7 @@ def test_a_damaged_part_is_forgotten(node: NodeUnderTest, tmp_path: Path) -> Non
 def test_files_that_cannot_be_packed_are_named(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "data").symlink_to("/usr")
-    with pytest.raises(
-        AgentError, match=re.escape("the link `data` in its output points to `/usr`, a directory outside of the output; copy")
-    ):
+    with pytest.raises(AgentError, match="the link `data` in the task's output points to `/usr`, a directory outside of the"):
         fetch(node, attempt, tmp_path / "blobs")
     assert not [name for name in os.listdir(node.root / "blobs") if name.startswith("pack-")]
     with pytest.raises(AgentError, match="no longer exists"):
@@ -177,7 +174,7 @@ def test_a_failure_in_the_middle_is_reported(node: NodeUnderTest, tmp_path: Path
     size = (node.root / "blobs" / digest).stat().st_size
     packed = {"hash": digest, "size": size, "files": 1, "left_out": []}
     (node.root / attempt / "packed.json").write_text(json.dumps(packed))
-    with pytest.raises(AgentError, match="cannot read its packed output: Is a directory"):
+    with pytest.raises(AgentError, match="cannot read the task's packed output: Is a directory"):
         fetch(node, attempt, tmp_path / "blobs")
 
 

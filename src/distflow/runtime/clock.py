@@ -11,7 +11,7 @@ __all__ = ["file_system_now", "now"]
 
 
 def now() -> float:
-    """Return seconds since the epoch on this node. Deadlines use ``time.monotonic`` instead, because this clock may be set."""
+    """Return seconds since the epoch on this node. Use ``time.monotonic`` for deadlines, because this clock may be changed."""
     return time.time()  # noqa: TID251 - this is the node's clock
 
 

@@ -1,7 +1,7 @@
 """SHA-256 and keyed hashes of short texts, as in ``hashlib`` and ``hmac``.
 
-Those two modules load OpenSSL. This takes 8 ms of CPU time at the start of every agent, so this module uses the implementations
-without OpenSSL that CPython has behind them. Hash large files with ``hashlib``, which is faster there.
+Those two modules load OpenSSL, which takes 8 ms of CPU time at the start of every agent. This module uses CPython's built-in
+implementations instead. Hash large files with ``hashlib``, which is faster for them.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _KILLED_S = 1.0
+"""How long to wait for the end of a killed program."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
@@ -159,7 +160,7 @@ def output_of(argv: List[str], timeout_s: float) -> Optional[str]:
         process = subprocess.Popen(argv, stdin=null, stdout=subprocess.PIPE, stderr=null)
     except OSError:
         return None
-    # Not `run`, which would wait for the killed program without a limit: a program that hangs in a driver does not die.
+    # Not `subprocess.run`: after a timeout, it would wait without a limit for a program that hangs in a driver.
     for limit_s in (timeout_s, _KILLED_S):
         try:
             output = process.communicate(timeout=limit_s)[0]
@@ -211,7 +212,7 @@ def has_variable(pid: int, entry: str) -> bool:
 
 
 def attempt_of(pid: int) -> Optional[str]:
-    """Return the attempt in a process's environment; None if there is none or it is not readable."""
+    """Return the name of the attempt in a process's environment; None if it is not set or not readable."""
     return variable_of(pid, "DISTFLOW_ATTEMPT")
 
 
@@ -222,7 +223,7 @@ def variable_of(pid: int, name: str) -> Optional[str]:
 
 
 def _environment(pid: int) -> List[bytes]:
-    """Return the entries of a process's initial environment; none if it is not readable."""
+    """Return the entries of a process's initial environment; empty if it is not readable."""
     try:
         with open("/proc/{}/environ".format(pid), "rb") as file:
             text = file.read()
@@ -277,7 +278,7 @@ def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset())
         if current.ppid == root:
             return True
         parent = read_process(current.ppid)
-        # The parent has just died, so its child has a new one, perhaps `root` itself.
+        # If the parent has just died, its child has a new parent, perhaps `root` itself.
         current = parent if parent is not None else read_process(current.pid)
     return False
 

@@ -1,8 +1,8 @@
 """Decode JSON from an untrusted writer: a node, a shared directory, a manifest, an archive, a network peer.
 
 ``json.loads`` alone is unsafe for such input. Deep nesting raises ``RecursionError``, which handlers of ``ValueError`` do not
-catch. A number of several hundred digits raises ``OverflowError`` later, where it meets a float or a database column.
-``NaN`` and infinities break every comparison that follows. The decoder in this module raises only ``ValueError``.
+catch. A number of several hundred digits raises ``OverflowError`` later, when it is converted to a float or stored in a
+database. ``NaN`` and infinities break later comparisons. The decoder in this module raises only ``ValueError``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Union
 __all__ = ["MAX_BYTES", "decode_json", "decode_object"]
 
 MAX_BYTES = 1024 * 1024
-"""Default limit of a document's size."""
+"""Default maximum size of a document."""
 _MAX_DEPTH = 64
 _INT64 = 2**63
 _TOKENS = rb'(?s)"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]'

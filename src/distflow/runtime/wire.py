@@ -17,7 +17,7 @@ __all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
 Json = Dict[str, Any]
 
 MAX_LINE = 64 * 1024 * 1024
-"""Maximum bytes of one message. A ``prepare`` contains the text of its files."""
+"""Maximum size of a message in bytes. It is large because a ``prepare`` request contains texts of files."""
 
 
 class OpError(Exception):
@@ -34,7 +34,7 @@ class OpError(Exception):
 
     @classmethod
     def from_json(cls, error: Any) -> OpError:
-        """Return the error in another process's refusal, which may be malformed."""
+        """Return the error in the ``error`` field of another process's reply, which may be malformed."""
         fields = error if isinstance(error, dict) else {}
         return cls(cast("ErrorKind", str(fields.get("kind"))), str(fields.get("message")))
 
@@ -59,8 +59,7 @@ def encode(message: Json) -> bytes:
 class LineReader:
     """Splits a stream of bytes into messages.
 
-    A line that is not a JSON object within bounds (``untrusted``) raises ``ValueError``. After that, the stream cannot be
-    trusted.
+    A line that ``untrusted.decode_object`` rejects raises ``ValueError``. The reader cannot be used after that.
     """
 
     def __init__(self, limit: int = MAX_LINE) -> None:

@@ -1,6 +1,6 @@
-"""Streams of attempts' output to the supervisor, with credit: a slow reader of one log delays no other stream.
+"""Streams of attempts' output to the supervisor, with flow control: a slow reader of one log delays no other stream.
 
-A stream reads the files of the log, or of its index (``log_files``): the head, then each segment that still exists.
+A stream reads the files of a log or of a log's index (``log_files``): the head, then each segment that still exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _LogStream:
         self.fd: Optional[int] = None
 
     def read(self) -> bytes:
-        """Return the next piece; empty if there is none, or the disk cannot be read now."""
+        """Return the next piece of data; empty if there is none, or the disk cannot be read now."""
         while True:
             data = self._read()
             if data or data is None:
@@ -39,7 +39,7 @@ class _LogStream:
             following = log_files.next_of(self.directory, self.segment)
             if following is None:
                 return b""
-            # Output may have been written here before the next file began.
+            # Output may have been written to this file after the read above, before the next file was created.
             data = self._read()
             if data or data is None:
                 return data or b""
@@ -61,7 +61,7 @@ class _LogStream:
         except FileNotFoundError:
             return b""  # this segment has been removed
         except OSError:
-            self.close()  # a bad disk, or an NFS server that restarted: then the file must be opened again
+            self.close()  # a bad disk, or an NFS server that restarted, after which the file must be opened again
             return None
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class _LogStream:
 class LogStreams:
     """All streams of a connection.
 
-    ``push(event)`` queues an event as bulk data. ``has_room()`` returns whether the queue should get more.
+    ``push(event)`` queues an event as bulk data. ``has_room()`` returns whether the queue can take more events.
     """
 
     def __init__(self, push: Callable[[Json], None], has_room: Callable[[], bool]) -> None:

@@ -126,7 +126,8 @@ def link_target(output: str, name: str) -> Tuple[str, bool]:
         return target, True
     if not os.path.isfile(target):
         text = (
-            "the link `{}` in its output points to `{}`, a directory outside of the output; copy its target, or remove the link"
+            "the link `{}` in the task's output points to `{}`, a directory outside of the output; "
+            "copy the directory, or remove the link"
         )
         raise OpError("bad_request", text.format(name, os.readlink(path)))
     return target, False
@@ -205,7 +206,7 @@ def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise OpError.from_os(error, "cannot read its output") from error
+        raise OpError.from_os(error, "cannot read the task's output") from error
     for entry in entries:
         name = os.path.join(below, entry.name)
         try:
@@ -245,7 +246,7 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
             member.mode = 0o700 if found.st_mode & 0o100 else 0o600
             tar.addfile(member, source)
     except OSError as error:
-        raise OpError.from_os(error, "cannot pack `{}` of its output".format(name)) from error
+        raise OpError.from_os(error, "cannot pack `{}` of the task's output".format(name)) from error
 
 
 class _Sink:

@@ -1,1 +1,1 @@
-"""Services with their own connections: sending and receiving blobs, and commands inside a running task."""
+"""Services with a connection each: transfers of blobs and outputs, Python environments, and commands inside running tasks."""

@@ -1,10 +1,10 @@
-"""A program that runs many commands for one submitter, over its own standard input and output.
+"""A program that runs many commands for one submitter, over the program's standard input and output.
 
 ``transports.multiplexed`` sends the text of this module to a machine (``python3 -c``), so it imports only the standard library.
 Both sides use ``FrameReader`` and the constants.
 
-Its arguments are a nonce and the seconds between pings. It first prints ``<nonce> ready`` as a line; output before that is
-noise of login scripts. Then frames go in both directions: ``HEADER`` (kind, number of the channel, length), then the content.
+Its arguments are a nonce and the seconds between pings. It first prints the line ``<nonce> ready``, because login scripts may
+print other lines before. Then both sides send frames: ``HEADER`` (kind, number of the channel, length), then the content.
 
 * The submitter sends ``OPEN`` (arguments, separated by NUL) or ``DIAL`` (a port, ``>H``) with a new number. Then it may send
   ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close the pipes) or ``KILL`` (kill the process group).
@@ -14,11 +14,12 @@ noise of login scripts. Then frames go in both directions: ``HEADER`` (kind, num
 A command is over when both outputs and the command itself have ended. Frames for channels that are over are ignored.
 
 Each side may send ``WINDOW`` bytes of input or output to a channel, and more after ``CREDIT`` has reported bytes as processed.
-So a channel whose data waits does not stop the others. Standard error needs no credit: the submitter always takes it.
+So a channel whose data is not read does not block other channels. Standard error needs no credit, because the submitter always
+reads it.
 
-Both sides send a ``PING`` every few seconds. It has no answer, which would wait behind the data of a slow network. The hub ends
-when its input ends, or when it has received nothing for half a minute. Commands have their own sessions, and continue without
-their pipes.
+Both sides send a ``PING`` every few seconds. It has no reply, because on a slow network a reply would wait behind other data.
+The hub ends when its input ends, or when it has received nothing for half a minute. Commands have their own sessions, and
+continue to run without their pipes.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ COUNT = struct.Struct(">I")
 PORT = struct.Struct(">H")
 LARGEST_FRAME = 1 << 20
 WINDOW = 2 << 20
-"""Bytes that may wait for one reader."""
+"""Maximum bytes on their way to one reader that it has not reported as processed."""
 READ = 65536
 
 _SILENCE_S = 30.0
 _RECEIVE = 256 << 10
 _MOST_OUTGOING = 256 << 10
-"""While more bytes wait for the submitter, no output of commands is read."""
+"""While more bytes wait to be sent to the submitter, no output of commands is read."""
 _FLUSH_S = 2.0
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -126,7 +127,7 @@ class _Channel:
 
 
 class _Gone(Exception):
-    """The submitter is gone, or sent frames that make no sense."""
+    """The submitter is gone, or sent invalid frames."""
 
 
 class _Hub:
@@ -147,7 +148,7 @@ class _Hub:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._poll = select.poll()
         self._own_poll = select.poll()
-        """Without the pipes of commands."""
+        """The descriptors of ``_poll`` without the pipes of commands."""
         for poll in (self._poll, self._own_poll):
             poll.register(0, select.POLLIN)
             poll.register(1, 0)
@@ -178,7 +179,7 @@ class _Hub:
             elif fd == self._wakeup:
                 self._reap()
             else:
-                # A descriptor that was closed in this turn may have another owner now. It is non-blocking, so that is harmless.
+                # Another channel may have the descriptor since this turn began. That is harmless, because it is non-blocking.
                 self._serve_fd(fd)
         if time.monotonic() - self._received_at > _SILENCE_S:
             raise _Gone
@@ -269,8 +270,8 @@ class _Hub:
                 os.close(pipe[0])
                 os.close(pipe[1])
             text = "no command can be started: {}\n".format(error.strerror).encode()
-            for kind, said in ((ERRORS, text), (ERRORS, b""), (OUTPUT, b""), (EXIT, b"\x7e")):
-                self._send(kind, channel.number, said)
+            for kind, data in ((ERRORS, text), (ERRORS, b""), (OUTPUT, b""), (EXIT, b"\x7e")):
+                self._send(kind, channel.number, data)
             return
         if channel.pid == 0:
             _become_command(content.split(b"\0"), (pipes[0][0], pipes[1][1], pipes[2][1]))
@@ -301,7 +302,7 @@ class _Hub:
         try:
             if code:
                 raise OSError(code, os.strerror(code))
-            # A descriptor of its own, because each direction ends by itself.
+            # The output gets its own descriptor, because each direction ends separately.
             channel.output = os.dup(channel.input)
         except OSError as error:
             self._send(REFUSED, channel.number, str(error.strerror).encode())
@@ -320,7 +321,7 @@ class _Hub:
                 self._watch(fd, 0 if fd == channel.input else select.POLLIN)
 
     def _watch(self, fd: int, events: int) -> None:
-        # Without the interest, a pipe whose other end is closed would be reported all the time.
+        # A descriptor without events is unregistered, because `poll` would report a closed pipe again and again.
         if events:
             self._poll.register(fd, events)
         else:
@@ -377,7 +378,7 @@ class _Hub:
             self._drop(channel, fd)
 
     def _close(self, channel: _Channel) -> None:
-        """Close the pipes. Earlier input still arrives, and standard error is read, so that it does not stop the command."""
+        """Close the pipes after writing the received input. Standard error is still read, so that it does not block."""
         channel.is_closed = True
         channel.input_ends = True
         channel.is_connecting = False
@@ -426,7 +427,7 @@ class _Hub:
             pass
         for channel in list(self._channels.values()):
             if channel.pid and channel.code is None:
-                # It remains a zombie until its pipes have ended, so that its id is not used again before a KILL.
+                # The zombie is kept until its pipes have ended, so that a later KILL cannot reach a new process with its id.
                 ended = os.waitid(os.P_PID, channel.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ended is not None:
                     is_signal = ended.si_code != os.CLD_EXITED
@@ -486,7 +487,7 @@ def _become_command(argv: List[bytes], streams: Tuple[int, int, int]) -> None:
 
 
 def _undo_locale_coercion() -> None:
-    """Remove the ``LC_CTYPE`` that Python adds in the C locale (PEP 538). The machines of the commands may not know it."""
+    """Remove the ``LC_CTYPE`` that Python adds in the C locale (PEP 538). ``ssh`` may pass it to machines without UTF-8."""
     try:
         with open("/proc/self/environ", "rb") as file:
             is_given = (b"\0" + file.read()).find(b"\0LC_CTYPE=") >= 0

@@ -1,9 +1,9 @@
-"""Join standard input and output to a command on a node of a cluster, over a TCP connection that a token protects.
+"""Connect standard input and output to a command on a node of a cluster, over TCP and authenticated with a token.
 
-It runs on a machine that reaches the node, such as the head of a Ray cluster. The first line of its standard input is a JSON
-object with ``address``, ``port``, ``token`` and ``argv``, the arguments of the Python interpreter that the node runs. The node
-(``backends/allocated/ray/cluster_program.py``) sends a nonce, and the answer is an HMAC of nonce and request with the token.
-All further bytes are those of the command.
+This program runs on a machine that reaches the node, such as the head of a Ray cluster. The first line of its standard input is
+a JSON object with ``address``, ``port``, ``token`` and ``argv``, the arguments of the Python interpreter that the node runs.
+The node (``backends/allocated/ray/cluster_program.py``) sends a nonce. This program replies with the request, and with an HMAC
+of the nonce and the request whose key is the token. All further bytes are the command's input and output.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _READ = 65536
 _CONNECT_S = 15.0
 _LONGEST_NONCE = 128
 _NO_CONNECTION = 255
-"""The exit code if there was no connection to a command, as of ``ssh``."""
+"""The exit code if no command was reached, the same as that of ``ssh``."""
 
 
 def main() -> int:
-    """Join both until one of them ends."""
+    """Copy data in both directions until one side ends. Returns the exit code."""
     request = json.loads(_line(lambda: os.read(0, 1), 1 << 20).decode("utf-8"))
     where = (request["address"], request["port"])
     try:
@@ -37,10 +37,10 @@ def main() -> int:
     except (OSError, EOFError) as error:
         sys.stderr.write("{}:{}: {}\n".format(where[0], where[1], getattr(error, "strerror", None) or error))
         return _NO_CONNECTION
-    asked = json.dumps({"argv": request["argv"]}).encode("utf-8")
-    mac = hmac.new(bytes.fromhex(request["token"]), nonce + asked, hashlib.sha256).hexdigest().encode("ascii")
+    body = json.dumps({"argv": request["argv"]}).encode("utf-8")
+    mac = hmac.new(bytes.fromhex(request["token"]), nonce + body, hashlib.sha256).hexdigest().encode("ascii")
     peer.settimeout(None)
-    peer.sendall(mac + b" " + asked + b"\n")
+    peer.sendall(mac + b" " + body + b"\n")
     threading.Thread(target=_send, args=(peer,), daemon=True).start()
     has_answered = False
     while True:
@@ -55,12 +55,12 @@ def main() -> int:
 def _line(read: Callable[[], bytes], longest: int) -> bytes:
     data = b""
     while len(data) < longest:
-        one = read()
-        if not one:
+        byte = read()
+        if not byte:
             raise EOFError("the connection ended early")
-        if one == b"\n":
+        if byte == b"\n":
             return data
-        data += one
+        data += byte
     raise EOFError("the line does not end")
 
 

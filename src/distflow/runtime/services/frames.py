@@ -1,13 +1,13 @@
 """The submitter at the other end of a service, and the transfer format of blobs.
 
-A blob travels in frames of at most a mebibyte, compressed if that pays. The receiving side writes them to a part, verifies it,
-and gives it its name. Both ends use this module: ``receiver`` and ``sender`` on the node, and
-``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind (0 plain, 1
-zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+A blob is sent in frames of at most 1 MiB, which are compressed if that makes them much smaller. The receiver writes them to a
+file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver`` and ``sender`` on
+the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind (0
+plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
 ``Peer`` is the submitter at a service's standard input and output. The kernel may notice a broken connection only after hours,
 and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every few
-seconds if it has nothing else to send. If it is silent, the service exits.
+seconds if it has nothing else to send. The service exits if the submitter sends nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LARGEST_FRAME = 1 << 20
 _READ = 512 << 10
 _LEVEL = 1
 _MAX_RATIO = 0.9
-"""A frame that shrinks below this part is sent compressed."""
+"""A frame is compressed if its sample shrinks below this fraction."""
 _PLAIN_RUN = 31
-"""Number of frames sent plain after one that did not compress well."""
+"""Number of frames that are sent uncompressed, without a test, after a frame that did not compress well."""
 _SAMPLE = 32 << 10
 """Bytes of a frame that are compressed as a test."""
 _HASHED_AT_ONCE = 1 << 20
@@ -81,7 +81,7 @@ def frames(source: BinaryIO) -> Iterator[Tuple[int, bytes]]:
 
 
 def error_frame(error: OpError) -> bytes:
-    """Return the frame that reports the error that ended the transfer."""
+    """Return a frame with the error that ended the transfer."""
     content = json.dumps(error.as_json()).encode("utf-8")
     return FRAME.pack(len(content), ERROR) + content
 
@@ -95,11 +95,11 @@ def receive(
     on_progress: Callable[[int], None] = lambda _: None,
     is_here: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
 ) -> bool:
-    """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer broke off.
+    """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer was interrupted.
 
-    ``send`` gets the message with the number of bytes that are here; then the rest is read. Data of an interrupted transfer is
-    kept, and the next call resumes there. ``on_progress`` gets the number of received bytes. Raises ``damaged``, and errors
-    that the other side sends.
+    ``send`` gets the message with the number of bytes that were received before. Then the remaining bytes are read. Data of an
+    interrupted transfer is kept, and the next call continues after it. ``on_progress`` gets the number of received bytes.
+    ``is_here`` returns whether a path is the complete blob of a size. Raises ``damaged``, and errors that the sender reports.
     """
     if is_here(path, size):
         send({"at": size})
@@ -141,7 +141,7 @@ def receive(
 
 
 def _error_of(data: bytes) -> OpError:
-    """Return the error that a frame carries."""
+    """Return the error in a frame."""
     try:
         content = decode_object(data)
         return OpError.from_json({"kind": content["kind"], "message": content["message"]})
@@ -181,10 +181,13 @@ class Gone(Exception):
 
 
 class Peer:
-    """Reads and writes of one thread. All methods except ``check`` may block, and raise ``Gone`` after a silence."""
+    """The connection to the submitter, for one thread.
+
+    All methods except ``check`` may block. They raise ``Gone``, or return less data, when the submitter is gone.
+    """
 
     def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:
-        """Take over two descriptors. ``outgoing`` is -1 for a reader only."""
+        """Take over two descriptors. ``outgoing`` is -1 if nothing is written."""
         self._in = incoming
         self._out = outgoing
         self._received = bytearray()
@@ -216,7 +219,7 @@ class Peer:
         return self._take(size)
 
     def write(self, data: bytes) -> None:
-        """Write all of ``data``. The submitter may read slowly, but must send its signs meanwhile."""
+        """Write all of ``data``. The submitter may read slowly if it continues to send data or empty lines."""
         view = memoryview(data)
         while view:
             try:
@@ -231,9 +234,9 @@ class Peer:
         self.write(encode(message))
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Raise ``Gone`` if the submitter is gone. For work that does not read or write for long.
+        """Raise ``Gone`` if the submitter is gone. Call this regularly during long work without reads and writes.
 
-        ``wait_s``: wait so long for the end of the connection or a sign of the submitter.
+        ``wait_s``: how long to wait for data or the end of the connection.
         """
         self._receive(wait_s)
         if time.monotonic() - self._received_at > SILENCE_S:
@@ -248,7 +251,7 @@ class Peer:
         """Wait until data was received or can be written."""
         before = len(self._received)
         self._receive()
-        self._received_at = time.monotonic()  # before, the service did not read, so the submitter's silence does not count
+        self._received_at = time.monotonic()  # the silence counts from now on, because the service did not read before
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         if is_writing:

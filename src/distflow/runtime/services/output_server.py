@@ -2,12 +2,13 @@
 
 Standard input: a line ``{"attempt", "place"}``, then a line ``{"file", "at", "prefix"}`` for each file. ``place`` is ``output``
 (the task's ``{{output}}``) or ``work`` (its working directory, without the files that were there before the command started).
-``at`` is the number of bytes that the submitter has already, and ``prefix`` their SHA-256.
+``at`` is the number of bytes that the submitter already has, and ``prefix`` their SHA-256.
 
 Standard output: lines ``{"entries": [[name, size, modified_ns, is_executable, link], …]}``, and a line ``{"others": n}`` with
-the number of other entries. Then, for each file, ``{"at", "size", "modified_ns"}``, frames with the rest, and ``{"hash"}`` with
-the SHA-256 of the whole file. ``{"error": {"kind", "message"}}`` or an error frame replaces the rest of a file that cannot be
-read, and the next file can be requested. See docs/agent-protocol.md.
+the number of entries that cannot be sent, such as sockets. Then, for each file, ``{"at", "size", "modified_ns"}``, frames with
+the remaining bytes, and ``{"hash"}`` with the SHA-256 of the whole file. If a file cannot be read,
+``{"error": {"kind", "message"}}`` or an error frame replaces its remaining bytes, and the next file can be requested. See
+docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
     if not os.path.isdir(work) or os.path.islink(work):
         raise OpError("not_found", "`{}` no longer exists".format(work))
     try:
-        # Written after the task's files, and before its command could start, by the clock of the same file system.
+        # This file was written after the task's files and before its command, and its time has the same clock as theirs.
         return work, os.stat(os.path.join(directory, attempt_files.LAUNCH)).st_mtime
     except FileNotFoundError:
-        return work, float("inf")  # it has not been prepared
+        return work, float("inf")  # the attempt has not been prepared
 
 
 def _list(peer: Peer, top: str, since: Optional[float]) -> None:
@@ -112,12 +113,12 @@ def _files(top: str, since: Optional[float]) -> Iterator[Tuple[str, os.stat_resu
 
 
 def _is_given(path: str, name: str) -> bool:
-    """Whether a file was not written by the command: an unchanged blob, whose time may be in the same second, or a cache."""
+    """Whether a file is not an output of the command: it is an unchanged blob (which may have a later time) or in a cache."""
     return _CACHE in name.split("/") or (os.path.exists(path) and blobs.is_complete(path))
 
 
 def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
-    """Return the entry of a file or link; ``None`` for anything else, and for a link to a directory outside."""
+    """Return the entry of a file or link; ``None`` for other kinds, and for a link to a directory outside of ``top``."""
     link = ""
     if stat.S_ISLNK(info.st_mode):
         try:
@@ -125,7 +126,7 @@ def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
             if is_inside:
                 link = os.path.relpath(target, os.path.realpath(os.path.dirname(os.path.join(top, name))))
             else:
-                info = os.stat(target)  # the packed output has the content of such a file, too
+                info = os.stat(target)  # like the packed output, send the content of a file outside
         except (OpError, OSError):
             return None
     if not link and not stat.S_ISREG(info.st_mode):
@@ -134,7 +135,7 @@ def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
 
 
 def _open(top: str, wanted: Json) -> Tuple[BinaryIO, int, Any]:
-    """Open a file after the bytes that the submitter has. Returns it, their number, and their digest."""
+    """Open a file, and skip the bytes that the submitter has. Returns the file, and the number and digest of these bytes."""
     name, at, prefix = str(wanted["file"]), int(wanted["at"]), str(wanted["prefix"])
     fd = os.open(path_inside(top, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     source = os.fdopen(fd, "rb")
@@ -174,7 +175,7 @@ def _send(peer: Peer, source: BinaryIO, at: int, digest: Any) -> None:
 
 
 class _Limited:
-    """The next bytes of a file that may grow, hashed as they are read."""
+    """Reads and hashes the next ``left`` bytes of a file that may grow."""
 
     def __init__(self, source: BinaryIO, left: int, digest: Any) -> None:
         self._source = source

@@ -1,9 +1,9 @@
 """The receiver: receives blobs on its own connection, so that logs and heartbeats do not wait for them.
 
-Standard input, for each blob: a line ``{"hash", "size"}``. After the reply ``{"at": n}``, the number of bytes that are here
-already, frames with the rest follow. Empty lines and empty frames show that the submitter is alive (``peer``). Standard output:
-``{"at": n}`` and at the end ``{"done": true}``, or ``{"error": {"kind", "message"}}``, after which nothing more is read. See
-docs/agent-protocol.md.
+Standard input, for each blob: a line ``{"hash", "size"}``. The reply is ``{"at": n}``, the number of bytes that the node
+already has. Then frames with the remaining bytes follow. Empty lines and empty frames show that the submitter is alive
+(``frames.Peer``). Standard output: ``{"at": n}`` and at the end ``{"done": true}``, or ``{"error": {"kind", "message"}}``,
+after which nothing more is read. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def serve(root: str, _umask: int) -> None:
 
 
 def _serve_one(root: str, peer: Peer) -> bool:
-    """Receive one blob. Returns False if there is no further one."""
+    """Receive one blob. Returns False after the last blob or an error."""
     line = peer.line(_MAX_LINE)
     if not line:
         return False

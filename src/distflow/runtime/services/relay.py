@@ -1,18 +1,18 @@
-"""The relay: it runs on an allocated node, and joins its standard input, output and errors to a command or a port there.
+"""The relay: it runs on an allocated node, and connects its standard input, output and errors to a command or a port there.
 
-Its text is the argument of a Python interpreter that the engine starts on the node (``backends/allocated/relay.py``).
+The engine starts a Python interpreter on the node with the text of this file as an argument (``backends/allocated/relay.py``).
 
-``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes instead of passing its own
-descriptors on. So it ends as soon as the command has ended, even if background processes still have the command's pipes, and
-the command has pipes even where the engine uses a terminal. Engines add messages of their own to standard error and change
-exit codes. Therefore the command's errors are between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
+``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes and does not pass on its own
+descriptors. So it ends as soon as the command has ended, even if background processes still have the command's pipes open. The
+command also has pipes if the engine uses a terminal. Engines add messages of their own to standard error and change exit codes.
+Therefore the command's errors are between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
 
 ``dial`` connects to a port. The end of standard input ends the connection.
 
-``end`` asks the resident program to end the job of Slurm with an exit code.
+``end`` requests the resident program to end the Slurm job with an exit code.
 
-Standard input consists of frames, a length (``>I``) and the content, because not every engine can pass its end on. A frame
-without content ends the direction to the command or the port.
+Standard input consists of frames, a length (``>I``) and the content, because not every engine passes on the end of standard
+input. A frame without content ends the input of the command or the port.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _prefix(job: str, host: str) -> str:
 
 
 def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
-    """Run a command by the resident program whose socket has this prefix. Returns 0 once the command's exit code is printed."""
+    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 if its exit code was printed."""
     resident = _resident(prefix)
     if resident is None:
         _write(2, b"distflow's resident program does not run on this node\n")
@@ -80,7 +80,7 @@ def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> in
 
 
 def end(prefix: str, exit_code: int) -> int:
-    """End the job. Returns 0 if the resident program has accepted that, unless the job's end is faster."""
+    """End the job. Returns 0 if the resident program confirms the request, and 1 if not, also if the job ends first."""
     resident = _resident(prefix)
     if resident is None:
         return 1
@@ -93,7 +93,7 @@ def end(prefix: str, exit_code: int) -> int:
 
 
 def _resident(prefix: str) -> Optional[socket.socket]:
-    """Connect to the resident program. Its name is complete in the kernel's list only."""
+    """Connect to the resident program. The kernel's list of sockets has the random rest of its name."""
     mark = b"@" + prefix.encode()
     deadline = time.monotonic() + _RESIDENT_S
     while True:
@@ -144,7 +144,7 @@ class _Frames:
 
 
 class _Input:
-    """The command's standard input, which is the content of this program's."""
+    """The command's standard input: the content of the frames at this program's standard input."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe: Optional[int] = pipe
@@ -160,7 +160,7 @@ class _Input:
 
     def move(self, ready: Set[int]) -> None:
         """Read and write what can be read and written now. Once the command has closed the pipe, input is discarded."""
-        is_closed = self._pipe in ready and not self._data  # without data, `poll` waits for nothing but an error
+        is_closed = self._pipe in ready and not self._data  # without data, `poll` reports only an error of the pipe
         if 0 in ready:
             self._data = self._frames.read()
         if self._pipe is not None:
@@ -195,7 +195,7 @@ def _copy(resident: socket.socket, into: int, out: int, errors: int) -> bytes:
 
 
 def _forward(source: int, target: int) -> bool:
-    """Copy what can be read now. Returns False if there is nothing, or at the end."""
+    """Copy the data that can be read now. Returns False if there is none, or at the end."""
     try:
         data = os.read(source, _READ)
     except BlockingIOError:
@@ -210,7 +210,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dial(port: int, timeout_s: float) -> int:
-    """Join standard input and output to a port of this node. Returns 1 if nothing listens there."""
+    """Connect standard input and output to a port of this node. Returns 1 if no program listens on it."""
     try:
         peer = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
     except OSError as error:

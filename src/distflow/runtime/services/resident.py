@@ -1,17 +1,16 @@
-"""The resident program of an allocation: it runs on each of its nodes, and starts commands there until the allocation ends.
+"""The resident program of an allocation: it runs on each node of the allocation and starts commands until the allocation ends.
 
-The script of the job carries the text of this file and starts it once, as ``batch``. That program starts ``node`` on each node,
-all in one step of the job, and ends the job when no node has had a process or a connection for some time. A node alone cannot
-decide that, because its output may be collected as long as another node is busy. A supervisor that no longer needs the job ends
-it earlier, with the exit code of its gang. In a container, the text of this file is the command, as ``pod``:
-there each node ends alone.
+The script of a Slurm job contains the text of this file and runs it once, as ``batch``. ``batch`` starts ``node`` on each node,
+in one step of the job. It ends the job when no node has had a process or a connection for some time. A single node cannot
+decide this: while another node is busy, the supervisor may still collect this node's output. A supervisor that no longer needs
+the job ends it earlier, with the exit code of its gang. In a container, the command is ``pod``, and each node ends on its own.
 
 Commands that ``node`` starts belong to the step of the job, so they have its GPUs, survive every connection, and end with the
-job. It listens on an abstract Unix socket, whose name ends with random digits: other users cannot occupy the name, and nothing
-remains in a file system. Both sides check that the other one is of the same user. A relay (``relay.py``) connects and sends the
-command with descriptors for its standard input, output and errors; the answer is its exit code.
+job. ``node`` listens on an abstract Unix socket whose name ends with random digits: other users cannot occupy the name, and
+nothing remains in a file system. Both sides check that the other side belongs to the same user. A relay (``relay.py``) connects
+and sends the command with descriptors for its standard input, output and errors. The reply is the command's exit code.
 
-On engines whose processes may end without a signal, such as actors of Ray, it runs as ``tied`` and ends with its standard
+On engines that may end processes without a signal, such as Ray's actors, the command is ``tied``, which ends with its standard
 input.
 """
 
@@ -38,7 +37,7 @@ _KEPT = (
     "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURMD_NODENAME",
 )  # fmt: skip
 _OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-"""Variables by which libraries such as Lightning, JAX and MPI would take the step's ranks, of one process for each node."""
+"""Prefixes of variables that describe the step, with one process on each node. Lightning, JAX and MPI would use their ranks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_REQUEST = 8 * 1024 * 1024
 
@@ -52,7 +51,7 @@ class Connection:
         self.pid: Optional[int] = None
         """The command's process."""
         self.end: Optional[int] = None
-        """The exit code with which the job is to end, if the relay asks for that."""
+        """The exit code of the job, if the relay requests the job's end."""
         self.ends_at: Optional[float] = None
         """When the command is killed, in seconds of the monotonic clock."""
         self.is_limited = False
@@ -87,7 +86,7 @@ class Connection:
             return
         argv = [word.encode("latin-1") for word in request["argv"]]
         if not argv or len(self._fds) != 3:
-            raise ValueError("a request has a command and three descriptors")
+            raise ValueError("the request must have a command and three descriptors")
         if request["limit_s"] is not None:
             self.is_limited = True
             self.ends_at = time.monotonic() + float(request["limit_s"])
@@ -150,7 +149,7 @@ class Resident:
 
     def __init__(self, name: str, *, is_tied: bool = False) -> None:
         """Listen for relays at the abstract socket ``name``. With ``is_tied``, end with standard input."""
-        _adopt_orphans()  # so it knows whether any descendant remains
+        _adopt_orphans()  # so that `_reap` reports whether any descendant remains
         self._name = "{}:{}".format(name, os.getpid())
         self._is_tied = is_tied
         self._server = socket.socket(socket.AF_UNIX)
@@ -182,12 +181,12 @@ class Resident:
         """Serve until the job ends."""
         poll = select.poll()
         if self._is_tied:
-            poll.register(0, 0)  # its end is always reported
+            poll.register(0, 0)  # `poll` always reports the end of standard input
         poll.register(self._wake, select.POLLIN)
         poll.register(self._server, select.POLLIN)
         while True:
             has_children = self._reap()
-            # Slurm sends SIGTERM to all processes of the job, and SIGKILL after some time in which they may end by themselves.
+            # Slurm sends SIGTERM to all processes of the job, and SIGKILL some time later.
             if self._is_ending and not has_children:
                 return
             self._report(is_busy=has_children or bool(self._connections))
@@ -195,7 +194,7 @@ class Resident:
             wait_s = min(limits) - time.monotonic() if limits else None
             for fd, _ in poll.poll(None if wait_s is None else max(0, int(wait_s * 1000) + 1)):
                 if fd == 0:
-                    _kill_children()  # also those of the parent process, if that was killed
+                    _kill_children()  # the parent process also does this, but it may have been killed
                     return
                 if fd == self._wake.fileno():
                     self._drain_wake()
@@ -277,7 +276,7 @@ class Resident:
 
 
 def _address_to(other: str) -> str:
-    """Return the address of this node on its route to another node of the job; empty if there is none."""
+    """Return the address from which this node reaches another node of the job; empty if there is no route."""
     if not other:
         return ""
     with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as one:
@@ -331,7 +330,7 @@ def node(name: str, *, is_tied: bool = False) -> int:
 
 
 def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
-    """Start the resident programs, and wait until all are idle for ``idle_release_s``, a relay ends the job, or one ends.
+    """Run the resident programs until all are idle for ``idle_release_s``, a relay ends the job, or a program ends.
 
     Returns the exit code of the job.
     """
@@ -415,7 +414,7 @@ def _await_end(reports: int, idle_release_s: float) -> Optional[int]:
 
 
 def _discard_messages() -> None:
-    """Empty the file of this job's messages, which is kept for failures of this program, not for those of a gang."""
+    """Empty the log file of this job: only a failure of this program is worth a log, and a gang has its own logs."""
     if stat.S_ISREG(os.fstat(2).st_mode):
         os.ftruncate(2, 0)
 

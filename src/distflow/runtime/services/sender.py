@@ -1,9 +1,10 @@
 """The sender: packs a task's files and sends them on its own connection. It is the counterpart of the receiver.
 
 Standard input: a line ``{"attempt"}``, then, after the reply about the packed files, a line ``{"at": n}`` with the number of
-bytes that the submitter has already. Standard output: lines ``{"packing": n, "of": m}`` during packing, ``{"hash", "size",
-"files", "left_out"}``, and after ``at`` frames with the rest; or ``{"error": {"kind", "message"}}``. The sender exits after the
-last frame, or if the submitter sends nothing for long, not even an empty line (``peer``). See docs/agent-protocol.md.
+bytes that the submitter already has. Standard output: lines ``{"packing": n, "of": m}`` during packing, ``{"hash", "size",
+"files", "left_out"}``, and after ``at`` frames with the remaining bytes; or ``{"error": {"kind", "message"}}``. The sender
+exits after the last frame, or if the submitter sends nothing for a long time, not even an empty line (``frames.Peer``). See
+docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def _serve(root: str, peer: Peer) -> None:
             peer.send(packed)
             _send(peer, source, int(_line(peer)["at"]))
         if place is not None and _line(peer).get("got"):
-            # The next checkpoint is packed again; only packed outputs are needed again.
+            # Unlike an output, which may be requested again, a checkpoint is sent once.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     except OpError as error:
         peer.send({"error": error.as_json()})
     except OSError as error:
-        peer.send({"error": OpError.from_os(error, "cannot pack its output").as_json()})
+        peer.send({"error": OpError.from_os(error, "cannot pack the task's output").as_json()})
     except (KeyError, TypeError, ValueError) as error:
         peer.send({"error": OpError("bad_request", "the request does not name an output: {!r}".format(error)).as_json()})
 
@@ -65,7 +66,7 @@ def _open(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise OpError.from_os(error, "cannot read its packed output") from error
+        raise OpError.from_os(error, "cannot read the task's packed output") from error
 
 
 def _send(peer: Peer, source: BinaryIO, at: int) -> None:
@@ -75,7 +76,7 @@ def _send(peer: Peer, source: BinaryIO, at: int) -> None:
         for _, frame in frames(source):
             peer.write(frame)
     except OSError as error:
-        peer.write(error_frame(OpError.from_os(error, "cannot read its packed output")))
+        peer.write(error_frame(OpError.from_os(error, "cannot read the task's packed output")))
 
 
 class _Progress:
@@ -84,7 +85,7 @@ class _Progress:
         self._reported_at = time.monotonic()
 
     def on_progress(self, done: int, total: int) -> None:
-        """Report the progress of packing, every second."""
+        """Report the progress of packing, at most once a second."""
         if time.monotonic() - self._reported_at >= _REPORT_INTERVAL_S:
             self._reported_at = time.monotonic()
             self._peer.check()

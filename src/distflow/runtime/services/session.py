@@ -1,12 +1,13 @@
-"""A command next to a running task: in its directory and environment, with its own terminal or pipes.
+"""A command next to a running task: in the task's directory and environment, with its own terminal or pipes.
 
-Frames go in both directions (``>IB``: length and kind, then the content). The submitter sends ``REQUEST`` (JSON: ``attempt``,
-``argv``, ``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: on the node itself, without its prelude),
-then ``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``. The session sends ``STARTED``, or ``REFUSED`` (JSON: ``kind``,
-``message``) and nothing more; then ``OUTPUT``, ``ERRORS``, and at last ``EXIT`` (JSON: ``code``, ``why``).
+Both sides send frames (``>IB``: length and kind, then the content). The submitter sends ``REQUEST`` (JSON: ``attempt``,
+``argv``, ``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: whether to run outside of the task's
+container and without its prelude), then ``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``. The session sends
+``STARTED``, then ``OUTPUT`` and ``ERRORS``, and finally ``EXIT`` (JSON: ``code``, ``why``). If it cannot start the command, it
+sends only ``REFUSED`` (JSON: ``kind``, ``message``).
 
-All its processes are killed when the command, the connection or the task's attempt ends. No process can be detached, because
-the attempt's GPUs may be leased again as soon as it has ended. See docs/agent-protocol.md.
+All processes of the command are killed when the command, the connection or the task's attempt ends. No process can be detached,
+because the attempt's GPUs may be leased again as soon as the attempt has ended. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _READ = 65536
 _CHECK_S = 1.0
 """Interval of the checks whether the attempt has ended."""
 _TRICKLE_S = 5.0
-"""While the command does not take its input, no more is read, except once in this interval: pings may be behind it."""
+"""While the command does not read its input, the submitter is read only once in this interval, for pings after the input."""
 _MAX_INPUT = 64 << 20
-"""Maximum bytes of waiting input. Beyond them nothing is read, and silence is ignored."""
+"""Maximum bytes of waiting input. With more, the submitter is not read, and its silence is ignored."""
 _GRACE_S = 1.0
 """Time between the hang-up signal and the kill."""
 
@@ -95,7 +96,7 @@ def _launch(directory: str, request: Json) -> Json:
     """Return the task's launch with the requested command."""
     status = attempts.read_status(directory)
     if status["phase"] != "running":
-        raise OpError("not_running", "it is not running on this node ({})".format(status["phase"]))
+        raise OpError("not_running", "the task is not running on this node ({})".format(status["phase"]))
     with open(os.path.join(directory, attempt_files.LAUNCH), "rb") as file:
         launch = command.fill_placeholders(decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE), directory)
     launch["argv"] = list(request["argv"])
@@ -160,13 +161,13 @@ class _Wire:
     def check(self, waiting: int = 0) -> None:
         """Raise ``OSError`` if the submitter was silent for too long."""
         if waiting < _MAX_INPUT and time.monotonic() - self._received_at > SILENCE_S:
-            raise OSError(errno.ETIMEDOUT, "the submitter sent nothing")
+            raise OSError(errno.ETIMEDOUT, "the submitter sent nothing for {:g} s".format(SILENCE_S))
 
     def send(self, kind: int, data: bytes, check: Optional[Callable[[], None]] = None) -> None:
         """Write a frame.
 
-        The submitter may read slowly; meanwhile its data is received, and ``check`` is called. An exception of ``check`` does
-        not damage the frame: its rest is sent before the next one.
+        While the submitter reads slowly, its data is received, and ``check`` is called. After an exception of ``check``, the
+        rest of the frame is sent before the next frame.
         """
         self._unsent += FRAME.pack(len(data), kind) + data
         while self._unsent:
@@ -203,7 +204,7 @@ class _Session:
     def start(self, launch: Json, attempt: str, terminal: Optional[Json], umask: int) -> None:
         """Start the command."""
         env = command.environment(launch, attempt, self._directory)
-        # A failure here is not a failure of the task, and a heartbeat here is not the task's.
+        # This command must write neither the task's heartbeat nor its error file.
         del env["DISTFLOW_HEARTBEAT"]
         if env.get("TORCHELASTIC_ERROR_FILE", "").startswith(self._directory + os.sep):
             del env["TORCHELASTIC_ERROR_FILE"]
@@ -226,25 +227,25 @@ class _Session:
             self._has_terminal = True
             master, slave = pty.openpty()
             _resize(master, terminal)
-            inner, mine, outer = (slave, slave, slave), [slave], {master: OUTPUT}
+            inner, closed, outer = (slave, slave, slave), [slave], {master: OUTPUT}
             self._input = master
         else:
             pipes = [os.pipe() for _ in range(3)]
             inner = (pipes[0][0], pipes[1][1], pipes[2][1])
-            mine, outer = list(inner), {pipes[1][0]: OUTPUT, pipes[2][0]: ERRORS}
+            closed, outer = list(inner), {pipes[1][0]: OUTPUT, pipes[2][0]: ERRORS}
             self._input = pipes[0][1]
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             _become_command(argv, env, cwd, inner, umask, parent, terminal is not None)
-        for fd in mine:
+        for fd in closed:
             os.close(fd)
         for fd in (self._input, *outer):
             os.set_blocking(fd, False)
         self._outputs = outer
 
     def run(self) -> None:
-        """Forward data until the command ends. Raises ``OSError`` if the connection ends before, or ``_TaskEnded``."""
+        """Forward data until the command ends. Raises ``OSError`` if the connection ends first, and ``_TaskEnded``."""
         self._wire.send(STARTED, b"")
         self._receive()
         while self._code is None:
@@ -288,7 +289,7 @@ class _Session:
         except OSError:
             pass  # it no longer exists
         if self._input >= 0 and not self._has_terminal:
-            os.close(self._input)  # after the signal, so that a reading command does not mistake this for the end of its input
+            os.close(self._input)  # after the signal: a command that reads must not continue at the end of its input
         me = os.getpid()
         kill_at = time.monotonic() + _GRACE_S
         while self._reap() and self._code is None and time.monotonic() < kill_at:
@@ -317,7 +318,7 @@ class _Session:
             pass
 
     def _reap(self) -> bool:
-        """Reap ended children. Returns True if there are others."""
+        """Reap ended children. Returns whether children remain."""
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == self._pid:
@@ -374,7 +375,7 @@ def _become_command(
         if has_terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         code, message = command.exec_program(argv, env, cwd)
-    except BaseException as error:  # nothing may unwind into the parent's code in this process
+    except BaseException as error:  # this copy of the parent process must not continue with the parent's code
         message = "{}: {!r}".format(message, error)
     finally:
         os.write(2, (message + "\n").encode("utf-8", "replace"))

@@ -1,10 +1,10 @@
 """The builder of Python environments (``files.venvs``). It runs on its own connection, and stops when the connection ends.
 
-Two processes hold the lock of the environment: a worker builds it, and its parent kills what is left of a killed worker.
+Two processes hold the lock of the environment: a worker builds it, and the worker's parent kills all processes that it leaves.
 
 Standard input: a line ``{"venv", "file", "lines", "constraints", "env", "path_prepend", "shell_prelude", "limit_s"}``, where
 ``venv`` is the digest of the requirements. Standard output: lines ``{"building": text, "seconds": n}`` every two seconds, then
-``{"built": tool, "seconds": n}``, where ``tool`` is empty if the environment was there already, or ``{"error": {"kind",
+``{"built": tool, "seconds": n}``, where ``tool`` is empty if the environment already existed, or ``{"error": {"kind",
 "message"}}``. See docs/agent-protocol.md.
 """
 
@@ -48,7 +48,7 @@ _SECRET = r"(?i)(://)[^/\s]*(@)|([?&][^=&\s]*(?:token|key|sig|signature|password
 
 
 def serve(root: str, umask: int) -> None:
-    """Build one environment, unless it is there already."""
+    """Build one environment, unless it exists already."""
     processes.rename_self("df-venv")
     peer = Peer()
     try:
@@ -92,7 +92,7 @@ class _Build:
             self._environment.pop(name, None)
 
     def run(self) -> Json:
-        """Return the answer."""
+        """Build the environment, unless it exists already. Returns the reply."""
         top = os.path.dirname(self._directory)
         os.makedirs(top, mode=0o700, exist_ok=True)
         if not root_directory.is_own_directory(top):
@@ -109,7 +109,7 @@ class _Build:
                 return {"built": self._build(), "seconds": self._seconds}
             except BaseException:
                 with contextlib.suppress(OSError, OpError):
-                    self._remove()  # it may be large, and nothing of it can be used
+                    self._remove()  # it may be large, and a partial environment is useless
                     os.unlink(venvs.lock_of(self._directory))
                 raise
         finally:
@@ -120,13 +120,13 @@ class _Build:
         return round(time.monotonic() - self._began_at, 1)
 
     def _check_limit(self, text: str) -> None:
-        """Raise ``timeout`` after the time limit. The builds of others, for which this one waited, do not count."""
+        """Raise ``timeout`` after the time limit. The time in which other processes built the environment does not count."""
         if time.monotonic() - self._locked_at > self._limit_s:
             message = "the Python environment was not ready after {:.0f} s (`venv_timeout`); its last output: {}"
             raise OpError("timeout", message.format(self._limit_s, text))
 
     def _report(self, text: str) -> None:
-        """Report the progress, not too often. Raises ``Gone``."""
+        """Report the progress, at most every ``_REPORT_S`` seconds. Raises ``Gone``."""
         self._peer.check()
         if time.monotonic() - self._reported_at >= _REPORT_S:
             self._reported_at = time.monotonic()
@@ -147,7 +147,7 @@ class _Build:
             return
         if not root_directory.is_own_directory(self._directory) or not (
             root_directory.is_marked(self._directory)
-            # Its builder was killed while it wrote the marker.
+            # Or its builder was killed while it wrote the marker.
             or all(re.fullmatch(r"\.distflow\.[0-9]+", name) for name in os.listdir(self._directory))
         ):
             raise OpError("permission", "`{}` does not belong to distflow; remove it".format(self._directory))
@@ -235,7 +235,7 @@ class _Build:
 
 
 def _continue_in_worker() -> None:
-    """Return in a child of this process. This process ends with it, and then kills all that it left."""
+    """Fork, and return only in the child. The parent waits for it, kills the processes that it left, and exits."""
     parent = os.getpid()
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -272,7 +272,7 @@ def _pip_configurations(environment: Dict[str, str]) -> List[str]:
 
 
 def _only_pip_knows_the_index(environment: Dict[str, str], configurations: List[str]) -> bool:
-    """Whether a setting that uv does not read says where packages are: a variable of pip, or its configuration."""
+    """Whether a variable or configuration file of pip, which uv does not read, names the index of packages."""
     if any(environment.get(name) for name in _UV_INDEX):
         return False
     if any(environment.get(name) for name in _PIP_INDEX):
@@ -296,7 +296,7 @@ def _last_lines(path: str) -> List[str]:
             text = file.read(_SHOWN_BYTES).decode("utf-8", "replace").replace("\r", "\n")
     except OSError:
         return []
-    # The first line may begin within a password.
+    # The first line may be cut inside a URL, so that its password would not be recognized.
     lines = text.split("\n")[1 if before else 0 :]
     lines = [line.rstrip() for line in lines if line.strip()][-_SHOWN_LINES:]
     return [re.sub(_SECRET, r"\1\3****\2", line)[-_SHOWN_CHARACTERS:] for line in lines]
