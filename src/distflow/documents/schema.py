@@ -129,9 +129,9 @@ def _unknown_keys(
         where = f"in `{path_text(path)}`" if path else "at the top of the document"
         owners = list(_mappings_with(root, key))
         hint = did_you_mean(key, known, what="keys here")
-        if homes and not hint.startswith("did you mean"):
-            owners = " and ".join(filter(None, (", ".join(owners[:-1]), homes[-1])))
+        if owners and not hint.startswith("did you mean"):
             titles = " and ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
+            hint = f"`{key}` is a key of {titles}; {hint}"
         yield _problem(document.key_mark_at(at), at, f"unknown key `{key}` {where}", hint)
 
 

@@ -1,4 +1,4 @@
-"""Where the files of credentials go when memory cannot take them, and the link to the output directory."""
+"""Files of credentials, in memory or on disk, and the link to the output directory."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def are_there(attempt: Path) -> bool:
+def are_placed(attempt: Path) -> bool:
     return (attempt / "files/run/a/key").read_text() == "one" and (attempt / "work/b/user").read_text() == "three"
 
 
 def test_memory_is_used_and_left_empty(attempt: Path, memory: Path) -> None:
     attempt_files.place_secrets(str(attempt), ENTRIES)
-    assert are_there(attempt)
+    assert are_placed(attempt)
     (folder,) = memory.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
@@ -51,7 +51,7 @@ def test_memory_is_used_and_left_empty(attempt: Path, memory: Path) -> None:
     assert not list(memory.iterdir())
 
 
-def test_what_nobody_removed_goes_when_others_come(attempt: Path, memory: Path, tmp_path: Path) -> None:
+def test_files_of_ended_attempts_are_removed_by_the_next_attempt(attempt: Path, memory: Path, tmp_path: Path) -> None:
     others = {name: tmp_path / name for name in ("gone", "ended", "alive")}
     for other in others.values():
         (other / "work").mkdir(parents=True)
@@ -61,13 +61,15 @@ def test_what_nobody_removed_goes_when_others_come(attempt: Path, memory: Path, 
     shutil.rmtree(others["gone"])
     attempt_files.place_secrets(str(attempt), ENTRIES)
     assert {name: home.exists() for name, home in homes.items()} == {"gone": False, "ended": False, "alive": True}
-    assert are_there(attempt)
+    assert are_placed(attempt)
 
 
-def test_without_memory_they_lie_with_the_attempt(attempt: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_the_files_are_in_the_attempts_directory(
+    attempt: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attempt_files, "_has_memory", lambda: False)
     attempt_files.place_secrets(str(attempt), ENTRIES)
-    assert are_there(attempt)
+    assert are_placed(attempt)
     assert stat.S_IMODE((attempt / attempt_files.SECRETS_ON_DISK / "1" / "user").stat().st_mode) == 0o600
     attempt_files.remove_secrets(str(attempt))
     assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
@@ -75,26 +77,28 @@ def test_without_memory_they_lie_with_the_attempt(attempt: Path, memory: Path, m
 
 
 @pytest.mark.parametrize("trap", ["open", "link", "file"])
-def test_a_folder_that_others_could_have_made_is_not_trusted(attempt: Path, memory: Path, tmp_path: Path, trap: str) -> None:
-    theirs = memory / f"distflow-{os.getuid()}"
+def test_a_folder_that_other_users_could_have_created_is_not_used(
+    attempt: Path, memory: Path, tmp_path: Path, trap: str
+) -> None:
+    folder = memory / f"distflow-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     if trap == "open":
-        theirs.mkdir()
-        theirs.chmod(0o777)
-        (theirs / "of another").touch()
+        folder.mkdir()
+        folder.chmod(0o777)
+        (folder / "of another").touch()
     elif trap == "link":
-        theirs.symlink_to(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
     else:
-        theirs.write_text("")
+        folder.write_text("")
     attempt_files.place_secrets(str(attempt), ENTRIES)
-    assert are_there(attempt)
+    assert are_placed(attempt)
     assert (attempt / "files/run/a").resolve() == attempt / attempt_files.SECRETS_ON_DISK / "0"
     assert not list((tmp_path / "elsewhere").iterdir())
     attempt_files.remove_secrets(str(attempt))
     assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
 
 
-def test_a_directory_can_be_the_output(attempt: Path) -> None:
+def test_a_directory_can_be_a_link_to_the_output(attempt: Path) -> None:
     sent = [{"path": "work/outputs/old/a", "text": "1"}, {"path": "work/train.py", "text": ""}]
     launch = {"argv": ["true"], "files": sent, "output_link": "work/outputs"}
     for _ in range(2):  # the second time as after an interruption

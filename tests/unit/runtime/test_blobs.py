@@ -1,4 +1,4 @@
-"""Blobs that one task has as its own file while another one asks for them."""
+"""Blobs that one task has as its own file while another task requests them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_what_a_task_writes_to_a_blob_just_when_another_asks_for_it_is_never_taken_for_the_blob(
+def test_a_blob_that_a_task_changes_during_a_request_is_reported_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = b"as it was sent"
     name = hashlib.sha256(data).hexdigest()
-    blob, asked = tmp_path / blobs.BLOBS / name, [{"hash": name, "size": len(data)}]
+    blob, request = tmp_path / blobs.BLOBS / name, [{"hash": name, "size": len(data)}]
     part = blobs.Part(str(blob))
     os.write(part.fd, data)
     part.finish()
-    assert blobs.missing(str(tmp_path), asked) == []
+    assert blobs.missing(str(tmp_path), request) == []
 
     utime = os.utime
 
     def utime_late(path: str, **times: Any) -> None:
-        blob.write_bytes(b"what the task made of it")
+        blob.write_bytes(b"changed by the task")
         utime(path, **times)
 
     monkeypatch.setattr(os, "utime", utime_late)
-    blobs.missing(str(tmp_path), asked)
-    assert blob.read_bytes() == data or blobs.missing(str(tmp_path), asked) == [name]
-    blob.write_bytes(b"what the task makes of it later")
-    assert blobs.missing(str(tmp_path), asked) == [name]
+    blobs.missing(str(tmp_path), request)
+    assert blob.read_bytes() == data or blobs.missing(str(tmp_path), request) == [name]
+    blob.write_bytes(b"changed by the task later")
+    assert blobs.missing(str(tmp_path), request) == [name]
 
 
 def test_a_fetched_blob_that_a_power_cut_shortened_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_a_fetched_blob_that_a_power_cut_shortened_is_fetched_again(tmp_path: Pa
     monkeypatch.setattr(os, "fsync", sync)
     stream = b"".join(frame for _, frame in frames(io.BytesIO(data)))
     for _ in range(2):
-        said: list[Any] = []
-        assert receive(io.BytesIO(stream), str(path), name, len(data), said.append)
+        sent: list[Any] = []
+        assert receive(io.BytesIO(stream), str(path), name, len(data), sent.append)
         assert path.read_bytes() == data
-    assert said == [{"at": len(data)}]
+    assert sent == [{"at": len(data)}]
     assert path.stat().st_ino in synced

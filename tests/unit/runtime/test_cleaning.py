@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import hashlib  # noqa: F401  who is not root any more may not be able to import it
+import hashlib  # noqa: F401  a process that is no longer root may be unable to import it
 import json
 import os
 import shutil
@@ -30,11 +30,11 @@ def make(root: str | Path, workflow: str, below: str = "work") -> Path:
 
 
 def as_a_user(folder: Path, work: Callable[[], None]) -> None:
-    """Do ``work`` in a directory as somebody whom modes of files hold back: not as root."""
+    """Do ``work`` in a directory as a user other than root, because modes of files do not restrict root."""
     if os.getuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are not ours to care for
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may have started threads
         pid = os.fork()
     if pid == 0:
         code = 1
@@ -50,7 +50,7 @@ def as_a_user(folder: Path, work: Callable[[], None]) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_directories_that_a_task_has_closed_are_removed_all_the_same(tmp_path: Path) -> None:
+def test_directories_that_a_task_made_read_only_are_removed(tmp_path: Path) -> None:
     def work() -> None:
         attempt = make(".", W1, "work/closed/deeper")
         (attempt / "work/closed/deeper").chmod(0)
@@ -66,9 +66,9 @@ def test_directories_that_a_task_has_closed_are_removed_all_the_same(tmp_path: P
     as_a_user(tmp_path, work)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="it takes files of two users")
-def test_what_cannot_be_removed_of_one_workflow_keeps_no_other(tmp_path: Path) -> None:
-    """As root in a container leaves it behind."""
+@pytest.mark.skipif(os.getuid() != 0, reason="needs files of two users")
+def test_files_that_cannot_be_removed_do_not_prevent_the_removal_of_another_workflow(tmp_path: Path) -> None:
+    """Root in a container leaves such files."""
     left = make(tmp_path, W1, "work/of-root") / "work/of-root/file"
     left.touch()
     for folder in [*list(left.parents)[1:6], tmp_path / W1 / MARKER]:
@@ -85,7 +85,7 @@ def test_what_cannot_be_removed_of_one_workflow_keeps_no_other(tmp_path: Path) -
     as_a_user(tmp_path, work)
 
 
-def test_what_another_machine_may_be_at_in_a_root_that_both_share_is_kept(tmp_path: Path) -> None:
+def test_an_attempt_that_may_run_on_another_machine_with_the_same_root_is_kept(tmp_path: Path) -> None:
     attempt = make(tmp_path, W1)
     (attempt / "runner.json").write_text(json.dumps({"phase": "running", "host": "another", "boot_id": "its own"}))
     assert cleaning.survey(str(tmp_path))["workflows"][0]["alive"] == [f"{W1}/g/t/0"]
@@ -96,24 +96,22 @@ def test_what_another_machine_may_be_at_in_a_root_that_both_share_is_kept(tmp_pa
     assert not (tmp_path / W1).exists()
 
 
-def test_a_workflow_that_goes_while_all_are_looked_over_keeps_nobody_from_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_survey_continues_if_a_workflow_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (W1, W2):
         make(tmp_path, name)
     found = attempts.workflows
 
-    def and_then_one_goes(root: str) -> list[str]:
+    def before_a_removal(root: str) -> list[str]:
         names = found(root)
-        attempts.remove(os.path.join(root, W1, "g/t/0"))  # as a lease does that is given back
+        attempts.remove(os.path.join(root, W1, "g/t/0"))  # as for a released lease
         return names
 
-    monkeypatch.setattr(attempts, "workflows", and_then_one_goes)
+    monkeypatch.setattr(attempts, "workflows", before_a_removal)
     assert [one["uuid"] for one in cleaning.survey(str(tmp_path))["workflows"]] == [W2]
 
 
-def test_a_workflow_that_somebody_else_removes_just_now_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`node clean` from two machines, say."""
+def test_two_agents_can_remove_the_same_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by `node clean` on two machines."""
     make(tmp_path, W1)
     rename = os.rename
 
@@ -144,7 +142,7 @@ def test_no_attempt_can_take_over_files_while_they_are_removed(tmp_path: Path, m
     assert (os.listdir(attempt), removed) == (["output"], [True, True])
 
 
-def test_a_failed_mark_leaves_no_file(tmp_path: Path) -> None:
+def test_a_failed_write_of_the_marker_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / MARKER).mkdir()
     with pytest.raises(IsADirectoryError):
         mark(str(tmp_path))

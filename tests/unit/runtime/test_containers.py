@@ -1,4 +1,4 @@
-"""The command lines that run containers: what stands in them, and what must never."""
+"""The command lines that run containers: their options, and that they contain no secrets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from distflow.runtime.wire import OpError
 
 @pytest.fixture(autouse=True)
 def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the stand-in for `nc` out of the sources, beside which it would be made here."""
+    """Do not create the substitute for `nc`."""
     monkeypatch.setattr(netcat, "add_to", lambda _directory: "")
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A PATH with a docker and a podman that say what they were given."""
+    """A PATH with a docker and a podman that write their arguments to a file."""
     for name in ("docker", "podman"):
         program = tmp_path / name
         program.write_text(
-            '#!/bin/sh\nprintf "%s\\n" "$@" > "$0.said"; [ "$1" != rm ] || { echo "boom: $DOCKER_HOST" >&2; exit 1; }\n'
+            '#!/bin/sh\nprintf "%s\\n" "$@" > "$0.args"; [ "$1" != rm ] || { echo "boom: $DOCKER_HOST" >&2; exit 1; }\n'
         )
         program.chmod(0o700)
     return str(tmp_path)
@@ -45,7 +45,7 @@ def launch(**container: Any) -> dict[str, Any]:
 
 
 def known_of(one: dict[str, Any], attempt: str, env: dict[str, str]) -> dict[str, Any]:
-    """What ends its container; it has one."""
+    """Return the data for removing its container."""
     known = containers.identify(one, attempt, env)
     assert known is not None
     return known
@@ -66,7 +66,7 @@ def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
     assert "--privileged" in containers.wrap(launch(privileged=True), "w/g/t/0", "/attempt", env)
 
 
-def test_limits_are_the_engine_s_to_hold(path: str) -> None:
+def test_limits_are_passed_to_the_engine(path: str) -> None:
     env = {"PATH": path}
     text = " ".join(containers.wrap(launch(memory=1 << 30, cpus=9999), "w/g/t/0", "/attempt", env))
     assert f"--memory {1 << 30} --memory-swap {1 << 30} --cpus {os.cpu_count()}" in text
@@ -76,7 +76,7 @@ def test_limits_are_the_engine_s_to_hold(path: str) -> None:
     assert not {"--memory", "--cpus"} & set(without)
 
 
-def test_the_path_of_the_spec_holds_inside_and_that_of_the_node_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_specs_path_applies_inside_and_the_nodes_path_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", path)
     own = launch() | {"env": {"PATH": "/opt/inside"}, "path_prepend": ["/venv/bin"]}
     env = command.environment(own, "w/g/t/0", "/attempt")
@@ -89,7 +89,7 @@ def test_the_path_of_the_spec_holds_inside_and_that_of_the_node_outside(path: st
     assert path not in env["PATH"].split(":")
 
 
-def test_distflow_train_is_found_inside_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distflow_train_can_be_imported_inside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", path)
     own = launch() | {"python_path": ["/attempt/lib"], "env": {"PYTHONPATH": "/mine"}}
     env = command.environment(own, "w/g/t/0", "/attempt")
@@ -99,7 +99,7 @@ def test_distflow_train_is_found_inside_too(path: str, monkeypatch: pytest.Monke
     assert "PYTHONPATH" not in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
 
 
-def test_programs_for_the_task_lead_the_path_of_the_image(path: str) -> None:
+def test_programs_for_the_task_precede_the_path_of_the_image(path: str) -> None:
     own = launch() | {"path": ["/attempt/bin"]}
     for words in (
         containers.wrap(own, "w/g/t/0", "/attempt", {"PATH": path}),
@@ -114,7 +114,7 @@ def test_programs_for_the_task_lead_the_path_of_the_image(path: str) -> None:
         assert done.stdout == "/attempt/bin:/usr/bin:/bin a b\n"
 
 
-def test_what_ends_a_container_holds_no_secret(path: str) -> None:
+def test_the_data_for_removing_a_container_contains_no_secret(path: str) -> None:
     env = {
         "PATH": path,
         "DOCKER_HOST": "unix:///x",
@@ -129,17 +129,17 @@ def test_what_ends_a_container_holds_no_secret(path: str) -> None:
     assert known_of(secret, "w/g/t/1", env)["name"] != known["name"]
 
 
-def test_that_a_container_cannot_be_removed_is_said(path: str) -> None:
+def test_a_failed_removal_of_a_container_is_reported(path: str) -> None:
     known = known_of(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
     assert containers.remove(known) == f"its container `{known['name']}` could not be removed: boom: unix:///x"
-    assert Path(path, "podman.said").read_text().split() == ["rm", "--force", known["name"]]
+    assert Path(path, "podman.args").read_text().split() == ["rm", "--force", known["name"]]
     assert containers.remove(None) is None
     gone = containers.remove({**known, "program": "/nowhere/podman"})
     assert gone is not None
     assert "cannot run `/nowhere/podman`" in gone
 
 
-def test_auto_takes_the_first_that_is_there(path: str) -> None:
+def test_auto_uses_the_first_installed_program(path: str) -> None:
     auto = launch(runtime="auto")
     assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
     os.unlink(f"{path}/docker")
@@ -147,7 +147,7 @@ def test_auto_takes_the_first_that_is_there(path: str) -> None:
 
 
 @pytest.mark.parametrize(("runtime", "words"), [("docker", "docker is"), ("auto", "docker, podman or apptainer is")])
-def test_a_node_without_the_program_says_so(runtime: str, words: str) -> None:
+def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, words: str) -> None:
     with pytest.raises(OpError) as caught:
         containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"}, "/root")
     assert caught.value.kind == "no_container"
@@ -156,28 +156,28 @@ def test_a_node_without_the_program_says_so(runtime: str, words: str) -> None:
 
 @pytest.fixture
 def with_apptainer(tmp_path: Path) -> str:
-    """A PATH with an apptainer that makes a file where an image is to be, and says who it was told to be."""
+    """A PATH with an apptainer that creates the image file, and records its arguments and its login."""
     program = tmp_path / "apptainer"
     program.write_text(
-        f'#!/bin/sh\necho "$*" >> {tmp_path}/said\n'
-        f'echo "$APPTAINER_DOCKER_USERNAME $APPTAINER_DOCKER_PASSWORD" >> {tmp_path}/who\n'
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/args\n'
+        f'echo "$APPTAINER_DOCKER_USERNAME $APPTAINER_DOCKER_PASSWORD" >> {tmp_path}/login\n'
         'case "$4" in docker://none*) echo "FATAL: no such image" >&2; exit 255;; esac\necho image > "$3"\n'
     )
     program.chmod(0o700)
     return str(tmp_path)
 
 
-def test_an_image_of_apptainer_is_a_file_that_is_pulled_once(with_apptainer: str, tmp_path: Path) -> None:
+def test_apptainer_pulls_an_image_once_to_a_file(with_apptainer: str, tmp_path: Path) -> None:
     env, root = {"PATH": f"{with_apptainer}:/usr/bin:/bin"}, str(tmp_path / "root")
     login = {"registry": "r", "auth": "bWU6Y2FuYXJ5"}
     box = launch(runtime="apptainer", mounts=[])["container"]
     assert containers.pull(box, env, root, login) == {"program": f"{with_apptainer}/apptainer", "was_there": False}
     assert containers.pull(box, env, root, login)["was_there"] is True
-    (words,) = Path(with_apptainer, "said").read_text().splitlines()
+    (words,) = Path(with_apptainer, "args").read_text().splitlines()
     assert words.startswith("pull --force ")
     assert words.endswith(" docker://repo/image:1")
     assert "canary" not in words
-    assert Path(with_apptainer, "who").read_text() == "me canary\n"
+    assert Path(with_apptainer, "login").read_text() == "me canary\n"
     assert [path.suffix for path in (tmp_path / "root" / "images").iterdir()] == [".sif"]
     with pytest.raises(OpError, match="cannot pull the image `none:1`: FATAL: no such image"):
         containers.pull({**box, "image": "none:1"}, env, root)
@@ -187,7 +187,7 @@ def test_an_image_of_apptainer_is_a_file_that_is_pulled_once(with_apptainer: str
         containers.pull({**box, "image": "/nowhere/x.sif"}, env, root)
 
 
-def test_apptainer_gets_values_by_variables_and_is_ended_as_any_command(with_apptainer: str) -> None:
+def test_apptainer_gets_values_in_variables_and_needs_no_removal(with_apptainer: str) -> None:
     env = {"PATH": with_apptainer, "LR": "1", "TOKEN": "canary", "CUDA_VISIBLE_DEVICES": "0,1", "DISTFLOW_ATTEMPT": "w/g/t/0"}
     own = launch(runtime="apptainer", image="/images/x.sif")
     words = containers.wrap(own, "w/g/t/0", "/root/w/g/t/0", env)
@@ -197,7 +197,7 @@ def test_apptainer_gets_values_by_variables_and_is_ended_as_any_command(with_app
     ]  # fmt: skip
     assert (env["APPTAINERENV_TOKEN"], env["APPTAINERENV_LR"]) == ("canary", "1")
     assert containers.identify(own, "w/g/t/0", env) is None
-    # Beside it, another command has the same image.
+    # A further command gets the same image.
     assert containers.enter({**own, "argv": ["sh"]}, "w/g/t/0", "/root/w/g/t/0", env, True)[-2:] == ["/images/x.sif", "sh"]
     with pytest.raises(OpError, match="`privileged` needs docker or podman"):
         containers.wrap(launch(runtime="apptainer", privileged=True), "w/g/t/0", "/root/w/g/t/0", env)
@@ -218,7 +218,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made / f"distflow-{os.getuid()}"
 
 
-def test_the_users_own_settings_hold_but_for_the_logins(tmp_path: Path, memory: Path) -> None:
+def test_the_users_settings_apply_except_for_logins(tmp_path: Path, memory: Path) -> None:
     own = tmp_path / ".docker"
     (own / "contexts").mkdir(parents=True)
     settings = {"currentContext": "lab", "credsStore": "desktop", "auths": {"registry.example": {"auth": "b3RoZXI="}}}
@@ -234,7 +234,7 @@ def test_the_users_own_settings_hold_but_for_the_logins(tmp_path: Path, memory: 
     assert json.loads((own / "config.json").read_text()) == settings
 
 
-def test_what_a_killed_pull_left_goes_with_the_next(memory: Path, tmp_path: Path) -> None:
+def test_the_next_pull_removes_the_login_of_a_killed_pull(memory: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     for name in (f"login-{process.pid}-abc", f"login-{os.getpid()}-abc"):
@@ -245,7 +245,7 @@ def test_what_a_killed_pull_left_goes_with_the_next(memory: Path, tmp_path: Path
     assert (memory / f"login-{os.getpid()}-abc").exists()
 
 
-def test_without_memory_it_is_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_the_login_is_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_files, "_has_memory", lambda: False)
     with containers.login_folder(LOGIN, {"DOCKER_CONFIG": str(tmp_path / "nothing")}) as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700

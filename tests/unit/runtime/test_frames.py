@@ -1,4 +1,4 @@
-"""Frames on their way: whatever comes, a blob has its hash or is not there."""
+"""Frames of blobs: for any received bytes, a blob has its hash or does not exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.runtime.wire import Json, OpError
 
 DATA = os.urandom(300) + b"x" * 2000
 STREAM = b"".join(frame for _, frame in frames(io.BytesIO(DATA)))
-"""What a real sender makes of it."""
+"""The frames of a real sender."""
 BOMB = zlib.compress(b"\0" * (16 << 20))
 
 
@@ -27,20 +27,20 @@ def framed(kind: int, content: bytes) -> bytes:
 
 
 def received(stream: bytes, size: int) -> tuple[bool | OpError, bool, list[Json]]:
-    """What comes of a stream: the result, whether the blob is there, and what was said."""
-    name, said = hashlib.sha256(DATA).hexdigest(), list[Json]()
+    """Receive a stream. Returns the result, whether the blob exists, and the sent messages."""
+    name, sent = hashlib.sha256(DATA).hexdigest(), list[Json]()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, name)
         result: bool | OpError
         try:
-            result = receive(io.BytesIO(stream), path, name, size, said.append)
+            result = receive(io.BytesIO(stream), path, name, size, sent.append)
         except OpError as error:
             result = error
-        is_there = os.path.exists(path)
-        if is_there:
+        exists = os.path.exists(path)
+        if exists:
             with open(path, "rb") as file:
                 assert file.read() == DATA
-    return result, is_there, said
+    return result, exists, sent
 
 
 _pieces = st.lists(
@@ -58,34 +58,34 @@ _pieces = st.lists(
 @example([framed(ERROR, b"{}")], len(DATA))
 @example([FRAME.pack(2**32 - 1, RAW)], len(DATA))
 @example([FRAME.pack(LARGEST_FRAME, RAW)], len(DATA))
-def test_a_stream_is_a_whole_blob_a_break_or_an_error(pieces: list[bytes], size: int) -> None:
-    result, is_there, said = received(b"".join(pieces), size)
-    assert is_there == (result is True)
-    assert said == [{"at": 0}]
+def test_a_stream_is_a_complete_blob_an_interruption_or_an_error(pieces: list[bytes], size: int) -> None:
+    result, exists, sent = received(b"".join(pieces), size)
+    assert exists == (result is True)
+    assert sent == [{"at": 0}]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(STREAM) - 1), st.integers(1, 255))
-def test_a_changed_byte_never_makes_another_blob(place: int, change: int) -> None:
+def test_a_stream_with_a_changed_byte_never_becomes_a_wrong_blob(position: int, change: int) -> None:
     stream = bytearray(STREAM)
-    stream[place] ^= change
-    result, is_there, _ = received(bytes(stream), len(DATA))
-    assert is_there == (result is True)
+    stream[position] ^= change
+    result, exists, _ = received(bytes(stream), len(DATA))
+    assert exists == (result is True)
 
 
-def test_empty_frames_between_others_change_nothing() -> None:
+def test_empty_frames_are_ignored() -> None:
     stream = framed(RAW, b"") + framed(RAW, DATA[:10]) + framed(RAW, b"") * 3 + framed(RAW, DATA[10:])
     assert received(stream, len(DATA)) == (True, True, [{"at": 0}])
 
 
-def test_an_error_comes_through_in_its_words() -> None:
+def test_an_error_frame_transfers_kind_and_message() -> None:
     result, _, _ = received(error_frame(OpError("no_space", "it is full")), len(DATA))
     assert isinstance(result, OpError)
     assert (result.kind, result.message) == ("no_space", "it is full")
 
 
 @pytest.mark.parametrize("content", [json.dumps([1]).encode(), b"\xff", b'{"kind": "x"}', b'{"kind":' * 5000])
-def test_an_error_that_cannot_be_read_is_one(content: bytes) -> None:
+def test_an_error_frame_that_cannot_be_decoded_is_an_error(content: bytes) -> None:
     result, _, _ = received(framed(ERROR, content), len(DATA))
     assert isinstance(result, OpError)
     assert result.kind == "bad_request"

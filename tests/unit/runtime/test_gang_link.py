@@ -1,4 +1,4 @@
-"""The gang link under bytes that nobody of the gang sent, and under messages of a member that has gone mad."""
+"""The gang link with bytes from a peer without the token, and with invalid messages from a peer with the token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 TOKEN = "t0ken"
 NUMBER = b"0123456789abcdef0123456789abcdef"
-SAID = [
+MESSAGES = [
     b'{"task": "one"}',
     b'{"failed": {"task": "one", "why": "exit code 3"}}',
     b'{"bye": "one"}',
     b'{"welcome": "master"}',
 ]
-"""What keepers say."""
+"""Messages of keepers."""
 _leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["one", "9" * 400])
 _messages = st.dictionaries(
     st.sampled_from(["task", "failed", "bye", "welcome", "why"]),
@@ -47,29 +47,29 @@ class Hub:
         self.other = socket.create_connection(listener.getsockname())
         listener.close()
         self.other.settimeout(10)
-        self.turn()
+        self.serve()
         self.number = self.other.recv(33).strip()
 
-    def turn(self) -> None:
-        """Let the hub do what is to be done."""
+    def serve(self) -> None:
+        """Let the hub handle all pending events."""
         while ready := self.selector.select(0.001):
             for key, _ in ready:
                 key.data()
 
     def send(self, data: bytes) -> None:
-        """Send bytes, and let the hub take them."""
+        """Send bytes, and let the hub handle them."""
         with contextlib.suppress(OSError):
             self.other.sendall(data)
-        self.turn()
+        self.serve()
 
-    def say(self, text: bytes) -> None:
-        """Send a line as a member of the gang does."""
+    def send_with_hash(self, text: bytes) -> None:
+        """Send a line as a keeper of the gang does."""
         code = keyed_hash(TOKEN.encode(), b"task " + self.number + NUMBER + text)
         self.send(code + b" " + text + b"\n")
 
     def close(self) -> None:
         self.other.close()
-        self.turn()
+        self.serve()
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self.selector.close()
@@ -88,60 +88,64 @@ def hub() -> Iterator[Hub]:
 @given(
     st.lists(
         st.binary(max_size=100)
-        | st.sampled_from([NUMBER + b"\n", b"0" * 64 + b" ", b"\n", b"[" * 9000, *SAID, b"0" * 64 + b" " + SAID[1] + b"\n"]),
+        | st.sampled_from(
+            [NUMBER + b"\n", b"0" * 64 + b" ", b"\n", b"[" * 9000, *MESSAGES, b"0" * 64 + b" " + MESSAGES[1] + b"\n"]
+        ),
         max_size=6,
     )
 )
 @example([NUMBER + b"\n", b"0" * 64 + b" " + b"[" * 4000 + b"\n"])
 @example([b'{"number": "0"}\n', b'{"said": ' + b"[" * 970 + b"]" * 970 + b', "mac": ""}\n'])
-def test_bytes_of_strangers_end_a_connection_and_nothing_else(pieces: list[bytes]) -> None:
+def test_bytes_without_the_token_only_end_the_connection(pieces: list[bytes]) -> None:
     with hub() as one:
         for piece in pieces:
             one.send(piece)
         assert one.failures == []
         with socket.create_connection(one.link._listener.getsockname()) as next_one:  # type: ignore[union-attr]
-            one.turn()
+            one.serve()
             next_one.settimeout(10)
-            assert len(next_one.recv(33)) == 33  # it still greets
+            assert len(next_one.recv(33)) == 33  # the hub still sends its number
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(_messages | st.sampled_from(SAID) | st.binary(max_size=50).filter(lambda data: b"\n" not in data), max_size=5))
+@given(
+    st.lists(_messages | st.sampled_from(MESSAGES) | st.binary(max_size=50).filter(lambda data: b"\n" not in data), max_size=5)
+)
 @example([b'{"failed": ' + b"[" * 4000])
 @example([b'{"task": 1e999}'])
-@example([SAID[0], b'{"failed": {"task": ["x"], "why": "' + b"y" * 5000 + b'"}}', SAID[1]])
-def test_a_member_that_says_anything_gives_texts_or_loses_its_connection(messages: list[bytes]) -> None:
+@example([MESSAGES[0], b'{"failed": {"task": ["x"], "why": "' + b"y" * 5000 + b'"}}', MESSAGES[1]])
+def test_any_message_is_a_valid_report_or_ends_the_connection(messages: list[bytes]) -> None:
     with hub() as one:
         one.send(NUMBER + b"\n")
         for message in messages:
-            one.say(message)
+            one.send_with_hash(message)
         assert len(one.failures) <= 1
         for task, why in one.failures:
             assert isinstance(task, str)
             assert len(why) <= 500
 
 
-def test_what_was_said_on_one_connection_counts_on_no_other() -> None:
+def test_messages_of_one_connection_are_invalid_on_another() -> None:
     with hub() as one, hub() as two:
         one.send(NUMBER + b"\n")
-        one.say(SAID[0])
-        one.say(SAID[1])
+        one.send_with_hash(MESSAGES[0])
+        one.send_with_hash(MESSAGES[1])
         assert one.failures == [("one", "exit code 3")]
         two.number = one.number
         two.send(NUMBER + b"\n")
-        two.say(SAID[0])
-        two.say(SAID[1])
+        two.send_with_hash(MESSAGES[0])
+        two.send_with_hash(MESSAGES[1])
         assert two.failures == []
 
 
-def test_a_line_counts_in_the_direction_in_which_it_was_written() -> None:
+def test_a_line_of_the_hub_is_invalid_when_it_is_sent_to_the_hub() -> None:
     with hub() as one:
-        code = keyed_hash(TOKEN.encode(), b"hub " + one.number + NUMBER + SAID[1])
-        one.send(NUMBER + b"\n" + code + b" " + SAID[1] + b"\n")
+        code = keyed_hash(TOKEN.encode(), b"hub " + one.number + NUMBER + MESSAGES[1])
+        one.send(NUMBER + b"\n" + code + b" " + MESSAGES[1] + b"\n")
         assert one.failures == []
 
 
-def test_numbers_are_new_for_every_connection() -> None:
+def test_each_connection_has_a_new_number() -> None:
     with hub() as one, hub() as two:
         assert one.number != two.number
         assert len(one.number) == 32

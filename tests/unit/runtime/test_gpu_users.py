@@ -1,4 +1,4 @@
-"""Whose GPU an error of the driver's is of. Lines and addresses are as driver and nvidia-smi write them."""
+"""To which GPU an error of the driver belongs. Lines and addresses are as the driver and nvidia-smi write them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from distflow.runtime.leases.gpu_users import address_of, addresses_of_others, is_xid_of_another, list_gpu_users
 
-SAID = {"0": "0000:17:00", "1": "0000:3b:00", "2": "0001:3b:00"}
-OTHERS = addresses_of_others(SAID, [1])
+ADDRESSES = {"0": "0000:17:00", "1": "0000:3b:00", "2": "0001:3b:00"}
+OTHERS = addresses_of_others(ADDRESSES, [1])
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ OTHERS = addresses_of_others(SAID, [1])
         ("", None),
     ],
 )
-def test_both_ways_to_write_an_address_mean_the_same(text: str, address: str | None) -> None:
+def test_addresses_of_the_driver_and_of_nvidia_smi_are_normalized(text: str, address: str | None) -> None:
     assert address_of(text) == address
 
 
-def test_all_but_the_leased_gpus_are_others() -> None:
-    assert addresses_of_others(SAID, [1]) == {"0000:17:00", "0001:3b:00"}
+def test_all_gpus_except_the_leased_ones_are_others() -> None:
+    assert addresses_of_others(ADDRESSES, [1]) == {"0000:17:00", "0001:3b:00"}
     assert addresses_of_others({}, [1]) == frozenset()
 
 
@@ -46,12 +46,12 @@ def test_all_but_the_leased_gpus_are_others() -> None:
     ],
     ids=["own", "other", "other domain", "other MIG slice", "old driver", "not listed", "no domain", "no address"],
 )
-def test_only_what_is_known_to_be_anothers_is(line: str, is_other: bool) -> None:
+def test_an_error_is_of_another_gpu_only_if_that_gpu_is_known(line: str, is_other: bool) -> None:
     assert is_xid_of_another(line, OTHERS, {1}) is is_other
 
 
 @pytest.mark.parametrize("pid", ["2345", "'2345'"])
-def test_an_error_that_names_a_process_of_the_task_is_its_own_wherever_it_was(pid: str) -> None:
+def test_an_error_that_names_a_process_of_the_task_belongs_to_the_task(pid: str) -> None:
     line = f"NVRM: Xid (PCI:0000:17:00): 31, pid={pid}, name=python3, Ch 00000008"
     assert not is_xid_of_another(line, OTHERS, {2345})
     assert is_xid_of_another(line, OTHERS, {234, 5})

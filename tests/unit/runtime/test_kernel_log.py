@@ -1,4 +1,4 @@
-"""What the kernel's log means. The lines of Linux 6.18 were recorded; the others are as the sources of those print them."""
+"""Lines of the kernel's log. Those of Linux 6.18 were recorded. The others were written from the sources of the kernels."""
 
 from __future__ import annotations
 
@@ -68,31 +68,31 @@ def test_kills_are_read_from_every_kernel(text: str, kill: tuple[float, int, int
     assert not any("kernel:" in line for line in found.lines)
 
 
-def test_a_kill_of_a_known_process_is_its_own_and_has_the_kernels_words() -> None:
+def test_a_kill_of_a_known_process_is_selected_with_its_lines() -> None:
     found = select_entries(parse(LINUX_5_GLOBAL + LINUX_6), {17412, 99}, _never)
     assert found is not None
     assert found["oom_pid"] == 17412
     assert [line.split(":")[0] for line in found["lines"]] == ["oom-kill", "Memory cgroup out of memory"]
 
 
-def test_a_kill_of_another_process_says_nothing() -> None:
+def test_a_kill_of_another_process_is_ignored() -> None:
     assert select_entries(parse(LINUX_6), {1}, _never) is None
 
 
-def test_a_likely_kill_is_taken_where_the_process_is_not_known() -> None:
+def test_a_likely_kill_is_selected_if_the_process_is_unknown() -> None:
     found = select_entries(parse(LINUX_5_GLOBAL + LINUX_6), {1}, lambda kill: kill.uid == 0)
     assert found is not None
     assert found["oom_pid"] == 17412
 
 
-def test_errors_of_gpus_are_hints_and_no_kill() -> None:
+def test_errors_of_gpus_are_selected_without_a_kill() -> None:
     found = select_entries(parse(XIDS), {1}, _never)
     assert found is not None
     assert found["oom_pid"] is None
     assert [line[:12] for line in found["lines"]] == ["NVRM: Xid (P"] * 2
 
 
-def test_errors_of_other_gpus_are_not_told_and_leave_room_for_its_own() -> None:
+def test_errors_of_other_gpus_do_not_displace_own_errors() -> None:
     flood = XIDS.split("\n", 1)[1] * 20
     found = select_entries(parse(flood + XIDS), {1}, _never, {"0000:17:00"})
     assert found is not None
@@ -100,7 +100,7 @@ def test_errors_of_other_gpus_are_not_told_and_leave_room_for_its_own() -> None:
     assert select_entries(parse(flood), {1}, _never, {"0000:17:00"}) is None
 
 
-def test_the_first_of_several_kills_is_told_and_not_all_of_a_flood() -> None:
+def test_the_first_of_several_kills_and_a_limited_number_of_lines_are_selected() -> None:
     text = "".join(f"[  {i}.000000] Killed process {i} (a) total-vm:1kB\n" for i in range(1, 4)) + XIDS * 20
     found = select_entries(parse(text), {2, 3}, _never)
     assert found is not None
@@ -110,24 +110,24 @@ def test_the_first_of_several_kills_is_told_and_not_all_of_a_flood() -> None:
 @pytest.mark.parametrize(
     "text", ["", "Killed process 7 (a)", "[nan] Killed process 7", "<6>[ 1.0] Killed process x\n", "\0\xff[["]
 )
-def test_lines_that_are_none_do_no_harm(text: str) -> None:
+def test_invalid_lines_are_ignored(text: str) -> None:
     assert select_entries(parse(text), {7}, _never) is None
 
 
-def test_a_line_without_its_brackets_is_no_line() -> None:
+def test_a_line_is_parsed_without_its_level() -> None:
     assert parse("[    1.500000] Killed process 7 (a)") == [Line(1.5, "Killed process 7 (a)")]
 
 
-def test_processes_that_a_task_names_in_its_last_words_are_its_own(tmp_path: Path) -> None:
-    said = (
+def test_process_ids_are_found_in_the_last_lines_and_the_error_file(tmp_path: Path) -> None:
+    last_lines = (
         "step 4711 loss 0.1\n  exitcode  : -9 (pid: 11472)  (SIGKILL)\n  traceback : Signal 9 (SIGKILL) received by PID 11473\n"
         "rank 1 was killed by SIGKILL (pid 11474)\nbash: line 1: 11475 Killed   python3 train.py\n"
     )
-    (tmp_path / "output.log").write_text("pid 1\n" + "x" * 20_000 + "\n" + said)
+    (tmp_path / "output.log").write_text("pid 1\n" + "x" * 20_000 + "\n" + last_lines)
     assert named_pids(str(tmp_path), {"pid": 8, "rank": 3}) == {8, 11472, 11473, 11474, 11475}
     assert named_pids(str(tmp_path / "none"), ["no", "mapping"]) == set()
 
 
-def test_whatever_happens_asking_does_not_fail() -> None:
+def test_reading_the_log_never_raises() -> None:
     assert find_entries(None, 0.0, set(), is_killed=False) is None
     assert find_entries(float("nan"), float("inf"), set(), is_killed=True) is None

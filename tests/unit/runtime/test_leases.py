@@ -32,18 +32,18 @@ def directory(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
-    """A port that is refused ends the gang that names it, and `pool list` looks at all of them."""
+def test_reading_a_lock_does_not_prevent_locking_it(directory: int) -> None:
+    """`pool list` reads all locks, and a refused port would end the gang that requests it."""
     os.close(lease_files.lock(directory, PORT, {})[0])
     is_over = threading.Event()
 
-    def look() -> None:
+    def read() -> None:
         while not is_over.is_set():
             lease_files.read_held(directory, PORT)
 
-    lookers = [threading.Thread(target=look) for _ in range(2)]
-    for looker in lookers:
-        looker.start()
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
     try:
         for _ in range(300):
             fd, who = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
@@ -51,15 +51,15 @@ def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
             os.close(fd)
     finally:
         is_over.set()
-        for looker in lookers:
-            looker.join()
+        for reader in readers:
+            reader.join()
 
 
-def test_who_holds_a_lock_is_named(directory: int) -> None:
-    said = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
-    fd, _ = lease_files.lock(directory, PORT, said)
+def test_the_holder_of_a_lock_is_named(directory: int) -> None:
+    holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
+    fd, _ = lease_files.lock(directory, PORT, holder)
     assert lease_files.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
-    assert lease_files.read_held(directory, PORT) == said
+    assert lease_files.read_held(directory, PORT) == holder
     os.close(fd)
     assert lease_files.read_held(directory, PORT) is None
 
@@ -82,14 +82,14 @@ REAL = (
     b'{"workflow": "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11", "attempt": "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11/train/w1/0", '
     b'"user": "ann", "pid": 13578, "since": 1795371331.1, "cpus": 1, "memory": 1073741824}     '
 )
-"""What an agent writes."""
+"""The content that an agent writes."""
 _values: st.SearchStrategy[object] = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just([[]]) | st.just("9" * 400)
 )
 _contents = (
     st.sampled_from([REAL, *HOSTILE.values()])
     | st.binary(max_size=100)
-    | st.dictionaries(st.sampled_from([*json.loads(REAL)]), _values).map(lambda said: json.dumps(said).encode())
+    | st.dictionaries(st.sampled_from([*json.loads(REAL)]), _values).map(lambda record: json.dumps(record).encode())
     | st.tuples(st.integers(0, len(REAL)), st.integers(0, 20), st.binary(max_size=20)).map(
         lambda cut: REAL[: cut[0]] + cut[2] + REAL[cut[0] + cut[1] :]
     )
@@ -110,7 +110,7 @@ def test_no_content_of_a_lock_file_raises_however_it_was_changed(content: bytes)
 
 
 def survives(content: bytes) -> None:
-    """Lease, and look, where every lock file that somebody holds says this."""
+    """Lease, and list holders, while all held lock files have this content."""
     held = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "leases")
@@ -125,8 +125,8 @@ def survives(content: bytes) -> None:
             for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
                 with contextlib.suppress(OpError):
                     node_leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
-            said = node_leases.list_holders(path)
-            check_answer("holders", decode_object(encode(said)))
+            holders = node_leases.list_holders(path)
+            check_answer("holders", decode_object(encode(holders)))
         finally:
             for fd in [*held, directory]:
                 os.close(fd)
@@ -147,15 +147,15 @@ def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: P
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, tmp_path: Path, content: bytes) -> None:
-    """The file is open to all; the keeper signs it once more when it comes up."""
+def test_a_lock_file_that_another_user_overwrites_is_repaired(directory: int, tmp_path: Path, content: bytes) -> None:
+    """All users may write to the file. The keeper writes its holder again when it starts."""
     fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     (tmp_path / "leases" / PORT).write_bytes(content)
     holder = {"user": "me", "attempt": "a"}
     fields: dict[str, Any] = dict.fromkeys(AttemptHandles._fields)
     AttemptHandles(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
-    said = lease_files.read_held(directory, PORT) or {}
-    assert (said["user"], said["attempt"], said["pid"]) == ("me", "a", 7)
+    found = lease_files.read_held(directory, PORT) or {}
+    assert (found["user"], found["attempt"], found["pid"]) == ("me", "a", 7)
     os.close(fd)
 
 
@@ -171,14 +171,14 @@ def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_
     os.close(fd)
 
 
-def test_a_shorter_record_leaves_nothing_of_a_longer_one(directory: int, tmp_path: Path) -> None:
-    for name in ("somebody with a long name", "me"):
+def test_a_shorter_record_replaces_a_longer_one_completely(directory: int, tmp_path: Path) -> None:
+    for name in ("a user with a long name", "me"):
         fd, _ = lease_files.lock(directory, PORT, {"user": name})
         assert json.loads((tmp_path / "leases" / PORT).read_text()) == {"user": name}
         os.close(fd)
 
 
-def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_path: Path) -> None:
+def test_a_directory_in_which_any_user_may_remove_leases_is_repaired_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "own"
     path.mkdir()
     path.chmod(0o777)
@@ -197,9 +197,7 @@ def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_pa
     assert lease_files.foreign_owner(str(tmp_path / "none")) == ""
 
 
-def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_agent_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_in_the_lease_directory_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_leases, "_MAX_FILES", 50)
     for number in range(60):
         (tmp_path / f"junk-{number}").touch()
@@ -210,7 +208,7 @@ def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_
     node_leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)}).close()
 
 
-def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
+def test_shared_locks_of_another_user_do_not_block_an_agent(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_leases, "_SEARCH_S", 0.05)
@@ -224,5 +222,5 @@ def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
         assert caught.value.kind == "busy"
 
 
-def test_a_truth_value_is_no_amount() -> None:
+def test_only_positive_integers_are_amounts() -> None:
     assert [lease_files.amount_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_file_that_cannot_be_read_ends_its_stream_and_not_the_agent(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_ends_only_its_stream(tmp_path: Path) -> None:
     (tmp_path / "output.log").mkdir()  # it can be opened, and reading it fails, as on a disk with an error
     pushed: list[dict[str, Any]] = []
     streams = LogStreams(pushed.append, lambda: True)

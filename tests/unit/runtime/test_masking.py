@@ -1,4 +1,4 @@
-"""Secrets in what a task prints: found wherever the pieces are cut, and nothing else is touched or delayed."""
+"""Secrets in a task's output: masked wherever the data is split, without a change or delay of other output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def masked(values: list[str], *pieces: bytes) -> bytes:
 )
 def test_secrets_are_masked(values: list[str], text: bytes, seen: bytes) -> None:
     assert masked(values, text) == seen
-    # Cut into single bytes, nothing of them is seen either.
+    # The same output is masked if it arrives in single bytes.
     split = masked(values, *(text[at : at + 1] for at in range(len(text))))
     assert split.replace(b"****************", b"********") == seen
 
@@ -51,7 +51,7 @@ def test_secrets_are_masked(values: list[str], text: bytes, seen: bytes) -> None
     st.text("abc", max_size=60),
     st.lists(st.integers(0, 60), max_size=6),
 )
-def test_no_cut_hides_a_secret(values: list[str], text: str, cuts: list[int]) -> None:
+def test_secrets_are_masked_wherever_the_data_is_split(values: list[str], text: str, cuts: list[int]) -> None:
     data, edges = text.encode(), sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [data[start:end] for start, end in pairwise(edges)]
     once, many = masked(values, data), masked(values, *pieces)
@@ -72,7 +72,7 @@ def test_an_ordinary_line_is_not_delayed() -> None:
     assert not stream.holds
 
 
-def test_what_follows_a_beginning_that_was_let_go_is_still_masked() -> None:
+def test_the_rest_of_a_secret_is_masked_after_its_beginning_was_written() -> None:
     stream = Stream(Mask(["s3cretvalue"]))
     assert stream.feed(b"key s3cret") == b"key "
     assert stream.flush() == b"s3cret"
@@ -81,7 +81,7 @@ def test_what_follows_a_beginning_that_was_let_go_is_still_masked() -> None:
     assert stream.feed(b"value") == b"value"
 
 
-def test_the_other_process_of_the_pair_knows_what_to_mask() -> None:
+def test_the_other_process_of_the_pair_gets_the_secrets_to_mask() -> None:
     shared = memory()
     assert read_shared(shared) is None
     launch = {"secret_env": {"A": "env-value"}, "secret_files": [{"path": "files/a", "files": {"b": "file-value"}}]}
@@ -93,7 +93,7 @@ def test_the_other_process_of_the_pair_knows_what_to_mask() -> None:
     assert read_shared(shared) is None
 
 
-def test_an_error_file_is_masked_where_it_stands(tmp_path: Path) -> None:
+def test_an_error_file_is_masked_in_place(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     clean_error(str(tmp_path), Mask(["s3cret"]))
     assert not path.exists()

@@ -12,9 +12,7 @@ from distflow.runtime.files import packing
 from distflow.runtime.files.blobs import path_of
 
 
-def test_what_goes_while_a_directory_is_looked_at_takes_nothing_else_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_disappear_during_packing_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = "9fa5f05d-aba9-4541-877d-458661c7bcf0/g/t1/0"
     models = tmp_path / attempt / "models"
     (models / "step-2.tmp").mkdir(parents=True)
@@ -23,11 +21,11 @@ def test_what_goes_while_a_directory_is_looked_at_takes_nothing_else_with_it(
 
     def scandir(path: str) -> Any:
         if os.path.basename(path) == "step-2.tmp":
-            (models / "step-2.tmp").rename(models / "step-2")  # between its size and what it holds
+            (models / "step-2.tmp").rename(models / "step-2")  # after its size and before its contents were read
         with real(path) as entries:
             listed = list(entries)
         if os.path.basename(path) == "models" and (models / "a.tmp").exists():
-            (models / "a.tmp").unlink()  # between its name and its size
+            (models / "a.tmp").unlink()  # after its name and before its size was read
         return listed
 
     real = os.scandir
@@ -37,8 +35,8 @@ def test_what_goes_while_a_directory_is_looked_at_takes_nothing_else_with_it(
         assert sorted(tar.getnames()) == ["models", "models/step-1.pt", "models/step-2"]
 
 
-def test_a_sender_of_another_machine_that_has_the_same_id_is_in_nobodys_way(tmp_path: Path) -> None:
-    """A root may be shared, and containers count from 1."""
+def test_a_sender_with_the_same_process_id_on_another_machine_does_not_interfere(tmp_path: Path) -> None:
+    """Machines may share a root, and process ids in containers start at 1."""
     attempt = "9fa5f05d-aba9-4541-877d-458661c7bcf0/g/t1/0"
     models = tmp_path / attempt / "models"
     models.mkdir(parents=True)
@@ -48,8 +46,8 @@ def test_a_sender_of_another_machine_that_has_the_same_id_is_in_nobodys_way(tmp_
     assert packing.pack_place(str(tmp_path), attempt, "models", lambda done, of: None)["files"] == 2
 
 
-def test_two_that_pack_the_same_output_both_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection of the first one broke, and it does not know that yet."""
+def test_two_senders_can_pack_the_same_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of the first sender broke, and it has not noticed that yet."""
     attempt = "9fa5f05d-aba9-4541-877d-458661c7bcf0/g/t1/0"
     output = tmp_path / attempt / "output"
     output.mkdir(parents=True)

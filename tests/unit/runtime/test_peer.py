@@ -1,4 +1,4 @@
-"""The other end of a service: heard while it speaks, given up when it is silent."""
+"""The submitter at the other end of a service: it counts as gone when it sends nothing for some time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Peer, int, int]]:
-    """A peer, where it is written to, and where it writes."""
-    (there, write), (read, out) = os.pipe(), os.pipe()
-    yield Peer(there, out), write, read
-    for fd in (there, write, read, out):
+    """A peer, the descriptor from which it reads, and the descriptor to which it writes."""
+    (incoming, write), (read, outgoing) = os.pipe(), os.pipe()
+    yield Peer(incoming, outgoing), write, read
+    for fd in (incoming, write, read, outgoing):
         try:
             os.close(fd)
         except OSError:
@@ -32,7 +32,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "SILENCE_S", 0.2)
 
 
-def test_lines_and_bytes_come_in_order_and_empty_lines_say_nothing(ends: tuple[Peer, int, int]) -> None:
+def test_lines_and_bytes_are_read_in_order_and_empty_lines_are_skipped(ends: tuple[Peer, int, int]) -> None:
     one, write, _ = ends
     os.write(write, b"\n\n{}\n\nabc\ndef")
     assert one.line(100) == b"{}\n"
@@ -54,29 +54,29 @@ def test_silence_ends_every_wait(ends: tuple[Peer, int, int]) -> None:
     assert one.line(100) == b""
     assert one.read(100) == b"half a line"
     with pytest.raises(Gone):
-        one.write(b"x" * 1_000_000)  # more than a pipe holds, and nobody reads
+        one.write(b"x" * 1_000_000)  # more than a pipe holds
     threading.Event().wait(0.3)
     with pytest.raises(Gone):
         one.check()
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_whoever_gives_signs_is_waited_for(ends: tuple[Peer, int, int]) -> None:
+def test_a_submitter_that_sends_empty_lines_is_waited_for(ends: tuple[Peer, int, int]) -> None:
     one, write, read = ends
     over = threading.Event()
 
-    def give_signs() -> None:
+    def send_lines() -> None:
         for _ in range(20):
             over.wait(0.05)
             os.write(write, b"\n")
         os.read(read, 1 << 20)
         os.write(write, b"at last\n")
 
-    signs = threading.Thread(target=give_signs)
-    signs.start()
+    sender = threading.Thread(target=send_lines)
+    sender.start()
     one.write(b"x" * 100_000)  # waits for a second
     assert one.line(100) == b"at last\n"
-    signs.join()
+    sender.join()
     one.check()
 
 

@@ -67,7 +67,7 @@ def _inodes(work: Path) -> dict[str, int]:
 
 
 def _is_complete(work: Path) -> bool:
-    """Whether exactly the files of the archive are there."""
+    """Return whether the directory has exactly the files of the archive."""
     found = {str(path.relative_to(work)): path.read_text() for path in work.rglob("*") if path.is_file()}
     return found == FILES and all(path.stat().st_mode & 0o777 == 0o755 for path in work.rglob("*") if path.is_dir())
 
@@ -133,7 +133,7 @@ def test_changed_files_stay_and_are_unpacked_again(node: Node, change: Callable[
     kept = {path.relative_to(work): path.read_text() for path in work.rglob("*") if path.is_file()}
     assert kept.items() <= mine.items()
     assert not set(reused) & {str(path) for path in kept}
-    # The next one finds what the one before it got, and nothing of the first.
+    # The next attempt takes over the files of the second attempt, and none of the first.
     node.end("b")
     inodes = _inodes(after)
     assert _is_complete(last := node.place("c"))
@@ -150,7 +150,7 @@ def test_files_in_use_are_not_taken(node: Node) -> None:
         shell.communicate()
     assert _is_complete(work)
     assert _is_complete(node.root / "second/work")
-    # Without that shell, exactly one of two attempts gets them.
+    # When no process uses the files, exactly one of two attempts takes them over.
     before = _inodes(node.root / "second/work")
     assert (_inodes(node.place("fourth")), _inodes(node.place("fifth")) == before) == (before, False)
 
@@ -238,7 +238,7 @@ def test_other_entries_neither_take_nor_leave_files(node: Node, more: dict[str, 
     assert _is_complete(node.place("b"))
 
 
-def test_a_forged_record_leads_nowhere(node: Node, tmp_path: Path) -> None:
+def test_a_forged_record_does_not_move_files_from_outside(node: Node, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "key").write_text("secret")

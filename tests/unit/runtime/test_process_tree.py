@@ -1,4 +1,4 @@
-"""The cgroup of an attempt, where one can be made."""
+"""The cgroup of an attempt, if this user may create cgroups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.runtime.guard import process_tree
 
 @pytest.fixture
 def pid() -> Iterator[int]:
-    """A process that can be put into one."""
+    """A process that can be moved into a cgroup."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process.pid
         if process.poll() is None:
@@ -23,13 +23,13 @@ def pid() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("moment", ["before it is opened", "before it is entered"])
-def test_one_that_is_swept_before_its_process_is_in_it_is_made_again(
+def test_a_cgroup_that_is_removed_before_its_process_is_in_it_is_created_again(
     moment: str, pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who looks for leftovers at this moment takes the empty one for one of them."""
+    """A search for leftovers at this moment removes the empty cgroup."""
     without = process_tree.enclose(pid, str(tmp_path / "without"))
     if without is None:
-        pytest.skip("no cgroup (v2) can be made here")
+        pytest.skip("this user cannot create a cgroup (v2)")
     sweeps: list[str] = []
 
     def sweep() -> None:

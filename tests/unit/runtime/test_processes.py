@@ -21,12 +21,13 @@ def test_descendants_are_found_at_any_depth_and_order() -> None:
     assert {one.pid for one in only_descendants(tree, 3)} == {4, 5, 2}
 
 
-def test_what_is_spared_is_spared_with_all_below_it() -> None:
+def test_spared_processes_and_their_descendants_are_left_out() -> None:
     tree = [process(3, 1), process(4, 3), process(5, 4), process(6, 3)]
     assert {one.pid for one in only_descendants(tree, 3, {4})} == {6}
 
 
-def test_a_loop_in_a_listing_that_was_read_while_ids_were_reused_ends() -> None:
+def test_a_listing_with_a_loop_is_handled() -> None:
+    # Ids may be reused while /proc is read.
     assert {one.pid for one in only_descendants([process(3, 4), process(4, 3)], 3)} == {4}
 
 
@@ -38,7 +39,7 @@ def test_this_process_reads_as_itself() -> None:
     assert me.start > 0
 
 
-def test_a_process_that_is_not_there_is_none() -> None:
+def test_a_process_that_does_not_exist_is_none() -> None:
     assert read_process(2**22 + 1) is None
 
 
@@ -56,32 +57,32 @@ _PTRACE_SEIZE = 0x4206
 _WALL = 0x40000000
 
 
-def test_a_program_that_does_not_even_die_is_not_waited_for(tmp_path: Path) -> None:
-    """As one does that hangs in a driver. Here it is a thread of it that we trace: until we look, its process is not gone."""
-    ask = "import sys; from distflow.runtime.processes import output_of; print(output_of(sys.argv[1:], 3))"
-    asker = subprocess.Popen(
-        [sys.executable, "-c", ask, sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "up")], stdout=subprocess.PIPE
+def test_a_killed_program_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    """A program may hang in a driver. This program does not end after SIGKILL before the test waits for its traced thread."""
+    script = "import sys; from distflow.runtime.processes import output_of; print(output_of(sys.argv[1:], 3))"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script, sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "up")], stdout=subprocess.PIPE
     )
     wait_until((tmp_path / "up").exists, 20)
-    hanging = int(Path(f"/proc/{asker.pid}/task/{asker.pid}/children").read_text())
+    hanging = int(Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text())
     thread = next(int(name) for name in os.listdir(f"/proc/{hanging}/task") if int(name) != hanging)
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long] * 4
     if ptrace(_PTRACE_SEIZE, thread, 0, 0) != 0:
-        asker.communicate()
-        pytest.skip(f"nothing can be traced here: {os.strerror(ctypes.get_errno())}")
+        caller.communicate()
+        pytest.skip(f"this process cannot trace others: {os.strerror(ctypes.get_errno())}")
     try:
-        wait_until(lambda: asker.poll() is not None, 20, "it is not waited for")
+        wait_until(lambda: caller.poll() is not None, 20, "`output_of` to return")
     finally:
         os.waitpid(thread, _WALL)
-    assert asker.communicate()[0] == b"None\n"
+    assert caller.communicate()[0] == b"None\n"
 
 
-def test_its_memory_is_no_longer_for_others() -> None:
+def test_hide_memory_makes_a_process_not_dumpable() -> None:
     script = (
         "import ctypes; from distflow.runtime.processes import hide_memory\n"
-        "asked = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE\n"
-        "before = asked(); hide_memory(); print(before, asked())"
+        "is_dumpable = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE\n"
+        "before = is_dumpable(); hide_memory(); print(before, is_dumpable())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "1 0\n"

@@ -29,19 +29,19 @@ def test_a_state_that_was_not_written_yet_is_none(directory: Path) -> None:
     assert records.read_state(str(directory)) is None
 
 
-def test_a_shorter_state_leaves_nothing_of_a_longer_one(directory: Path) -> None:
+def test_a_shorter_state_replaces_a_longer_one_completely(directory: Path) -> None:
     write(directory, {"why": "x" * 3000})
     write(directory, {"why": "y"})
     assert records.read_state(str(directory)) == {"why": "y"}
     assert (directory / records.STATE).stat().st_size == records.STATE_BYTES
 
 
-def test_a_reason_that_is_too_long_gives_way_to_what_matters(directory: Path) -> None:
+def test_a_reason_that_is_too_long_is_left_out(directory: Path) -> None:
     write(directory, {"why": "ü" * 5000, "phase": "stopping"})
     assert records.read_state(str(directory)) == {"why": None, "phase": "stopping", "message": None}
 
 
-def test_a_state_may_need_more_room_than_it_was_given(directory: Path) -> None:
+def test_a_state_may_be_larger_than_the_allocated_space(directory: Path) -> None:
     container = {"env": {"STORAGE_OPTIONS": "x" * records.STATE_BYTES}}
     write(directory, {"phase": "running", "container": container})
     state = records.read_state(str(directory)) or {}
@@ -50,7 +50,7 @@ def test_a_state_may_need_more_room_than_it_was_given(directory: Path) -> None:
     assert records.read_state(str(directory)) == {"phase": "stopping"}
 
 
-def test_a_state_that_is_just_being_written_is_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_waits_for_a_state_that_is_being_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(directory, {"phase": "running"})
     whole = (directory / records.STATE).read_bytes()
     new = json.dumps({"why": "x" * 100, "phase": "stopping"}).encode()
@@ -66,7 +66,7 @@ def test_a_state_that_is_just_being_written_is_waited_for(directory: Path, monke
     assert (records.read_state(str(directory)) or {}).get("phase") == "stopping"
 
 
-def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
+def test_an_end_is_readable_only_when_it_is_complete(tmp_path: Path) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     fd = records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)
     assert records.read_end(str(tmp_path)) is None
@@ -80,11 +80,11 @@ def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
-def test_an_error_file_that_is_none_is_ignored(tmp_path: Path, content: str) -> None:
+def test_an_invalid_error_file_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "error.json").write_text(content)
     assert records.read_error(str(tmp_path)) is None
 
 
-def test_an_error_file_may_be_a_trap(tmp_path: Path) -> None:
+def test_a_named_pipe_as_error_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "error.json")
     assert records.read_error(str(tmp_path)) is None

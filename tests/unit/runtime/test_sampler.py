@@ -78,7 +78,7 @@ def test_only_descendants_count() -> None:
         assert other.pid in usage._others, "it is not read again"
 
 
-def test_the_limits_are_those_of_this_machine_or_of_its_container(tmp_path: Path) -> None:
+def test_limits_are_read_from_the_machine_and_its_container(tmp_path: Path) -> None:
     cpus = len(os.sched_getaffinity(0))
     assert limits(str(tmp_path))["cpu_limit"] == cpus
     assert limits(str(tmp_path))["memory_limit"] > 64 * MIB
@@ -90,7 +90,7 @@ def test_the_limits_are_those_of_this_machine_or_of_its_container(tmp_path: Path
         assert expected[1] in (None, found["memory_limit"])
 
 
-def test_samples_are_written_for_a_reader(tmp_path: Path) -> None:
+def test_written_samples_can_be_read(tmp_path: Path) -> None:
     with tree(BUSY, 1) as process:
         assert answer(process) == "ready"
         fd = os.open(tmp_path, os.O_RDONLY)
@@ -133,7 +133,7 @@ def test_the_header_is_repeated_and_grows_with_new_columns(tmp_path: Path) -> No
     assert len(parse_samples(lines[130:])[0]) == 50, "the end can be read alone"
 
 
-def test_a_full_disk_loses_samples_and_nothing_else() -> None:
+def test_on_a_full_disk_only_samples_are_lost() -> None:
     table = sampler._Table(os.open("/dev/full", os.O_WRONLY))
     for second in range(3):
         table.add(second, {"system/cpu/usage": 1.0}, {})

@@ -1,4 +1,4 @@
-"""The runtime runs where distflow is not installed."""
+"""The runtime needs only the standard library, because distflow is not installed on nodes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SOURCES = {
 }
 
 STANDARD = sys.stdlib_module_names | {"_sha2"}
-"""The last one exists since Python 3.12."""
+"""``_sha2`` exists since Python 3.12."""
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
-def test_it_imports_only_itself_and_the_standard_library(name: str) -> None:
+def test_modules_for_nodes_import_only_each_other_and_the_standard_library(name: str) -> None:
     for node in ast.walk(ast.parse(SOURCES[name], feature_version=(3, 8))):
         modules = []
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What ranks say of where they are, asked over real sockets."""
+"""The collectives that ranks report over real sockets."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def listener(folder: Path, name: str) -> socket.socket:
     return made
 
 
-def answer(made: socket.socket, said: bytes) -> None:
+def answer(made: socket.socket, data: bytes) -> None:
     def once() -> None:
         caller, _ = made.accept()
         with caller:
-            caller.sendall(said)
+            caller.sendall(data)
 
     threading.Thread(target=once, daemon=True).start()
 
 
-def test_those_that_answer_are_told_by_rank_and_nobody_is_waited_for_long(
+def test_answers_are_sorted_by_rank_and_missing_answers_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "_ANSWER_S", 0.5)
-    folder = tmp_path / ("long" * 30)  # more than an address of a socket can be
+    folder = tmp_path / ("long" * 30)  # longer than the address of a socket may be
     folder.mkdir()
     made = {name: listener(folder, f"collectives-{name}") for name in ("1", "2", "3", "hangs", "gone")}
     answer(made["1"], json.dumps({"rank": 1, "groups": [GROUP]}).encode())
@@ -52,14 +52,14 @@ def test_those_that_answer_are_told_by_rank_and_nobody_is_waited_for_long(
     assert stacks.collect_collectives(str(tmp_path / "none")) == []
 
 
-@pytest.mark.parametrize("said", [None, 3, [], {}, {"rank": "x", "groups": []}, {"rank": 1, "groups": [{"name": "a"}]}])
-def test_of_anything_else_nothing_is_told(said: Any) -> None:
-    assert stacks.validated_collectives(said) is None
+@pytest.mark.parametrize("reply", [None, 3, [], {}, {"rank": "x", "groups": []}, {"rank": 1, "groups": [{"name": "a"}]}])
+def test_an_invalid_answer_is_ignored(reply: Any) -> None:
+    assert stacks.validated_collectives(reply) is None
 
 
-def test_only_what_is_known_is_passed_on() -> None:
-    said = {"rank": 1, "groups": [dict(GROUP, more="x", name="n" * 1000)] * 100, "more": "x"}
-    shaped = stacks.validated_collectives(said)
-    assert shaped is not None
-    assert (set(shaped), len(shaped["groups"]), set(shaped["groups"][0])) == ({"rank", "groups"}, 64, set(GROUP))
-    assert len(shaped["groups"][0]["name"]) == 100
+def test_unknown_fields_are_left_out_and_long_values_are_shortened() -> None:
+    reply = {"rank": 1, "groups": [dict(GROUP, more="x", name="n" * 1000)] * 100, "more": "x"}
+    validated = stacks.validated_collectives(reply)
+    assert validated is not None
+    assert (set(validated), len(validated["groups"]), set(validated["groups"][0])) == ({"rank", "groups"}, 64, set(GROUP))
+    assert len(validated["groups"][0]["name"]) == 100

@@ -60,7 +60,7 @@ STALE_PARENT: list[Member] = [
 
 
 @pytest.mark.parametrize("target", ["victim", "victim/deeper"])
-def test_a_link_that_leads_outside_at_the_end_is_refused(tmp_path: Path, target: str) -> None:
+def test_a_link_that_later_members_make_lead_outside_is_refused(tmp_path: Path, target: str) -> None:
     top = tmp_path / "top"
     top.mkdir()
     (tmp_path / "victim").write_text("secret")
@@ -72,7 +72,7 @@ def test_a_link_that_leads_outside_at_the_end_is_refused(tmp_path: Path, target:
     assert links_outside(top) == []
 
 
-def test_a_hard_link_in_the_place_of_a_link_leads_no_file_outside(tmp_path: Path) -> None:
+def test_a_hard_link_that_replaces_a_link_places_no_file_outside(tmp_path: Path) -> None:
     top = tmp_path / "in" / "top"
     top.mkdir(parents=True)
     members: list[Member] = [
@@ -103,7 +103,7 @@ def test_an_archive_of_one_directory_places_nothing_next_to_it(tmp_path: Path) -
     assert (top / "train.py").read_text() == "mine"
 
 
-def test_links_inside_stay(tmp_path: Path) -> None:
+def test_links_that_stay_inside_are_unpacked(tmp_path: Path) -> None:
     top = tmp_path / "top"
     members: list[Member] = [
         ("file", "runs/1/w", "weights"), ("sym", "latest", "runs/1"), ("sym", "best", "latest/w"), ("sym", "later", "runs/2"),
@@ -115,12 +115,12 @@ def test_links_inside_stay(tmp_path: Path) -> None:
     assert os.readlink(top / "later") == "runs/2"
 
 
-@pytest.mark.parametrize(("said", "kept"), [(0.0, EARLIEST_S), (1.6e9, 1.6e9), (float("nan"), EARLIEST_S), (1e300, 2.0**32)])
-def test_times_that_no_file_can_have(tmp_path: Path, said: float, kept: float) -> None:
+@pytest.mark.parametrize(("written", "kept"), [(0.0, EARLIEST_S), (1.6e9, 1.6e9), (float("nan"), EARLIEST_S), (1e300, 2.0**32)])
+def test_invalid_times_are_replaced(tmp_path: Path, written: float, kept: float) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
         member = tarfile.TarInfo("x")
-        member.pax_headers = {"mtime": str(said)}
+        member.pax_headers = {"mtime": str(written)}
         tar.addfile(member, io.BytesIO(b""))
     unpack(io.BytesIO(packed.getvalue()), str(tmp_path / "top"))
     assert (tmp_path / "top" / "x").stat().st_mtime == kept
@@ -161,7 +161,7 @@ def test_outputs_are_not_compressed(tmp_path: Path) -> None:
         unpack(io.BytesIO(packed.getvalue()), str(tmp_path / "top"), compressed=False)
 
 
-# -- chance ------------------------------------------------------------------------------------------------------------
+# -- random archives ---------------------------------------------------------------------------------------------------
 
 parts = st.sampled_from(["a", "b", "l", "s", "..", ".", "", "é", "x" * 300, "n\0l", "w\n"])
 paths = st.lists(parts, min_size=1, max_size=5).map("/".join)
@@ -173,7 +173,7 @@ members = st.lists(st.tuples(st.sampled_from(sorted(_TYPES)), paths, paths), max
 @example(LATE_ESCAPE)
 @example(STALE_PARENT)
 @example([("sym", "a", "x" * 300)])
-def test_no_archive_reaches_outside(tmp_path_factory: pytest.TempPathFactory, given_members: list[Member]) -> None:
+def test_no_archive_writes_outside(tmp_path_factory: pytest.TempPathFactory, given_members: list[Member]) -> None:
     around = tmp_path_factory.mktemp("around").resolve()
     top = around / "in" / "top"
     top.mkdir(parents=True)
@@ -195,7 +195,7 @@ CORPUS = [
     archive_of([("file", "ü" * 100 + "/" + "v" * 200, "long names have extended headers")]),
     archive_of(LATE_ESCAPE),
 ]
-"""Archives as packers write them, to be damaged."""
+"""Valid archives, which the next test damages."""
 
 
 @settings(max_examples=200)

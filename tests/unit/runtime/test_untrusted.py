@@ -1,4 +1,4 @@
-"""The decoder of untrusted JSON: what is valid comes back, everything else is a ``ValueError`` and nothing worse."""
+"""The decoder of untrusted JSON: it returns valid documents and raises only ``ValueError`` for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _values = st.recursive(
 
 
 @given(_values)
-def test_valid_documents_come_back_unchanged(value: object) -> None:
+def test_valid_documents_are_decoded_unchanged(value: object) -> None:
     assert decode_json(json.dumps(value)) == value
     assert decode_json(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")) == value
 
@@ -56,7 +56,7 @@ def test_any_input_is_decoded_or_refused_with_a_value_error(text: bytes | str) -
         ('"' + "a" * 2**20 + '"', "longer than"),
     ],
 )
-def test_a_refusal_says_why(text: str, message: str) -> None:
+def test_the_error_names_the_cause(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode_json(text)
 
@@ -67,7 +67,7 @@ def test_brackets_in_strings_are_not_nesting() -> None:
     assert decode_json("[" * 64 + "]" * 64)
 
 
-def test_an_object_is_required_where_one_is_expected() -> None:
+def test_decode_object_accepts_only_objects() -> None:
     assert decode_object(b'{"a": 1}') == {"a": 1}
     with pytest.raises(ValueError, match="not an object"):
         decode_object("[1]")
