@@ -201,13 +201,13 @@ def list_processes() -> Iterator[Process]:
 
 
 def is_same(pid: int, start: int) -> bool:
-    """Whether the process of this id and start time is alive."""
+    """Return whether the process of this id and start time is alive."""
     process = read_process(pid)
     return process is not None and process.start == start and process.is_alive
 
 
 def has_variable(pid: int, entry: str) -> bool:
-    """Whether the process's environment contains exactly ``entry`` (``NAME=value``). False if it is not readable."""
+    """Return whether the process's environment contains exactly ``entry`` (``NAME=value``). False if it is not readable."""
     return entry.encode() in _environment(pid)
 
 
@@ -270,7 +270,7 @@ def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet
 
 
 def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset()) -> bool:
-    """Whether ``process`` descends from ``root``, with no process of ``spare`` in between. Reads only its ancestors."""
+    """Return whether ``process`` descends from ``root``, with no process of ``spare`` in between. Reads only its ancestors."""
     current: Optional[Process] = process
     for _ in range(64):
         if current is None or current.pid in spare or current.ppid <= 1:

@@ -73,7 +73,7 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     def job(self, work: Callable[[], Json], done: Callable[[Union[Json, OpError]], None], *, is_quick: bool = False) -> None:
-        """Run ``work`` in a child, or here if it is quick (a fork costs milliseconds).
+        """Run ``work`` in a child, or in this process if it is quick, because a fork costs milliseconds.
 
         ``done`` gets the result or the error.
         """
@@ -144,7 +144,7 @@ def _outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
         return error
     except OSError as error:
         return OpError.from_os(error, "the operation failed")
-    except Exception as error:  # whatever it is, the supervisor must get a reply
+    except Exception as error:  # the supervisor must get a reply for every error
         return OpError("internal", repr(error))
 
 

@@ -1,4 +1,4 @@
-"""Requests about the node instead of a gang: surveying, cleaning, probing. Imported at the first such request."""
+"""Requests about the node itself instead of a gang, such as cleaning and probing. Imported at the first such request."""
 
 from __future__ import annotations
 

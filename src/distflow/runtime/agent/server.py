@@ -1,7 +1,6 @@
 """The agent: acts for the node on one connection (docs/agent-protocol.md), and exits with it.
 
-It keeps no state of its own that matters. It reads the state of attempts from their files, and everything that must outlive it
-is in their pairs.
+It has no state that must outlive it. The state of attempts is in their files and in their pairs (a runner and a keeper each).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LOCK_TRIES = 1200
 def serve(root: str, umask: int) -> None:
     """Serve the connection on standard input and output until it ends.
 
-    ``umask`` is the node's usual one, for commands.
+    ``umask`` is the umask of the login, which commands get.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     os.set_inheritable(incoming, False)
@@ -161,7 +160,7 @@ class _Agent:
         op = self._ops.get(cast("Operation", str(request.get("op"))), self._maintain)
         try:
             op(request, answer)
-        except attempts.TaskIsLocked as error:  # perhaps by the agent of a broken connection that has not noticed it yet
+        except attempts.TaskIsLocked as error:  # perhaps by an earlier agent that has not noticed yet that its connection broke
             tries = int(request.get("tries") or 0)
             if tries < _LOCK_TRIES:
                 self._loop.later(_LOCK_S, lambda: self._dispatch(dict(request, tries=tries + 1)))
@@ -197,12 +196,12 @@ class _Agent:
         lease_dir = str(request.get("lease_dir") or "")
         absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
 
-        def look() -> Json:
+        def gather() -> Json:
             for attempt in absent:  # the supervisor relies on these attempts not running
                 orphans.settle(self._root, attempt)
             return dict(facts.gather_facts(self._root), machine=machine_of(lease_dir))
 
-        self._loop.job(look, on_facts, is_quick=facts.is_quick() and not absent)
+        self._loop.job(gather, on_facts, is_quick=facts.is_quick() and not absent)
 
     def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:
@@ -216,13 +215,13 @@ class _Agent:
             self._loop.job(lambda: gpu_users.read_gpus(with_users), on_users, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
-        # The lease was released and requested again at once, so its pair is still exiting.
+        # If the lease was released and is requested again at once, its pair may still be exiting.
         if attempt in self._releasing:
             raise attempts.TaskIsLocked("the previous lease of this attempt is still being released")
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
-            raise OpError("conflict", "this attempt has ended; a new one needs a new number")
+            raise OpError("conflict", "this attempt has ended; a new attempt needs a new number")
         if phase != "absent":
             self._watches.get(attempt)
             state = records.read_state(directory) or {}
@@ -241,7 +240,7 @@ class _Agent:
             else:
                 answer(_lease_of(state))
 
-        # A reachable pair without a state is just starting. This agent forked it, or one that has been killed.
+        # A reachable pair without a state is just starting. This agent forked it, or an agent that was killed.
         if not attempts.is_reachable(directory):
             self._loop.children.add(attempts.create(self._root, request, self._umask))
         self._watches.expect(attempt, on_up)
@@ -291,7 +290,7 @@ class _Agent:
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known_watch(request)
         if watch.is_unresponsive and self._watches.status(watch)["started_at"] is None:
-            # temporarily, or the processes are gone
+            # for a short time, or because the processes are gone
             raise attempts.TaskIsLocked("runner and keeper of the attempt do not respond")
 
         def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
@@ -331,7 +330,7 @@ class _Agent:
         if not os.path.isdir(watch.directory):
             answer({})
             return
-        if watch.link is None and self._is_coming_up(watch):
+        if watch.link is None and self._is_starting(watch):
             self._watches.expect(watch.attempt, lambda: self._release(request, answer))
             return
         attempts.write_ticket(watch.attempt, request.get("waits") or {})
@@ -397,7 +396,7 @@ class _Agent:
             self._maintenance = Maintenance(self._loop, self._root, self._umask, self._watches)
         self._maintenance.do(request, answer.reply)
 
-    # -- small things
+    # -- helpers
 
     def _known_watch(self, request: Json) -> Watch:
         watch = self._watches.get(request["attempt"])
@@ -405,8 +404,8 @@ class _Agent:
             raise _unknown(watch)
         return watch
 
-    def _is_coming_up(self, watch: Watch) -> bool:
-        """Whether the attempt has a pair that has not sent its first notification yet."""
+    def _is_starting(self, watch: Watch) -> bool:
+        """Return whether the attempt has a pair that has not sent its first notification yet."""
         return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
 
     def _ask(self, watch: Watch, request: Json, on_answer: Callable[[Optional[Json], Optional[OpError]], None]) -> None:

@@ -1,4 +1,4 @@
-"""The attempts that one agent watches: connections to their pairs, their last reported status, and pairs that are gone."""
+"""The attempts that one agent watches. The *pair* of an attempt is its runner and its keeper, to which the agent connects."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Watch:
         """Time of the last reported heartbeat, in seconds since the epoch by the node's clock."""
         self.keeper: Optional[int] = None
         self.on_up: List[Callable[[], None]] = []
-        """Called when the pair has sent its first notification, or when it never will."""
+        """Called when the pair has sent its first notification, or has ended without one."""
         self.on_gone: List[Callable[[], None]] = []
         """Called when runner and keeper are gone and the attempt's files are final."""
         self.is_unresponsive = False
-        """Whether the pair does not answer, and the agent is finding out why."""
+        """Whether the pair accepts no connection, and the agent is finding out why."""
         self.stopped: Optional[Json] = None
         """Cause and time of the first stop request that this agent got."""
 
@@ -74,7 +74,7 @@ class Watches:
         return watch
 
     def expect(self, attempt: str, on_up: Callable[[], None]) -> None:
-        """Watch an attempt whose pair was just forked. ``on_up`` is called when the pair responds, or when it never will."""
+        """Watch an attempt whose pair was just forked. ``on_up`` is called when the pair responds, or when it has ended."""
         watch = self._watches.get(attempt)
         if watch is None or not watch.is_new:
             self.forget(attempt)
@@ -125,8 +125,9 @@ class Watches:
         """Until the pair is gone, resume its processes if they are suspended (SIGSTOP), and kill them if that does not help.
 
         Without this, a stop would wait forever, and so would the gang. The runner ends processes that the keeper leaves. This
-        agent ends those that both leave (``_end_adopted``, ``orphans.settle``). A busy keeper is not killed: its command has
-        ended, and only the keeper knows how. Querying a driver for processes on GPUs may take longer than any grace period.
+        agent ends processes that both leave (``_end_adopted``, ``orphans.settle``). A keeper that is busy but not suspended is
+        not killed, because only the keeper knows how its command ended. It may query a GPU driver for longer than any grace
+        period.
         """
         kill_at = time.monotonic() + grace_s + _STUCK_S
 
@@ -135,16 +136,16 @@ class Watches:
             if self._watches.get(watch.attempt) is not watch or not orphans.is_pair_alive(state):
                 return
             for name in ("runner", "keeper"):  # in this order: a suspended runner could not end the processes of a dead keeper
-                one = state.get(name) or {}
-                process = processes.read_process(one.get("pid", 0))
-                if process is not None and process.start == one.get("start") and process.state in "Tt":
+                identity = state.get(name) or {}
+                process = processes.read_process(identity.get("pid", 0))
+                if process is not None and process.start == identity.get("start") and process.state in "Tt":
                     _signal(process.pid, signal.SIGCONT if time.monotonic() < kill_at else signal.SIGKILL)
             self._loop.later(_CHECK_S, check)
 
         check()
 
     def note_stop(self, watch: Watch, why: str) -> None:
-        """Remember a stop request, to record it even if runner and keeper die before they can record it."""
+        """Remember a stop request, in case runner and keeper die before they can record it."""
         watch.stopped = watch.stopped or {"why": why, "stopped_at": now()}
 
     def stop_by_signal(self, watch: Watch) -> None:

@@ -2,8 +2,8 @@
 
 Credentials have one directory each, in memory if possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or
 else the attempt's ``credentials/``. Links lead there from the paths that the task uses. The location depends only on the
-attempt's directory, so that every process that ends the attempt can remove them: the keeper, the runner, or an agent that finds
-both gone.
+attempt's directory, so that every process that ends the attempt can remove them: the keeper, the runner, or an agent after both
+have died.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAUNCH = "launch.json"
 MEMO = "workflow.json"
 """A note of the submitter about the attempt. The node does not interpret it."""
 SECRETS_ON_DISK = "credentials"
-"""Directory for files of credentials where the node has no file system in memory."""
+"""Directory for files of credentials if the node has no file system in memory."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
 _RESERVED = _RECORDS | {"placed", "control", "pair.log", "packed.json", "container.id", SECRETS_ON_DISK}
 _RESERVED |= {output.RANKS, output.RANK_PYTHON}
@@ -53,7 +53,7 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 
 
 def is_quick(launch: Json) -> bool:
-    """Whether the launch itself contains all files to place, so that no child process is needed.
+    """Return whether the launch itself contains all files to place, so that no child process is needed.
 
     A directory to mount may be on a file system that does not respond, which must not block the agent.
     """
@@ -83,7 +83,7 @@ def checked(launch: Json) -> Json:
 
 
 def place(root: str, directory: str, launch: Json) -> None:
-    """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. Can be repeated after an interruption."""
+    """Place all files of ``launch``, whose placeholders are filled, and write ``launch.json``. A repeated call is harmless."""
     check_mounts(launch.get("mounts") or [])
     link = launch.get("output_link")
     if link and os.path.islink(path_inside(directory, link)):
@@ -142,7 +142,7 @@ def _rewrite(path: str, text: str) -> None:
 
 
 def has_secrets(directory: str) -> bool:
-    """Whether the attempt in ``directory`` got secrets. True also if that is unknown."""
+    """Return whether the attempt in ``directory`` has secrets. True if this is unknown."""
     try:
         with open(os.path.join(directory, LAUNCH), "rb") as file:
             launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
@@ -175,7 +175,7 @@ def _place(root: str, directory: str, file: Json) -> None:
 
 
 def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
-    """Unpack an archive. If ``reusable``, take over the files of an ended attempt first, and let others do the same later."""
+    """Unpack an archive. If ``reusable``, take over files of an ended attempt, and record all files for later attempts."""
     from distflow.runtime.files import placed_trees
     from distflow.runtime.files.unpacking import unpack
 
@@ -300,7 +300,7 @@ def remove_secrets(directory: str) -> None:
 
 
 def memory_folder() -> Optional[str]:
-    """Return a folder in memory that only this user can access; None if there is none. An empty one may vanish at any time."""
+    """Return a folder in memory that only this user can access, or None. While it is empty, other processes may remove it."""
     if not _has_memory():
         return None
     try:
@@ -319,7 +319,7 @@ def _in_memory(directory: str) -> str:
 
 
 def _is_private(path: str) -> bool:
-    """Whether this user created the directory and no other user can change it."""
+    """Return whether this user created the directory and no other user can change it."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -47,54 +47,49 @@ def directory_of(root: str, attempt: object) -> str:
     if not isinstance(attempt, str) or not is_attempt_name(attempt):
         raise OpError("bad_request", "{!r} is not the name of an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
     parts = attempt.split("/")
-    here = os.path.join(root, *parts)
+    current = os.path.join(root, *parts)
     earlier = root_directory.earlier_root(root)
-    if earlier is not None and not os.path.isdir(here):
-        there = os.path.join(earlier, *parts)
-        if os.path.join(earlier, parts[0]) in workflow_directories(root, parts[0]) and _is_recorded("/".join(parts), there):
-            return there
-    return here
+    if earlier is not None and not os.path.isdir(current):
+        old = os.path.join(earlier, *parts)
+        if os.path.join(earlier, parts[0]) in workflow_directories(root, parts[0]) and _is_recorded("/".join(parts), old):
+            return old
+    return current
 
 
 def workflows(root: str) -> List[str]:
-    """Return the uuids of all workflows that have a directory which provably comes from distflow."""
+    """Return the uuids of all workflows with a directory in ``workflow_directories``."""
     found = (name for one in root_directory.roots(root) if os.path.isdir(one) for name in os.listdir(one) if is_uuid(name))
     return sorted(name for name in set(found) if workflow_directories(root, name))
 
 
 def workflow_directories(root: str, workflow: str) -> List[str]:
-    """Return a workflow's directories: in the private directory, and where an earlier version created it.
+    """Return a workflow's directories: in the private directory, and in the directory that earlier versions used.
 
-    Each provably comes from distflow. No other directory may be removed.
+    A marker or a record proves that distflow created them. No other directory may be removed.
     """
     if not is_uuid(workflow):
         raise OpError("bad_request", "{!r} is not the uuid of a workflow".format(workflow))
-    here, earlier = os.path.join(root, workflow), root_directory.earlier_root(root)
+    current, earlier = os.path.join(root, workflow), root_directory.earlier_root(root)
     found = []
-    if root_directory.is_own_directory(here) and (root_directory.is_marked(here) or _has_record(here)):
-        found.append(here)
-    there = os.path.join(earlier or root, workflow)
-    # Earlier versions set no marks: a directory with one is a copy that the user made.
-    if (
-        earlier is not None
-        and root_directory.is_own_directory(there)
-        and not root_directory.is_marked(there)
-        and _has_record(there)
-    ):
-        found.append(there)
+    if root_directory.is_own_directory(current) and (root_directory.is_marked(current) or _has_record(current)):
+        found.append(current)
+    old = os.path.join(earlier or root, workflow)
+    # Earlier versions set no markers, so a directory with a marker is a copy that the user made.
+    if earlier is not None and root_directory.is_own_directory(old) and not root_directory.is_marked(old) and _has_record(old):
+        found.append(old)
     return found
 
 
 def _has_record(path: str) -> bool:
-    return any(_is_recorded(name, directory) for name, directory in _below(path))
+    return any(_is_recorded(name, directory) for name, directory in _attempts_below(path))
 
 
 def _is_recorded(attempt: str, directory: str) -> bool:
-    """Whether the records in ``directory`` are those of an attempt of this name."""
+    """Return whether the records in ``directory`` belong to an attempt of this name."""
     state = records.read_state(directory)
     if state is not None:
         return state.get("attempt") == attempt
-    # `clean` of an earlier version could leave only the record of the end.
+    # In earlier versions, `clean` could leave only the record of the end.
     end = records.read_end(directory) or {}
     return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
 
@@ -102,10 +97,10 @@ def _is_recorded(attempt: str, directory: str) -> bool:
 def list_attempts(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
     """Yield the name and the directory of every attempt of a workflow."""
     for top in workflow_directories(root, workflow):
-        yield from _below(top)
+        yield from _attempts_below(top)
 
 
-def _below(top: str) -> Iterator[Tuple[str, str]]:
+def _attempts_below(top: str) -> Iterator[Tuple[str, str]]:
     def names(path: str) -> List[str]:
         try:
             return sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
@@ -120,7 +115,7 @@ def _below(top: str) -> Iterator[Tuple[str, str]]:
 
 
 def read_status(directory: str) -> Json:
-    """Return the status in the attempt's files."""
+    """Return the attempt's status, read from its files."""
     end = records.read_end(directory)
     state = records.read_state(directory) or {}
     phase = "ended" if end is not None else state.get("phase", "absent")
@@ -137,7 +132,7 @@ def read_status(directory: str) -> Json:
 
 
 def _has_files(directory: str) -> Optional[bool]:
-    """Whether the task wrote something to ``{{output}}``; None if that is not known."""
+    """Return whether the task wrote files to ``{{output}}``; None if that is not known."""
     try:
         with os.scandir(os.path.join(directory, "output")) as entries:
             return any(True for _ in entries)
@@ -146,7 +141,7 @@ def _has_files(directory: str) -> Optional[bool]:
 
 
 def is_reachable(directory: str) -> bool:
-    """Whether a process of the attempt's pair accepts connections."""
+    """Return whether a process of the attempt's pair accepts connections."""
     try:
         control.connect(directory).close()
     except BlockingIOError:
@@ -190,7 +185,7 @@ def remove(directory: str) -> None:
     try:
         lock = lock_task(directory, wait=False)
     except (TaskIsLocked, OSError):
-        return  # another agent is creating an attempt in it, or it is gone
+        return  # another agent is creating an attempt of this task, or the task's directory is gone
     try:
         os.rmdir(task)
         os.rmdir(group)
@@ -230,7 +225,7 @@ def _make_task(directory: str) -> int:
         if has_name(lock, parent):
             return lock
         os.close(lock)
-    raise TaskIsLocked("the directory of this task keeps being removed")
+    raise TaskIsLocked("other processes repeatedly removed the directory of this task")
 
 
 def create(root: str, request: Json, umask: int) -> int:
@@ -242,7 +237,7 @@ def create(root: str, request: Json, umask: int) -> int:
         if os.path.isdir(directory):
             if is_reachable(directory):
                 raise TaskIsLocked("another connection has just leased this attempt")
-            remove(directory)  # an agent was killed before the pair came up
+            remove(directory)  # an agent was killed before the pair started
         return _create(directory, attempt, request, umask)
     except OSError as error:
         raise OpError.from_os(
@@ -253,7 +248,7 @@ def create(root: str, request: Json, umask: int) -> int:
 
 
 def _holder_of(attempt: str, request: Json) -> Json:
-    """Return the attempt's entry for lock files and tickets. The request's ``label`` is its name for people."""
+    """Return the description of the attempt for lock files and tickets. The request's ``label`` is its name for people."""
     label = str(request.get("label") or "")[:200]
     workflow = attempt.split("/", 1)[0]
     return {
@@ -262,10 +257,13 @@ def _holder_of(attempt: str, request: Json) -> Json:
 
 
 def write_ticket(attempt: str, waits: Json) -> None:
-    """Write a ticket for a lease that is released because its gang ``waits`` for another node, if it does."""
+    """Write a ticket for a lease that is released because its gang waits for another node.
+
+    ``waits`` has the resources that the task still needs on this node. If it has none, no ticket is written.
+    """
     asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
     if any(asks.values()):
-        with contextlib.suppress(OpError):  # the next lease reports what is wrong with the directory
+        with contextlib.suppress(OpError):  # the next lease reports errors of the directory
             node_leases.write_ticket(str(waits["lease_dir"]), _holder_of(attempt, waits), asks)
 
 
@@ -288,7 +286,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         for name in ("work", "output", "files"):
             os.mkdir(os.path.join(directory, name), 0o700)
         dir_fd = keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        link, link_port = _link(str(request["link"])) if request.get("link") else (-1, None)
+        link, link_port = _listen_for_gang(str(request["link"])) if request.get("link") else (-1, None)
         if link >= 0:
             keep(link)
         append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
@@ -325,7 +323,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             os.close(fd)
 
 
-def _link(address: str) -> Tuple[int, int]:
+def _listen_for_gang(address: str) -> Tuple[int, int]:
     from distflow.runtime.probes.reachability import listen_on
 
     listener, _ = listen_on(address)

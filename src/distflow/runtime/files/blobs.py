@@ -1,11 +1,11 @@
 """Files that are sent once and used by many attempts: ``<root>/blobs/<sha256>``.
 
-The agent reports missing blobs, and ``receiver`` receives them. Incomplete ones are kept under a ``.part`` name, so that an
+The agent reports missing blobs, and ``receiver`` receives them. Incomplete blobs are kept under a ``.part`` name, so that an
 interrupted transfer can be resumed.
 
-The first attempt that needs a blob gets the file itself, by a hard link, and every other one a copy. Tasks may change their
-files. Therefore the modification time of a complete blob has a certain fraction of a second, which any write changes. A changed
-blob counts as missing. Where a file system does not keep such fractions, nothing is linked.
+The first attempt that needs a blob gets the file itself, by a hard link, and every other attempt gets a copy. Tasks may change
+their files. Therefore the modification time of a complete blob has a certain fraction of a second as a mark, which any write
+changes. A changed blob counts as missing. On file systems that do not keep such fractions, blobs are only copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _NAME = r"[0-9a-f]{64}"
 _PART = ".part"
 _STALE_S = 86400.0
 _MARK = 271_828_182
+"""Nanoseconds of the modification time of a complete blob."""
 _UNMARKED = ".unmarked"
+"""A file that exists if the file system does not keep marks."""
 
 
 def path_of(root: str, name: object) -> str:
@@ -44,10 +46,7 @@ def path_of(root: str, name: object) -> str:
 
 
 def earlier_blobs(root: str) -> List[str]:
-    """Return complete blobs that an earlier version left next to the private directory.
-
-    Each provably comes from distflow.
-    """
+    """Return complete blobs that an earlier version left next to the private directory. Their marks prove who created them."""
     earlier = root_directory.earlier_root(root)
     directory = os.path.join(earlier or root, BLOBS)
     if earlier is None or not root_directory.is_own_directory(directory):
@@ -56,7 +55,7 @@ def earlier_blobs(root: str) -> List[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether an earlier version received this file: it is named by a SHA-256, belongs to this user, and has the mark."""
+    """Return whether an earlier version received this file: its name is a SHA-256, it is this user's, and it has the mark."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -66,17 +65,17 @@ def _is_ours(path: str) -> bool:
 
 
 def _adopt_earlier(root: str, name: str) -> None:
-    """Move a blob that an earlier version left. It may be the only copy."""
+    """Move a blob that an earlier version left into the private directory. It may be the only copy."""
     earlier = root_directory.earlier_root(root)
-    there = os.path.join(earlier or root, BLOBS, name)
-    if earlier is None or not root_directory.is_own_directory(os.path.dirname(there)) or not _is_ours(there):
+    old = os.path.join(earlier or root, BLOBS, name)
+    if earlier is None or not root_directory.is_own_directory(os.path.dirname(old)) or not _is_ours(old):
         return
     directory = os.path.join(root, BLOBS)
     os.makedirs(directory, mode=0o700, exist_ok=True)
-    if not _keeps_marks(os.path.dirname(there)):
+    if not _keeps_marks(os.path.dirname(old)):
         _note_unmarked(directory)
-    with contextlib.suppress(FileNotFoundError):  # another process does the same
-        os.rename(there, os.path.join(directory, name))
+    with contextlib.suppress(FileNotFoundError):  # another process has just moved it
+        os.rename(old, os.path.join(directory, name))
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
@@ -100,7 +99,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
 
 
 def is_complete(path: str, size: Optional[int] = None) -> bool:
-    """Whether the blob is complete and unchanged.
+    """Return whether the blob is complete and unchanged.
 
     Pass its ``size`` if it is known, because a power cut may leave a mark without content.
     """
@@ -131,7 +130,7 @@ class Part:
     """An incomplete blob, locked by the process that receives it."""
 
     def __init__(self, path: str) -> None:
-        """Open the existing part, or create it. ``fd`` is at its start."""
+        """Open or create the part of the blob at ``path``. ``fd`` is at its start."""
         self._final = path
         self.path = path + _PART
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -145,7 +144,7 @@ class Part:
         self.size = os.fstat(fd).st_size
 
     def finish(self, path: Optional[str] = None) -> None:
-        """Sync the complete part, mark it, and rename it to its name (``path``, if that was not known before)."""
+        """Sync the complete part, mark it, and rename it to its final path, or to ``path`` if that was not known before."""
         os.fsync(self.fd)  # after a power cut, a name without the content would count as a complete blob
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
         final = path or self._final

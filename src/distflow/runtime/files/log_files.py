@@ -1,9 +1,9 @@
 """Names of the files that hold an attempt's output: the head of the log, the segments of its tail, and the resource samples.
 
-The log is one stream of bytes. ``output.log`` holds its beginning. Once that is full, segments follow, each named after its
-first byte and the lines before it: ``output-<offset>-<lines>.log``. Only the newest segments are kept, so the names alone say
-what was dropped between two of them. Each has an index of the same name that ends in ``.idx``. ``output.samples`` holds the use
-of CPU, memory, network, disk and GPUs (``runtime.guard.sampler``); it is a single file.
+The log is one stream of bytes. ``output.log`` holds its beginning. When that file is full, segments follow. The name
+``output-<offset>-<lines>.log`` contains the offset of the segment's first byte and the number of lines before it. Only the
+newest segments are kept, and their names show how much was dropped. Each file of the log has an index of the same name that
+ends in ``.idx``. ``output.samples`` holds the use of CPU, memory, network, disk and GPUs (``runtime.guard.sampler``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LOG = "output.log"
 INDEX = "output.idx"
 SAMPLES = "output.samples"
 KEPT = 5
-"""Segments of the tail that are kept."""
+"""Number of segments of the tail that are kept."""
 _NAME = r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx|samples)"
 
 
 class Segment(NamedTuple):
-    """One file of the log, or of its index."""
+    """One file of the log or of its index, or the file of samples."""
 
     start: int
     """Offset of its first byte in the whole output; 0 for the head."""
     lines: int
-    """Line feeds before it."""
+    """Number of line feeds before it."""
     kind: str
     """``log``, ``idx`` or ``samples``."""
 
@@ -61,12 +61,12 @@ def parse(name: str) -> Optional[Segment]:
 
 
 def is_output(name: str) -> bool:
-    """Whether a file's name is one of the output's."""
+    """Return whether ``name`` is the name of an output file."""
     return parse(name) is not None
 
 
 def segments(place: Union[int, str], kind: str) -> List[Segment]:
-    """Return the files of one kind in a directory (a path or a descriptor), in order; none when it cannot be read."""
+    """Return the files of one kind in a directory (a path or a descriptor), in order; empty if it cannot be read."""
     try:
         found = [parse(name) for name in os.listdir(place)]
     except OSError:
@@ -75,12 +75,12 @@ def segments(place: Union[int, str], kind: str) -> List[Segment]:
 
 
 def next_of(place: Union[int, str], segment: Segment) -> Optional[Segment]:
-    """Return the first file after ``segment``; None when it is the last."""
+    """Return the first file after ``segment``; None if it is the last."""
     return next((one for one in segments(place, segment.kind) if one.start > segment.start), None)
 
 
 def surplus(found: List[Segment]) -> List[Segment]:
-    """Return the segments that are no longer kept, of all there are in order."""
+    """Return the segments to remove. ``found`` are all files of one kind, in order."""
     return [one for one in found if one.start][:-KEPT]
 
 
@@ -90,7 +90,7 @@ def segment_bytes(segment: Segment, max_log: int) -> int:
 
 
 def end_of(directory: str) -> int:
-    """Return how many bytes an attempt has written, dropped ones included."""
+    """Return how many bytes an attempt has written, including dropped bytes."""
     found = segments(directory, "log")
     if not found:
         return 0

@@ -53,7 +53,7 @@ class Mask:
         return merged
 
     def begins(self, data: bytes) -> int:
-        """Return the offset at which ``data`` may end with the beginning of a secret; its length if it does not."""
+        """Return the offset from which the end of ``data`` may be the beginning of a secret; the length of ``data`` if none."""
         first = len(data)
         for pattern in self._patterns:
             # If data ends with the whole pattern, ``find`` has found it.
@@ -87,7 +87,7 @@ class Mask:
 class Stream:
     """Masks data that arrives in pieces, even if a secret is split between them.
 
-    Only an end that may be the beginning of a secret is held back. If it is released before the rest arrives (``flush``), the
+    Data is held back only if it may be the beginning of a secret. If it is released before the rest arrives (``flush``), the
     rest of the secret is still recognized and masked.
     """
 
@@ -112,7 +112,7 @@ class Stream:
 
     def _release(self, whole: bytes, is_last: bool) -> bytes:
         found, begin, before = self._mask.find(whole), self._mask.begins(whole), len(self._released)
-        # A found secret is masked now, even if its end may begin another secret.
+        # A complete secret is masked now, even if its end may be the beginning of another secret.
         cut = max([begin, before, *(end for start, end in found if start < begin < end)])
         if is_last:
             cut = len(whole)
@@ -180,7 +180,7 @@ def memory() -> mmap.mmap:
 
 
 def encoded(launch: Json) -> bytes:
-    """Return every secret of a launch in the encoding for the shared memory; empty if there is none."""
+    """Return all secrets of a launch as bytes for the shared memory; empty if there are none."""
     values = [str(value) for value in (launch.get("secret_env") or {}).values()]
     values += [str(value) for entry in launch.get("secret_files") or [] for value in entry["files"].values()]
     return json.dumps(values).encode() if values else b""

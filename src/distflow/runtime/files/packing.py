@@ -1,8 +1,8 @@
 """Packing a task's files into a blob: a tar that depends only on names, contents and times, named by its SHA-256.
 
-The blob is stored with all others, so it never has to be sent to the node that packed it. The packed output of an ended attempt
-is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs. Files that change meanwhile
-are left out, so that no file is inconsistent.
+The blob is stored like all other blobs, so it never has to be sent to the node that packed it. ``packed.json`` records the
+packed output of an ended attempt, which is not packed again. A checkpoint is packed while its task runs. Files that change
+meanwhile are left out, so that no file is inconsistent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["check_output", "link_target", "output_of", "pack_output", "pack_plac
 _PACKED = "packed.json"
 _CHUNK = 1 << 20
 _MAX_NAMED = 3
-"""Number of left-out files that are named; further ones are counted."""
+"""Number of left-out files that are named; further files are counted."""
 _SETTLED_S = 0.05
 """Time for which a file must not have been written. File times are only as fine as a clock tick."""
 _PAUSE_S = 2 * _SETTLED_S
-"""Pause between two passes: files that became quiet during the first have settled before the second."""
+"""Pause between two passes: files that stop changing during the first pass are settled before the second."""
 _PASSES = 6
 """Number of times that a changing directory is packed before giving up."""
 
@@ -43,8 +43,8 @@ OnProgress = Callable[[int, int], None]
 def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``.
 
-    ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone. Other errors name the file
-    that cannot be read or leads outside.
+    ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone. Other errors name a file
+    that cannot be read, or a link to a directory outside.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -54,7 +54,7 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     entries = list(walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
     packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, on_progress)
-    _write_note(directory, packed)
+    _record_packed(directory, packed)
     return packed
 
 
@@ -68,9 +68,10 @@ def check_output(root: str, attempt: str) -> str:
 
 
 def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> Json:
-    """Pack a directory of an attempt that may still run, under its own name. Returns the same as ``pack_output``.
+    """Pack a directory of an attempt that may still run. Returns the same as ``pack_output``.
 
-    If there is nothing to pack, ``files`` is 0 and there is no blob. Raises ``busy`` if all its files keep changing.
+    ``place`` is the path of the directory below the attempt's directory, and its last part begins all names in the archive. If
+    there is nothing to pack, ``files`` is 0 and there is no blob. Raises ``busy`` if all its files keep changing.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)
@@ -105,7 +106,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
             return packed
         if packed is not None:
             os.unlink(path_of(root, packed["hash"]))
-        if number:  # a file that changed only once may have been complete just after
+        if number:  # a file that changed only during the first pass may be complete now
             unstable |= changed
     raise OpError("busy", "the files of `{}` change all the time, so that no consistent copy can be made".format(path))
 
@@ -119,7 +120,7 @@ def output_of(directory: str) -> str:
 
 
 def link_target(output: str, name: str) -> Tuple[str, bool]:
-    """Return a link's target, and whether it is in the output. Raises ``bad_request`` for a directory outside."""
+    """Return a link's target, and whether it is in the output. Raises ``bad_request`` for a directory outside of the output."""
     path = os.path.join(output, name)
     top, target = os.path.realpath(output), os.path.realpath(path)
     if target == top or target.startswith(top + os.sep):
@@ -134,7 +135,7 @@ def link_target(output: str, name: str) -> Tuple[str, bool]:
 
 
 def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
-    """Whether it is a link to a directory elsewhere, such as a dataset or a credential. Checkpoints do not include those."""
+    """Return whether an entry is a link to a directory elsewhere, such as a dataset, which checkpoints do not include."""
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:
@@ -188,8 +189,8 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
         return None
 
 
-def _write_note(directory: str, packed: Json) -> None:
-    # A temporary file of its own: the sender of a broken connection may be writing the same note.
+def _record_packed(directory: str, packed: Json) -> None:
+    # The temporary file has a unique name, because the sender of a broken connection may be writing the same record.
     fd, new = tempfile.mkstemp(prefix=_PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(packed, file)
@@ -219,7 +220,7 @@ def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
 
 
 def _is_packed(info: os.stat_result) -> bool:
-    """Whether an entry can be packed: sockets, pipes and devices have no content to transfer."""
+    """Return whether an entry can be packed: sockets, pipes and devices have no content to transfer."""
     return stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
 
 

@@ -1,9 +1,9 @@
 """Taking over the unchanged files of an ended attempt, instead of unpacking the same archive again.
 
 Tasks may change their files, so two attempts never share a file. But an ended attempt no longer needs the files that were sent
-to it. Those that it did not change move to the next attempt with the same archive. Files that it changed or wrote stay. After
-unpacking, a record in the attempt's directory keeps the state of each file. A write, ``chmod``, ``utime`` or new link changes
-that state.
+to it. The files that it did not change are moved to the next attempt with the same archive. Files that it changed or created
+stay. After unpacking, a record in the attempt's directory contains the state of each file. A write, ``chmod``, ``utime`` or new
+link changes that state.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _SMALL_BYTES = 16 << 20
 """Archives with few entries and few bytes are not recorded, because unpacking them again is fast."""
 _MOST_USERS = 64
 _TICK_S = 0.05
-"""File times are only as fine as a clock tick. A write later than this changes them."""
+"""File times are only as fine as a clock tick. A write that is this much later certainly changes them."""
 _MOST_ENTRIES = 200_000
 """Directories with more entries are not searched for links."""
-_GONE = ""
+_UNRECORDED = ""
 
 State = str
 """Mode, size, times and inode of a file, or the mode of a directory."""
 
 
 def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Optional[State]], Set[str]]]:
-    """Move the files of an ended attempt that unpacked this archive, and did not change them, to the new directory ``top``.
+    """Move the unchanged files of an ended attempt that unpacked this archive to the new directory ``top``.
 
-    Returns the names that are in ``top`` now, with their states as far as the move did not change them, and the names that the
-    archive has in addition. ``None`` if there is no such attempt.
+    Returns the names that are now in ``top``, with their states if the move did not change them, and the other names of the
+    archive. ``None`` if there is no such attempt.
     """
     if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted
@@ -75,7 +75,8 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
 def record(root: str, directory: str, relative: str, digest: str, states: Dict[str, Optional[State]]) -> None:
     """Record the state of the files of an archive that was unpacked to ``relative`` in the directory of an attempt.
 
-    The attempt has not started yet. ``states`` has the names of all files and directories of the archive, and known states.
+    The attempt must not have started. ``states`` has the state of each file and directory of the archive, or ``None`` if it is
+    not known yet.
     """
     unknown = [name for name, state in states.items() if state is None]
     try:
@@ -124,7 +125,8 @@ def _users(root: str, digest: str) -> List[str]:
         if os.path.exists(os.path.join(directory, FOLDER, digest)) and directory not in found:
             found.append(directory)
     if len(lines) > _MOST_USERS:
-        # Other processes may do the same now. A file that a full disk leaves is removed like other old parts of blobs.
+        # The name is unique, because other processes may do the same. If the disk is full, the file remains until it is removed
+        # like other old parts of blobs.
         new = "{}.{}.part".format(path, os.getpid())
         with contextlib.suppress(OSError):
             with open(new, "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -134,10 +136,10 @@ def _users(root: str, digest: str) -> List[str]:
 
 
 def _is_settled(directory: str) -> bool:
-    """Whether the attempt has ended, and the keeper saw that none of its processes could still write files.
+    """Return whether the attempt has ended, and the keeper saw that none of its processes could still write files.
 
-    It must have run on this machine since its start: a power cut may restore old times of changed files. Machines may share a
-    root, but none sees the processes of another.
+    It must have run on this machine since the last boot, because a power cut may restore old times of changed files. Machines
+    may share a root, but cannot see each other's processes.
     """
     end, state = read_end(directory), read_state(directory)
     if end is None or state is None or end.get("all_ended") is not True:
@@ -146,7 +148,7 @@ def _is_settled(directory: str) -> bool:
 
 
 def _is_in_use(attempt: str, directory: str, top: str) -> bool:
-    """Whether a process has its working directory in ``directory`` or a file in ``top`` open, or was started by the attempt."""
+    """Return whether a process works in ``directory``, has a file in ``top`` open, or was started by the attempt."""
     mark, home, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -162,13 +164,13 @@ def _is_in_use(attempt: str, directory: str, top: str) -> bool:
 
 
 def is_in_output(directory: str, path: str) -> bool:
-    """Whether ``path`` is part of the output of the attempt in ``directory``, which has to stay complete."""
+    """Return whether ``path`` is part of the output of the attempt in ``directory``, which has to stay complete."""
     output = os.path.realpath(os.path.join(directory, "output")) + os.sep
     return (os.path.realpath(path) + os.sep).startswith(output)
 
 
 def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
-    """Whether a link of the task leads to a recorded file or directory below ``top``, or possibly does.
+    """Return whether a link of the task leads, or may lead, to a recorded file or directory below ``top``.
 
     The output may contain such links. It is transferred with the contents of their files.
     """
@@ -199,7 +201,7 @@ class _Tree:
     """The files of an ended attempt, compared with its record."""
 
     def __init__(self, top: str, states: Dict[str, State]) -> None:
-        """Read the directories. ``states`` are those of the record, by name."""
+        """Read the directories. ``states`` are the recorded states by name."""
         self.top = top
         self.same: Dict[str, List[str]] = {}
         """The unchanged entries of each directory, by its name; directories first."""
@@ -219,7 +221,7 @@ class _Tree:
         with os.scandir(os.path.join(self.top, folder)) as entries:
             for entry in entries:
                 name = "{}/{}".format(folder, entry.name) if folder else entry.name
-                if self.states.get(name, _GONE) != _state(entry.stat(follow_symlinks=False)):
+                if self.states.get(name, _UNRECORDED) != _state(entry.stat(follow_symlinks=False)):
                     others += 1
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)

@@ -1,7 +1,7 @@
 """The two records of an attempt: ``runner.json`` (its current state) and ``exit.json`` (how it ended).
 
-Both use space that was allocated at ``lease`` and are written in place, so that a full disk cannot lose them. They are the
-authoritative state of an attempt; no process keeps a different one.
+Both use space that was allocated at ``lease`` and are written in place, so that a full disk does not prevent writing them. They
+are the authoritative state of an attempt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 STATE = "runner.json"
 END = "exit.json"
 SPARE_END = ".exit.json"
-"""Name of the end's record before it is written, which prevents mistaking it for the record."""
+"""Name of the space for ``exit.json`` before the end is written, so that an unwritten record is not read."""
 
 STATE_BYTES = 8192
 END_BYTES = 65536
@@ -104,15 +104,15 @@ def first_state(handles: AttemptHandles, runner: int) -> Json:
 
 
 def write_state(fd: int, state: Json) -> None:
-    """Rewrite the state in place, by one ``pwrite`` that never shrinks it, so that readers see the old or the new one."""
+    """Rewrite the state in place with one ``pwrite`` that never shrinks the file: readers see the old or the new state."""
     data = json.dumps(state).encode()
     if len(data) > STATE_BYTES:
         data = json.dumps(dict(state, why=None, message=None)).encode()
     try:
-        # It needs more than the allocated space only for the variables of a container: see ``containers.identify``.
+        # Only the variables of a container can need more than the allocated space: see ``containers.identify``.
         os.pwrite(fd, data.ljust(max(STATE_BYTES, os.fstat(fd).st_size)), 0)
     except OSError:
-        return  # a full copy-on-write file system: the attempt continues, and the record of its end has the rest
+        return  # a full copy-on-write file system: the attempt continues, and the record of its end contains the same data
 
 
 def read_state(directory: str) -> Optional[Json]:
@@ -203,10 +203,10 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
 def _without_surrogates(value: Any, depth: int) -> Any:
     """Return a JSON value without lone UTF-16 surrogates, which JSON can express but which cannot be encoded.
 
-    Raises ``ValueError`` for more than ``depth`` levels: callers that pass the value on have less stack left.
+    Raises ``ValueError`` for more than ``depth`` levels, because code that handles the value later may have less stack left.
     """
     if depth < 0:
-        raise ValueError("it is nested too deeply")
+        raise ValueError("the value is nested too deeply")
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
@@ -229,7 +229,7 @@ def describe_exit(end: Json) -> str:
 
 
 def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
-    """Build an ``End``. ``known`` has exit_code, signal, ended_at, message, output_bytes, error."""
+    """Return the record of an end. ``known`` has known fields, such as ``exit_code``, ``signal`` and ``ended_at``."""
     end: Dict[str, Any] = {
         "exit_code": None,
         "signal": None,
@@ -256,7 +256,8 @@ def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
 def stop_reason(state: Json) -> Optional[EndReason]:
     """Return the reason for which the keeper was stopping the command, or None if the command ended without a stop.
 
-    A process that writes the end of a dead keeper must prefer this reason to the keeper's death: the stop came first.
+    A process that writes the record for a dead keeper must prefer this reason to the keeper's death, because the stop was
+    first.
     """
     # Keepers of earlier versions recorded only that they were stopping the command.
     return EndReason.of(state.get("stop_reason") or EndReason.STOPPED) if state.get("stopped_at") is not None else None

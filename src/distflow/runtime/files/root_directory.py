@@ -1,11 +1,12 @@
-"""The private directory of distflow below a node's ``root``, and the marks that tell distflow's files from a user's.
+"""The private directory of distflow below a node's ``root``, and the markers of directories that distflow created.
 
-``root`` may be a directory that holds the user's own data. So distflow keeps everything in one private directory below it.
-``bootstrap.STUB`` makes and checks it before it imports anything from there. Every service gets it as its ``root``. The
-private directory and each workflow's directory in it hold a marker file. No directory without one is ever removed.
+``root`` may be a directory with the user's own data. So distflow keeps all its files in one private directory below it.
+``bootstrap.STUB`` creates and checks the private directory before it imports modules from it. Every service gets it as its
+``root``. The private directory and each workflow's directory in it contain a marker file. A directory without a marker is never
+removed.
 
-Earlier versions kept workflows and blobs in ``root`` itself. Those still count where they provably come from distflow. They
-stay where they are, because paths of running tasks and of recorded outputs lead there.
+Earlier versions kept workflows and blobs in ``root`` itself. They are still used if their records prove that distflow created
+them. They are not moved, because running tasks and recorded outputs have their paths.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PRIVATE = "distflow-node"
 MARKER = ".distflow"
 MARKER_TEXT = (
     "distflow node directory 1\n"
-    "`distflow node clean` and `distflow node uninstall` remove what lies here. Do not keep files of your own in it.\n"
+    "`distflow node clean` and `distflow node uninstall` remove files in this directory. Do not keep your own files in it.\n"
 )
 _SIGNATURE = MARKER_TEXT.split("\n", 1)[0].encode() + b"\n"
 
@@ -38,7 +39,7 @@ def roots(root: str) -> List[str]:
 
 
 def is_own_directory(path: str) -> bool:
-    """Whether ``path`` is a directory of this user, and not a link to one."""
+    """Return whether ``path`` is a directory of this user, and not a link to one."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -47,7 +48,7 @@ def is_own_directory(path: str) -> bool:
 
 
 def is_marked(directory: str) -> bool:
-    """Whether ``directory`` holds a marker file of distflow that belongs to this user."""
+    """Return whether ``directory`` contains a marker file of distflow that belongs to this user."""
     try:
         fd = os.open(os.path.join(directory, MARKER), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -63,7 +64,7 @@ def is_marked(directory: str) -> bool:
 
 
 def mark(directory: str) -> None:
-    """Put the marker file into ``directory`` unless it is there already."""
+    """Create the marker file in ``directory``, unless it exists."""
     if is_marked(directory):
         return
     new = os.path.join(directory, "{}.{}".format(MARKER, os.getpid()))

@@ -13,13 +13,13 @@ __all__ = ["check_mounts", "has_name", "open_locked", "path_inside", "publish", 
 
 _RESERVE = 512 << 20
 _SHARE = 20
-"""On small disks, the reserve is one part in this number of the disk."""
+"""On small disks, the reserve is the size of the disk divided by this number."""
 
 
 def publish(file: IO[Any], path: str) -> None:
-    """Give a complete, open file its final name, once its content is on the disk.
+    """Sync a complete, open file to the disk, and then rename it to ``path``.
 
-    Without that order, a power cut can leave the name with no content or half of it. Raises ``OSError``.
+    In another order, a power cut could leave an empty or incomplete file at ``path``. Raises ``OSError``.
     """
     file.flush()
     os.fsync(file.fileno())
@@ -27,7 +27,7 @@ def publish(file: IO[Any], path: str) -> None:
 
 
 def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
-    """Return how much of the reserve is missing on the disk of a directory, and how large the reserve is.
+    """Return how many bytes of the reserve are missing on the disk of a directory, and the size of the reserve.
 
     ``coming``: bytes that are still to be written there.
     """
@@ -39,7 +39,7 @@ def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
 
 
 def has_name(fd: int, name: str, directory: Optional[int] = None) -> bool:
-    """Whether an open file still has this name; it may have been removed meanwhile.
+    """Return whether an open file still has this name; it may have been removed meanwhile.
 
     ``name`` is a path, or a name in the open ``directory``.
     """

@@ -30,8 +30,8 @@ def unpack(
     """Unpack files, directories and links that stay inside ``top``. Can be repeated over existing files.
 
     ``only`` is a regular expression: only files and links whose relative path it matches from the start are unpacked, with
-    their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and only there, also through
-    links. ``compressed``: whether the archive may be compressed. ``present``: names that are not unpacked.
+    their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and nothing outside of it is
+    written. ``compressed``: whether the archive may be compressed. ``present``: names that are not unpacked.
 
     Returns the names of the unpacked files and directories, or ``None`` if the archive has links. Raises only ``OpError`` and
     ``OSError``.
@@ -43,7 +43,7 @@ def unpack(
             has_links = _unpack_members(tar, top, wanted, within, present, names)
     except (OpError, OSError):
         raise
-    except Exception as error:  # tarfile raises many kinds for a damaged archive, RecursionError among them
+    except Exception as error:  # tarfile raises many kinds of errors for a damaged archive, such as RecursionError
         raise OpError("bad_request", "the archive is damaged: {}".format(str(error) or type(error).__name__)) from error
     if has_links:
         _refuse_links_outside(top)
@@ -53,7 +53,7 @@ def unpack(
 
 def file_time(modified_at: float) -> float:
     """Return the time to set for a file that its archive or store reports as ``modified_at``: at least ``EARLIEST_S``."""
-    # Not ``max`` alone: an extended header can say NaN.
+    # Not `max`, because an extended header can contain NaN.
     return min(modified_at, _LATEST_S) if modified_at >= EARLIEST_S else EARLIEST_S
 
 
@@ -79,12 +79,12 @@ def _unpack_members(
             first, _, rest = name.partition("/")
             if first != within or not rest:
                 continue
-            path = _place_of(os.path.join(top, within), rest, known)
+            path = _prepared_path(os.path.join(top, within), rest, known)
         else:
-            path = _place_of(top, name, known)
+            path = _prepared_path(top, name, known)
         names.append(name)
         if member.issym() or member.islnk() or os.path.islink(path):
-            # From now on, every path through a link may lead elsewhere.
+            # Directories that were checked before may now be links.
             known.clear()
             has_links = True
         if member.isdir():
@@ -117,7 +117,7 @@ def _matcher(only: str) -> Optional[Pattern[str]]:
         raise OpError("bad_request", "{!r} is not a regular expression that Python accepts: {}".format(only, error)) from error
 
 
-def _place_of(top: str, name: str, known: Set[str]) -> str:
+def _prepared_path(top: str, name: str, known: Set[str]) -> str:
     """Return a member's path, and create its directory."""
     seen = len(known)
     path = path_inside(top, name, known)
@@ -150,7 +150,7 @@ def _unpack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
 
 
 def _refuse_links_outside(top: str) -> None:
-    """Check the complete tree: a link may lead outside at the end even if it did not when it was created."""
+    """Check all links again: later members may have changed their targets."""
     for folder, folders, names in os.walk(top):
         for name in folders + names:
             path = os.path.join(folder, name)

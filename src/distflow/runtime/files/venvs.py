@@ -2,8 +2,8 @@
 
 The key identifies the requested packages and this node's interpreter, so each environment is built once. A virtual environment
 cannot be moved. It is therefore built at its final path, and the file ``complete`` is written last. A directory without that
-file is half-built: the builder was killed, and the next one begins again. ``<root>/venvs/<key>.lock`` is locked by the process
-that builds or removes an environment.
+file is half-built: its builder was killed, and the next builder starts again. A process that builds or removes an environment
+locks ``<root>/venvs/<key>.lock``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def lock_of(directory: str) -> str:
 
 
 def is_complete(directory: str) -> bool:
-    """Whether an environment is complete, belongs to this user, and was built by distflow."""
+    """Return whether an environment is complete, belongs to this user, and was built by distflow."""
     path = os.path.join(directory, COMPLETE)
     is_ours = is_own_directory(directory) and is_marked(directory)
     return (
@@ -79,7 +79,7 @@ def require(root: str, digest: object) -> str:
     """Return the directory of a complete environment, and note its use. Raises ``no_venv`` if it must be built first."""
     directory = directory_of(root, digest)
     if not is_complete(directory):
-        raise OpError("no_venv", "its Python environment is not on this node, or was removed; submit the workflow again")
+        raise OpError("no_venv", "the task's Python environment is not on this node, or was removed; submit the workflow again")
     touch(directory)
     return directory
 
@@ -100,7 +100,7 @@ def activated(root: str, launch: Json) -> Json:
 
 
 def list_venvs(root: str) -> Iterator[Tuple[str, str]]:
-    """Yield the key and the directory of every environment of distflow, also of half-built ones."""
+    """Yield the key and the directory of every environment of distflow, including half-built environments."""
     top = os.path.join(root, VENVS)
     if not is_own_directory(top):
         return
@@ -122,11 +122,11 @@ def read_record(directory: str) -> Optional[Json]:
 
 
 REMEDY = "install uv, or the package python3-venv of the node's system"
-"""What to do on a node without ``tools``."""
+"""The remedy for a node without the ``tools`` to build environments."""
 
 
 def tools(path: str) -> Json:
-    """Return ``uv``, its path or null, and ``pip``: whether this interpreter can make environments with pip."""
+    """Return ``uv``, the path of uv or null, and ``pip``, whether this interpreter can create environments with pip."""
     from importlib.util import find_spec
 
     from distflow.runtime.processes import find_program

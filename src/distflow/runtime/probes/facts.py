@@ -24,7 +24,7 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def user_name(uid: Optional[int] = None) -> str:
-    """Return the name of this user, or of another one."""
+    """Return the name of the user ``uid``, or of the current user."""
     uid = os.getuid() if uid is None else uid
     try:
         return pwd.getpwuid(uid).pw_name
@@ -33,7 +33,7 @@ def user_name(uid: Optional[int] = None) -> str:
 
 
 def gather_facts(root: str) -> Json:
-    """Return all facts. Takes as long as ``nvidia-smi``, if the node has it (``is_quick``)."""
+    """Return all facts. Runs ``nvidia-smi``, which may take seconds, if the node has it (``is_quick``)."""
     gpus = _gpus()
     return {
         "hostname": socket.gethostname(),
@@ -62,7 +62,7 @@ def free_bytes(path: str) -> int:
 
 
 def is_quick() -> bool:
-    """Whether ``gather_facts`` runs no program, so that heartbeats are not delayed."""
+    """Return whether ``gather_facts`` runs no program, so that heartbeats are not delayed."""
     return nvidia_smi() is None
 
 
@@ -98,7 +98,7 @@ def _amd_gpus() -> List[str]:
 
 
 def _ssh_server() -> str:
-    """Return the address on which sshd accepted this connection (its SSH_CONNECTION), or that of an allocated node."""
+    """Return the address on which sshd accepted this connection (SSH_CONNECTION), or the address of an allocated node."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else os.environ.get("DISTFLOW_NODE_ADDRESS", "")
 
@@ -109,11 +109,11 @@ def _ipv4() -> List[Dict[str, str]]:
     SIOCGIFCONF also lists additional addresses of an interface.
     """
     entry = 40 if struct.calcsize("P") == 8 else 32
-    room = array.array("B", bytes(entry * 256))
+    buffer = array.array("B", bytes(entry * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
         used = struct.unpack("iP", fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))[0]
-    text = room.tobytes()
+    text = buffer.tobytes()
     return [
         {
             "interface": text[at : at + 16].split(b"\0", 1)[0].decode("utf-8", "replace").split(":")[0],  # eth0:1 is eth0

@@ -59,7 +59,7 @@ class GpuReader:
 
 
 def open_gpus(ids: Sequence[int]) -> GpuReader:
-    """Return a reader of the GPUs with these indexes; one that reads nothing if there is no driver."""
+    """Return a reader of the GPUs with these indexes. Without a driver, it returns no values."""
     if ids:
         for kind in (NvidiaGpus, AmdGpus):
             try:
@@ -70,10 +70,10 @@ def open_gpus(ids: Sequence[int]) -> GpuReader:
 
 
 class NvidiaGpus(GpuReader):
-    """GPUs of NVIDIA. The index is that of ``nvidia-smi``."""
+    """GPUs of NVIDIA. Their indexes are those of ``nvidia-smi``."""
 
     def __init__(self, ids: Sequence[int], library: str = "libnvidia-ml.so.1") -> None:
-        """Load the library. Raises ``OSError`` if there is none, or if it finds no driver."""
+        """Load the library. Raises ``OSError`` if the library is missing or finds no driver."""
         self._nvml = ctypes.CDLL(library)
         if self._call("nvmlInit_v2") is None:
             raise OSError("NVML cannot be initialized")
@@ -161,7 +161,7 @@ class AmdGpus(GpuReader):
 
 
 def _sensors(device: str) -> str:
-    """Return the directory of a device's sensors; one that does not exist if it has none."""
+    """Return the directory of a device's sensors. Without sensors, the directory is empty or does not exist."""
     folder = os.path.join(device, "hwmon")
     try:
         return os.path.join(folder, sorted(os.listdir(folder))[0])
@@ -191,7 +191,7 @@ def _read_amd(device: str, sensors: str) -> Values:
 
 
 def _read_number(path: str) -> Optional[int]:
-    """Return the number in a file, or that of the uncorrected errors in a file of error counts."""
+    """Return the number in a file; in a file of error counts, the number of uncorrected errors."""
     try:
         with open(path, "rb", buffering=0) as file:
             match = re.match(rb"(?:u[e]:\s*)?([0-9]{1,18})\b", file.read(256))

@@ -1,7 +1,7 @@
 """Use of CPU, memory, disk and network by the processes of an attempt, from /proc and /sys.
 
-The processes are the descendants of the keeper, and those in the cgroup of a container that a daemon started. The kernel adds
-the time and the bytes of an ended process to its parent, and the keeper adopts orphans. The sums therefore also contain
+The processes are the descendants of the keeper, and the processes in the cgroup of a container that a daemon started. The
+kernel adds the time and the bytes of an ended process to its parent, and the keeper adopts orphans. The sums therefore include
 processes that ended between two samples. Sources: proc(5), https://docs.kernel.org/admin-guide/cgroup-v2.html.
 """
 
@@ -18,7 +18,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _RENEW_ROUNDS = 100
 """All processes are read again after this number of samples, because their ids may be reused."""
-_SECTION = 4
+_COUNTER_UNIT = 4
 """Unit of the counters of InfiniBand ports, in bytes."""
 _INFINIBAND = "/sys/class/infiniband"
 _CGROUPS = "/sys/fs/cgroup"
@@ -34,7 +34,7 @@ class HostUsage:
     """Measures the descendants of the process ``root``. Rates are averages since the previous call of ``read``."""
 
     def __init__(self, root: int, command: int, container: str = "") -> None:
-        """``command`` is a descendant; its network counters are read. ``container``: id of the task's container, if any."""
+        """``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any."""
         self._root = root
         self._command = command
         self._cgroup = _cgroup_of_container(container) if container else None
@@ -47,11 +47,11 @@ class HostUsage:
         self._ports = _infiniband_ports()
 
     def read(self) -> Optional[Dict[str, float]]:
-        """Return the values by name; None for the first call, which only begins the rates.
+        """Return the values by name; None for the first call, because rates need two measurements.
 
-        ``cpu`` in cores, ``memory`` in bytes (shared pages of the largest process only), ``processes``, and in bytes per
-        second ``disk_read``, ``disk_write``, ``network_receive``, ``network_transmit``, ``rdma_receive``, ``rdma_transmit``.
-        The network's values are those of all processes of the node that share the interfaces.
+        ``cpu`` in cores, ``memory`` in bytes (shared pages count once, for the process with most of them), ``processes``, and
+        in bytes per second ``disk_read``, ``disk_write``, ``network_receive``, ``network_transmit``, ``rdma_receive``,
+        ``rdma_transmit``. The network's values include all processes of the node that share the interfaces.
         """
         counters, levels = self._measure()
         at = time.monotonic()
@@ -85,7 +85,7 @@ class HostUsage:
         return counters, {"memory": (own + shared) * _PAGE, "processes": len(stats)}
 
     def _find(self) -> Dict[int, _Stat]:
-        """Return the processes of the attempt. Only its own and new processes are read, because a node may have thousands."""
+        """Return the attempt's processes. Only these and new processes are read, because a node may have thousands."""
         self._rounds += 1
         if self._rounds % _RENEW_ROUNDS == 0:
             self._others.clear()
@@ -139,7 +139,10 @@ class HostUsage:
         sent = [_read_number(port + "/counters/port_xmit_data") for port in self._ports]
         if not self._ports or None in received or None in sent:
             return {}
-        return {"rdma_receive": sum(filter(None, received)) * _SECTION, "rdma_transmit": sum(filter(None, sent)) * _SECTION}
+        return {
+            "rdma_receive": sum(filter(None, received)) * _COUNTER_UNIT,
+            "rdma_transmit": sum(filter(None, sent)) * _COUNTER_UNIT,
+        }
 
 
 def limits(cgroup: str = _CGROUPS) -> Dict[str, float]:

@@ -1,4 +1,4 @@
-"""Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and commands as tasks run them.
+"""Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and results of commands.
 
 Output of tools (``nvidia-smi``, ``busctl``) is returned unchanged, and the submitter parses it. Measuring may take long, so the
 functions return jobs for a child of the agent.
@@ -43,7 +43,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
     def work() -> Json:
         apps = _tool("nvidia-smi", "--query-compute-apps=" + _APP_FIELDS, "--format=csv,noheader,nounits")
         return {
-            "root": dict(_place(root), error=_write_error(root)),
+            "root": dict(_file_system_of(root), error=_write_error(root)),
             "leases": _leases(lease_dir),
             "names": _names(socket.gethostname()),
             "gpus": _tool("nvidia-smi", "--query-gpu=" + _GPU_FIELDS, "--format=csv,noheader,nounits"),
@@ -80,13 +80,13 @@ class _Mount(NamedTuple):
     options: List[str]
 
 
-def _place(path: str) -> Json:
-    """Return a directory and its file system. If the directory does not exist, its nearest parent is measured."""
-    there = path
-    while not os.path.exists(there) and there != os.path.dirname(there):
-        there = os.path.dirname(there)
-    mount = _mount_of(os.path.realpath(there))
-    disk = shutil.disk_usage(there)
+def _file_system_of(path: str) -> Json:
+    """Describe the file system of a directory. If the directory does not exist, its nearest existing parent is measured."""
+    existing = path
+    while not os.path.exists(existing) and existing != os.path.dirname(existing):
+        existing = os.path.dirname(existing)
+    mount = _mount_of(os.path.realpath(existing))
+    disk = shutil.disk_usage(existing)
     return {
         "path": path,
         "file_system": mount.kind if mount else "",
@@ -115,7 +115,7 @@ def _mount_of(path: str) -> Optional[_Mount]:
 
 
 def _write_error(directory: str) -> Optional[str]:
-    """Return why no file can be written there; ``None`` if one can."""
+    """Return why no file can be written to a directory; ``None`` if a file can be written."""
     path = os.path.join(directory, ".probe-{}".format(os.getpid()))
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -138,9 +138,9 @@ def _leases(lease_dir: str) -> Json:
         node_leases.take(lease_dir, 0, (), "any", {"user": user_name(), "attempt": "pool check", "pid": os.getpid()}).close()
     except OpError as refusal:
         error = refusal.message
-    place = _place(os.path.abspath(os.path.expanduser(lease_dir)))
+    found = _file_system_of(os.path.abspath(os.path.expanduser(lease_dir)))
     owner = foreign_owner(lease_dir)
-    return {"path": place["path"], "file_system": place["file_system"], "error": error, "owner": owner}
+    return {"path": found["path"], "file_system": found["file_system"], "error": error, "owner": owner}
 
 
 def _names(hostname: str) -> Json:
@@ -167,7 +167,7 @@ def _owners(apps: str) -> Dict[str, Json]:
 
 
 def _logind() -> Json:
-    """Return what systemd does to processes of this login when it ends."""
+    """Return systemd's settings for processes that remain after the end of this login."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
             in_session = re.search(r"/session-[^/\n]*\.scope", file.read()) is not None
@@ -240,11 +240,11 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 
 
 def _conditions() -> Json:
-    """Measure the conditions for this login. Values that this system does not report are ``None``."""
+    """Return memory, limits and devices as this login has them. Values that the system does not report are ``None``."""
     return {
         "memory": _memory(),
         "shm": _shm(),
-        "limits": {name: _soft(limit) for name, limit in _LIMITS.items()},
+        "limits": {name: _soft_limit(limit) for name, limit in _LIMITS.items()},
         "has_rdma": _has_rdma(),
         "xids": kernel_log.gpu_errors(),
     }
@@ -271,7 +271,7 @@ def _shm() -> Optional[Json]:
     return {"free_bytes": found.f_bavail * found.f_frsize, "total_bytes": found.f_blocks * found.f_frsize}
 
 
-def _soft(limit: int) -> Optional[int]:
+def _soft_limit(limit: int) -> Optional[int]:
     soft = resource.getrlimit(limit)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 

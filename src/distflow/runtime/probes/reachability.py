@@ -1,4 +1,4 @@
-"""Reachability of nodes: listening sockets for a limited time, and connections to those of other nodes.
+"""Reachability of nodes: sockets that listen for a limited time, and connections to such sockets on other nodes.
 
 The agent itself owns the sockets. Connecting may take long, so it is a job for a child process.
 """
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def reach(request: Json) -> Callable[[], Json]:
-    """Return a job that connects to each target. Its ``results`` are in the same order."""
+    """Return a job that connects to each target. Its ``results`` have the order of the targets."""
     targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
     timeout_s = min(float(request.get("limit_s") or 5.0), _MAX_TIME_S)
 
@@ -43,13 +43,13 @@ def reach(request: Json) -> Callable[[], Json]:
 
 
 class Listeners:
-    """Sockets that send their word to each connection, and close after a time limit."""
+    """Sockets that send a given word to each connection, and close after a time limit."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
     def listen(self, request: Json) -> Json:
-        """Listen on a port of ``address``, or of every address if that one is not this node's."""
+        """Listen on a free port of ``address``, or of all addresses if ``address`` does not belong to this node."""
         word = str(request["word"]).encode() + b"\n"
         timeout_s = min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
         listener, is_own = listen_on(str(request["address"]))
@@ -92,7 +92,7 @@ def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:
     except OSError as error:
         return {"kind": _KINDS.get(error.errno or 0, "other"), "message": error.strerror or str(error)}
     if received != expected:
-        return {"kind": "stranger", "message": "another program answers there"}
+        return {"kind": "stranger", "message": "another program answers at this address"}
     return {"kind": "ok", "ms": round((time.monotonic() - begin) * 1000, 3)}
 
 
@@ -102,8 +102,8 @@ _BACKLOG = 1024
 def listen_on(address: str) -> Tuple[socket.socket, Optional[bool]]:
     """Return a non-blocking listening socket on a free port, and whether ``address`` belongs to this node.
 
-    The socket listens on every address if ``address`` is not this node's (because of address translation). It also does so for
-    a host name; the second value is then ``None``, because resolving a name may take long. Raises ``OpError``.
+    The socket listens on all addresses if ``address`` does not belong to this node, because the network may translate it. The
+    same holds for a host name. The second value is then ``None``, because resolving a name may take long. Raises ``OpError``.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address):

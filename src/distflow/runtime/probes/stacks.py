@@ -1,7 +1,7 @@
-"""The current state of an attempt's processes: the kernel's information on each, Python stacks, and collectives.
+"""The current state of an attempt's processes: the kernel's information about each process, Python stacks, and collectives.
 
 Python stacks are read from outside by ``py-spy``, if the node has it. It neither stops the process nor needs its cooperation,
-so it also works for one that hangs in a driver or holds its interpreter's lock.
+so it also works for a process that hangs in a driver or holds its interpreter's lock.
 
 Where py-spy cannot be used, ranks of ``distflow.train`` write their own stacks with Python's faulthandler: on SIGUSR1, it
 writes the stacks of all threads to ``stacks-<pid>`` in the attempt's directory. The handler is written in C, so it also runs
@@ -9,7 +9,7 @@ while the interpreter's lock is held. The signal would kill any other process. S
 file open and catch the signal.
 
 Each of these ranks also listens on a socket ``collectives-<pid>`` in that directory, and sends one JSON document with its
-current collectives to each connection. These documents are untrusted: only valid ones are used, in a fixed form.
+current collectives to each connection. These documents are untrusted: invalid ones are ignored, and unknown fields left out.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
 
 
 def _processes_of(attempt: str, state: Json) -> List[processes.Process]:
-    """Return the command, its descendants, and processes with the attempt's mark.
+    """Return the command, its descendants, and all other processes whose environment names the attempt.
 
-    The mark is needed for containers, whose processes are not the keeper's descendants.
+    Processes in containers may not be the keeper's descendants.
     """
     everything = list(processes.list_processes())
     keeper = int((state.get("keeper") or {}).get("pid") or 0)
     below = {one.pid for one in processes.only_descendants(everything, keeper)} if keeper else set()
-    ours = {int((state.get(name) or {}).get("pid") or 0) for name in ("keeper", "runner")}
+    pair = {int((state.get(name) or {}).get("pid") or 0) for name in ("keeper", "runner")}
     mark = "DISTFLOW_ATTEMPT=" + attempt
     return [
         one
         for one in everything
-        if one.is_alive and one.pid not in ours and (one.pid in below or processes.has_variable(one.pid, mark))
+        if one.is_alive and one.pid not in pair and (one.pid in below or processes.has_variable(one.pid, mark))
     ]
 
 
@@ -128,9 +128,9 @@ def _ranks(pid: int) -> Dict[str, int]:
 
 def _add_python_threads(tool: str, found: List[Json], env: Dict[str, str]) -> None:
     for at in range(0, len(found), _AT_ONCE):
-        asked = [(one, _start_py_spy(tool, int(one["pid"]), env)) for one in found[at : at + _AT_ONCE]]
+        started = [(one, _start_py_spy(tool, int(one["pid"]), env)) for one in found[at : at + _AT_ONCE]]
         until = time.monotonic() + _TOOL_S
-        for one, process in asked:
+        for one, process in started:
             one["threads"], one["error"] = _py_spy_threads(process, until)
 
 
@@ -179,7 +179,7 @@ def _heartbeat_age(directory: str) -> Optional[float]:
 
 
 def _host_rule() -> Optional[int]:
-    """Return Yama's rule (kernel.yama.ptrace_scope). From 1 upward, only root may inspect processes other than its children."""
+    """Return Yama's rule (kernel.yama.ptrace_scope). With 1 or more, users other than root may inspect only their children."""
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             return int(file.read())
@@ -198,23 +198,23 @@ _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python[0-9.]+)/")
 
 
 def _add_tracebacks(found: List[Json], directory: str) -> None:
-    """Ask Python processes without a known stack for theirs, all at once. Processes that cannot be asked are not changed."""
-    asked: List[Tuple[Json, str, int]] = []
+    """Let Python processes without known stacks write them, all at the same time. Skip processes that cannot do this."""
+    requested: List[Tuple[Json, str, int]] = []
     for one in found:
         path = os.path.join(directory, "stacks-{}".format(one["pid"]))
         if one["is_python"] and one["threads"] is None:
             begin = _request_dump(int(one["pid"]), path)
             if begin is not None:
-                asked.append((one, path, begin))
+                requested.append((one, path, begin))
     until = time.monotonic() + _DUMP_S
-    for one, path, begin in asked:
-        text = _dump_in(path, begin, until)
+    for one, path, begin in requested:
+        text = _await_dump(path, begin, until)
         one["threads"] = _parse_tracebacks(text, directory) or None
-        one["error"] = None if one["threads"] else "it did not write its stacks after SIGUSR1"
+        one["error"] = None if one["threads"] else "the process did not write its stacks after SIGUSR1"
 
 
 def _parse_tracebacks(text: str, directory: str) -> List[Json]:
-    """Return the threads of a faulthandler dump. The main thread is the last one in it, and is named so."""
+    """Return the threads of a faulthandler dump. Its last thread is the main thread, and gets the name ``MainThread``."""
     threads: List[Json] = []
     for line in text.split("\n"):
         head, frame = _THREAD.match(line), _FRAME.fullmatch(line)
@@ -254,7 +254,7 @@ def _signal_handle(pid: int) -> Tuple[Callable[[], None], Callable[[], None]]:
         try:
             fd = opener(pid)
         except OSError:
-            pass  # an old kernel, or the process is gone, and then it has no file open either
+            pass  # an old kernel; or the process is gone, so that `_has_open` fails
         else:
             return (lambda: sender(fd, signal.SIGUSR1)), (lambda: os.close(fd))
     return (lambda: os.kill(pid, signal.SIGUSR1)), (lambda: None)
@@ -279,7 +279,7 @@ def _catches(pid: int) -> bool:
     return bool(int(lines.get("SigCgt", "0").strip(), 16) & 1 << (signal.SIGUSR1 - 1))
 
 
-def _dump_in(path: str, begin: int, until: float) -> str:
+def _await_dump(path: str, begin: int, until: float) -> str:
     size, changed = begin, time.monotonic()
     while time.monotonic() < until:
         time.sleep(_POLL_S)  # noqa: TID251  runs in its own child; no event reports that a file grew
@@ -305,14 +305,14 @@ def _shorten(path: str, directory: str) -> str:
 _SOCKET_PREFIX = "collectives-"
 _ANSWER_S = 3.0
 _MIN_ANSWER_S = 0.05
-"""Minimum time for a rank that is read late: if it answered, its answer has arrived by then."""
+"""Minimum time for ranks that are read after the deadline, because their answers may have arrived before it."""
 _MAX_ANSWER_BYTES = 256 * 1024
 _MAX_GROUPS = 64
 _MAX_NAME = 100
 
 
 def collect_collectives(directory: str) -> List[Json]:
-    """Return the answers that arrive in time, sorted by rank."""
+    """Return the collectives of all ranks that answer in time, sorted by rank."""
     try:
         names = sorted(name for name in os.listdir(directory) if name.startswith(_SOCKET_PREFIX))
         # Socket addresses must be short; a path through a descriptor always is.
@@ -329,7 +329,7 @@ def collect_collectives(directory: str) -> List[Json]:
 
 
 def validated_collectives(answer: Any) -> Optional[Json]:
-    """Return an answer in the fixed form; None if it is invalid."""
+    """Return a rank's answer with only the expected fields; None if it is invalid."""
     try:
         groups = [
             {
@@ -367,6 +367,6 @@ def _read_answer(caller: socket.socket, until: float) -> Any:
                 if not more:
                     return decode_json(received.decode("utf-8", "replace"))
                 received += more
-        except (OSError, ValueError):  # it does not release the interpreter's lock, or it is exiting
+        except (OSError, ValueError):  # the rank does not release the interpreter's lock, or it is exiting
             pass
     return None
