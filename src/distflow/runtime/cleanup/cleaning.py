@@ -1,6 +1,6 @@
 """The workflows on this node: list them, read the submitter's notes on them, remove them, and remove distflow itself.
 
-Nothing is removed while one of its attempts is alive.
+A workflow is not removed while one of its attempts is alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def survey(root: str) -> Json:
         try:
             measured = [_measure(path) for path in attempts.workflow_directories(root, uuid)]
         except FileNotFoundError:
-            continue  # its last lease was just released, or another agent removes it
+            continue  # the workflow's last lease was just released, or another agent is removing the workflow
         if measured:
             size, modified = sum(one[0] for one in measured), max(one[1] for one in measured)
             workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
@@ -77,9 +77,9 @@ def _survey_venvs(root: str) -> List[Json]:
 
 
 def _used_venvs(root: str) -> Optional[Set[str]]:
-    """Return the keys of the environments of living attempts; None if any may be needed, because an attempt is about to start.
+    """Return the keys of the environments of living attempts; None if an attempt is about to start and may use any of them.
 
-    They come from the attempts' records: this agent's interpreter may differ from the one that built an environment.
+    The keys are read from the attempts' files and not computed, because this agent may have another interpreter than the tasks.
     """
     used = set()
     for workflow in attempts.workflows(root):
@@ -103,7 +103,7 @@ def _refuse_used(root: str, key: str) -> None:
 
 
 def remove_venv(root: str, key: str) -> Json:
-    """Remove a Python environment. Refused while a task uses it, and while it is built."""
+    """Remove a Python environment. Raises ``conflict`` while a task uses it, and while it is built."""
     directory = dict(venvs.list_venvs(root)).get(key)
     if directory is None:
         return {"freed_bytes": 0}
@@ -115,9 +115,9 @@ def remove_venv(root: str, key: str) -> Json:
         _refuse_used(root, key)
         size = _measure(directory)[0]
         with contextlib.suppress(FileNotFoundError):
-            os.rename(complete, complete + ".old")  # a partly removed one must not look complete
+            os.rename(complete, complete + ".old")  # a partly removed environment must not look complete
         try:
-            _refuse_used(root, key)  # again: until now, a task could get it
+            _refuse_used(root, key)  # again, because until now a task could start to use it
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(complete + ".old", complete)
@@ -131,7 +131,7 @@ def remove_venv(root: str, key: str) -> Json:
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
-    """Remove a workflow's directory, or everything in it except outputs and records. Refused while an attempt is alive."""
+    """Remove a workflow's directory, or its files except outputs and records. Raises ``conflict`` if an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
@@ -143,7 +143,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
         for _, directory in list(attempts.list_attempts(root, workflow)):
             _remove_all_but_output(directory)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
-    # Moved away first, so that a partly removed workflow does not look complete.
+    # The directories are moved first, so that a partly removed workflow does not look complete.
     trash = os.path.join(root, _TRASH)
     hidden = []
     for number, top in enumerate(tops):
@@ -181,7 +181,7 @@ def _alive(root: str, workflow: str) -> List[str]:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a file or directory, if it exists. Raises ``OSError`` naming the obstacle, such as files of a container's root."""
+    """Remove a file or directory, if it exists. The ``OSError`` names what cannot be removed, such as files of root."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -194,7 +194,7 @@ def _remove_tree(path: str) -> None:
 
 
 def _allow_access(folder: str) -> None:
-    """Restore the owner's access to a directory that a task has closed, such as a cache of Go modules."""
+    """Restore the owner's access to a directory that a task made read-only, such as a cache of Go modules."""
     if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         with contextlib.suppress(OSError):
             os.chmod(folder, 0o700)
@@ -224,17 +224,17 @@ _EARLIER = {
     _TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
     "runtime": _DIGEST,
 }
-"""Names of files that an earlier version left and that cannot be proved to be distflow's."""
+"""Names of files that an earlier version probably left, without a proof that they are distflow's."""
 _LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
 def uninstall(root: str, request: Json) -> Json:
-    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` ones with the cause."""
+    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` paths with the cause."""
     alive = [
         name
         for workflow in attempts.workflows(root)
-        for name, place in attempts.list_attempts(root, workflow)
-        if orphans.may_live(place)
+        for name, directory in attempts.list_attempts(root, workflow)
+        if orphans.may_live(directory)
     ]
     if alive:
         raise OpError("conflict", "tasks are running here: {}".format(", ".join(alive[:5])))
@@ -267,7 +267,7 @@ def _no_builds(root: str) -> Iterator[None]:
 
 
 def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
-    """Remove this user's free lock files. A process that is just taking one notices that it is gone."""
+    """Remove this user's free lock files. A process that is just locking a file notices that it was removed."""
     try:
         directory = lease_files.open_directory(path)
     except OpError as error:
@@ -279,7 +279,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
                 continue
             fd, holder = lease_files.lock(directory, name, {})
             if fd < 0:
-                left.append("{}: it is held by {}".format(os.path.join(path, name), holder))
+                left.append("{}: it is locked by {}".format(os.path.join(path, name), holder))
                 continue
             os.unlink(name, dir_fd=directory)
             os.close(fd)
@@ -329,9 +329,9 @@ def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
 
 
 def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]) -> None:
-    """Remove files that an earlier version left in the configured directory and that provably come from distflow."""
-    mine = {BLOBS: earlier_blobs(root), "runtime": [path for path in _listed(earlier, "runtime") if _is_runtime(path)]}
-    for name, paths in mine.items():
+    """Remove files that an earlier version left in the configured directory, if it is certain that distflow created them."""
+    certain = {BLOBS: earlier_blobs(root), "runtime": [path for path in _listed(earlier, "runtime") if _is_runtime(path)]}
+    for name, paths in certain.items():
         emptied = [path for path in paths if _try(_remove_tree, path, left)]
         folder = os.path.join(earlier, name)
         unmarked = os.path.join(folder, ".unmarked")
@@ -346,13 +346,13 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
 
 
 def _listed(top: str, name: str) -> List[str]:
-    """Return the paths in a directory of this user; none if it does not exist."""
+    """Return the paths in a directory of this user; empty if it does not exist."""
     path = os.path.join(top, name)
     return [os.path.join(path, one) for one in sorted(os.listdir(path))] if root_directory.is_own_directory(path) else []
 
 
 def _is_runtime(path: str) -> bool:
-    """Whether a directory holds distflow's runtime. Its agent was in ``agent.py`` in versions without a private directory."""
+    """Return whether a directory contains distflow's runtime. Early versions had the agent in ``agent.py``."""
     if not _DIGEST.fullmatch(os.path.basename(path)) or not root_directory.is_own_directory(path):
         return False
     agents = (os.path.join(path, "distflow/runtime", name) for name in ("agent.py", "agent/server.py"))
@@ -373,7 +373,7 @@ def _try(remove: Callable[[str], object], path: str, left: List[str]) -> bool:
 
 
 def recall(root: str, request: Json) -> Json:
-    """Return every workflow except ``known`` ones: its attempts, and the newest note that is stored with one of them."""
+    """Return all workflows except the ``known`` ones: their attempts, and the newest note that is stored with an attempt."""
     known = set(request.get("known") or [])
     return {"workflows": [_workflow(root, uuid) for uuid in attempts.workflows(root) if uuid not in known]}
 

@@ -1,4 +1,4 @@
-"""Attempts whose runner and keeper died together: kill their remaining processes, and write the record."""
+"""Attempts whose runner and keeper died together: kill their remaining processes, and record their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
-    """Whether a process named in ``runner.json`` is alive, as far as another process can tell."""
+    """Return whether a process named in ``runner.json`` is alive, as far as another process can tell."""
     if state.get("boot_id") != processes.boot_id():
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]
@@ -26,13 +26,13 @@ def is_pair_alive(state: Json) -> bool:
 
 
 def is_watched(directory: str) -> bool:
-    """Whether runner or keeper is alive. If the end is recorded already, they are about to exit."""
+    """Return whether runner or keeper is alive. They may still be alive for a moment after the end was recorded."""
     state = records.read_state(directory)
     return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
 
 
 def may_live(directory: str) -> bool:
-    """Whether the attempt has a pair here or, in a root that machines share, possibly on another machine."""
+    """Return whether the attempt has a pair on this machine or may have one on another machine that shares the root."""
     if is_watched(directory):
         return True
     state = records.read_state(directory)
@@ -42,8 +42,8 @@ def may_live(directory: str) -> bool:
 def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
     """Kill the remaining processes of an attempt without a pair, and record its end. Does nothing for other attempts.
 
-    If the attempt's directory was removed while it ran, its processes are found by their mark, and nothing is recorded.
-    ``stopped`` has ``why`` and when (``stopped_at``) it was asked to stop, if that may not be recorded yet.
+    If the attempt's directory was removed while it ran, its processes are found by their environment, and nothing is recorded.
+    ``stopped`` has the cause (``why``) and the time (``stopped_at``) of a stop request that may not be recorded yet.
     """
     directory = attempts.directory_of(root, attempt)
     try:
@@ -72,7 +72,7 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         attempt_files.remove_secrets(directory)
         if attempt_files.has_secrets(directory):
-            # The processes that knew the secrets are gone, so the error file can no longer be masked.
+            # Without the processes that had the secrets, the error file cannot be masked, so it is removed.
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
@@ -85,7 +85,10 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
 
 
 def _kill_remaining(attempt: str, state: Json) -> str:
-    """Kill all processes in the attempt's cgroup, with its mark or in its command's session, and their descendants."""
+    """Kill all processes in the attempt's cgroup, with its name in their environment, or in its command's session.
+
+    Their descendants are killed, too.
+    """
     command = state.get("command") or {}
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
     group = process_tree.cgroup_name(command)
@@ -95,7 +98,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
         if process.pid in spare:
             return False
         if session > 1 and process.sid == session and process.start >= start:
-            # If a living leader has another start time, the command's id was reused, and its session with it.
+            # If a living leader has another start time, the command's id was reused, and so was the id of its session.
             leader = processes.read_process(session)
             if leader is None or leader.start == start:
                 return True
@@ -118,9 +121,9 @@ def _kill_remaining(attempt: str, state: Json) -> str:
 
 
 def end_adopted(spare: AbstractSet[int]) -> bool:
-    """Try once to kill the orphans that this agent adopted from pairs that it forked. Returns True if there was none.
+    """Try once to kill the orphans that this agent adopted from pairs that it forked. Returns True if there were none.
 
-    They are its descendants except for ``spare`` and their descendants.
+    The orphans are all descendants of the agent except for ``spare`` and their descendants.
     """
     me = os.getpid()
 

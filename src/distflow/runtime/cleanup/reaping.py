@@ -1,7 +1,8 @@
-"""Finding and killing leftover processes of earlier attempts of all workflows, however these ended.
+"""Find and kill leftovers: processes and containers of ended attempts of any workflow.
 
-A process is a leftover if it has an attempt's mark in its environment, or belongs to the session of an attempt's command, while
-runner and keeper of that attempt are gone. Only leftovers of attempts in this root are killed; every root is reaped separately.
+A process is a leftover if it has an attempt's name in its environment (the *mark*), or belongs to the session or the cgroup of
+an attempt's command, while runner and keeper of that attempt are gone. Only leftovers of attempts in this root are killed;
+every root is reaped separately.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ def reap(root: str, request: Json) -> Json:
 def _await_removal(leftovers: _Leftovers, found_containers: List[Json], until: float) -> None:
     """Wait until the containers are gone.
 
-    An engine that is still removing one refuses a second request, which is not an error.
+    An engine refuses to remove a container that it is already removing. This is not an error.
     """
     left = found_containers
     while left:
-        there = {container["name"] for container, _ in leftovers.containers()}
-        left = [container for container in left if container["name"] in there]
+        present = {container["name"] for container, _ in leftovers.containers()}
+        left = [container for container in left if container["name"] in present]
         if not left or time.monotonic() >= until:
             break
         select.select([], [], [], 0.2)
@@ -91,7 +92,7 @@ def _await_removal(leftovers: _Leftovers, found_containers: List[Json], until: f
 
 
 class _Leftovers:
-    """The attempts of one root, and the processes that belong to ended ones."""
+    """The attempts of one root, and the processes that belong to ended attempts."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -121,20 +122,20 @@ class _Leftovers:
             self._engines.append((known["program"], known["env"]))
 
     def unsettled(self) -> List[str]:
-        """Return attempts of this machine without a pair and a recorded end. Several machines may share a root over NFS."""
+        """Return this machine's attempts without a pair and a recorded end. Several machines may share a root over NFS."""
         found = []
         for workflow in attempts.workflows(self._root):
             for name, directory in attempts.list_attempts(self._root, workflow):
                 state = records.read_state(directory)
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
-                # In this order, because runner and keeper exit after the end is recorded.
+                # In this order, because runner and keeper exit only after the end was recorded.
                 if not orphans.is_watched(directory) and records.read_end(directory) is None:
                     found.append(name)
         return found
 
     def find(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Leftover]]:
-        """Return every living leftover, also those that may not be killed. By default, all current processes are checked."""
+        """Return every living leftover, including leftovers that may not be killed. Default: check all current processes."""
         everything = list(processes.list_processes()) if everything is None else everything
         found = {}
         for process in everything:
@@ -155,7 +156,7 @@ class _Leftovers:
         return [process for process, leftover in self.find(everything) if leftover.is_ours]
 
     def is_ours(self, process: Process) -> bool:
-        """Whether this process is a leftover that is to be killed."""
+        """Return whether this process is a leftover that must be killed."""
         leftover = self.explain(process)
         return leftover is not None and leftover.is_ours
 
@@ -171,12 +172,12 @@ class _Leftovers:
         if name is None:
             return None
         try:
-            here = attempts.directory_of(self._root, name)
+            expected = attempts.directory_of(self._root, name)
         except OpError:
             return None  # a mark that distflow did not set
-        directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or here
+        directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or expected
         if not directory.endswith("/" + name):
-            directory = here
+            directory = expected
         if orphans.is_watched(directory):
             return None
         root = directory[: -len(name) - 1]
@@ -186,19 +187,19 @@ class _Leftovers:
         try:
             return _Leftover(name, why, os.stat(directory).st_uid == os.getuid())
         except OSError:
-            return _Leftover(name, why, _owner(process.pid) == os.getuid())  # it is gone
+            return _Leftover(name, why, _owner(process.pid) == os.getuid())  # the directory is gone
 
     def _by_session(self, process: Process) -> Optional[_Leftover]:
         for name, state in self._sessions.get(process.sid, ()):
             start = int(state["command"].get("start") or 0)
             leader = processes.read_process(process.sid)
             if process.start < start or (leader is not None and leader.start != start):
-                continue  # the command's id was reused, and its session with it
+                continue  # the command's id was reused, and so was the id of its session
             directory = attempts.directory_of(self._root, name)
             if not os.path.isdir(directory) or orphans.is_watched(directory):
                 continue
             end = records.read_end(directory)
-            # A free id can be reused. It was not free while the command and the processes that it had started lived.
+            # The session's id may be reused after the recorded end, so a later process may not belong to the attempt.
             if end is not None and processes.started_at(process) > float(end["ended_at"]) + _SLACK_S:
                 continue
             return _Leftover(name, _why(directory), _owner(process.pid) == os.getuid())
@@ -219,16 +220,16 @@ class _Leftovers:
         for program, env in self._engines:
             for container in containers.labeled(program, env):
                 try:
-                    here = attempts.directory_of(self._root, container["attempt"])
+                    expected = attempts.directory_of(self._root, container["attempt"])
                 except OpError:
                     continue
-                if orphans.is_watched(here):
+                if orphans.is_watched(expected):
                     continue
-                is_ours = os.path.realpath(container["cwd"]) == os.path.join(here, "work")
-                where = os.path.dirname(container["cwd"])
-                if not is_ours and orphans.is_watched(where):
+                is_ours = os.path.realpath(container["cwd"]) == os.path.join(expected, "work")
+                directory = os.path.dirname(container["cwd"])
+                if not is_ours and orphans.is_watched(directory):
                     continue
-                why = _why(here) if is_ours else "it belongs to another root, {}".format(where)
+                why = _why(expected) if is_ours else "it belongs to another root, {}".format(directory)
                 shown = {
                     "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
                     "state": container["state"], "why": why, "is_ours": is_ours, "error": None,
@@ -238,7 +239,7 @@ class _Leftovers:
 
 
 def _is_guarded(process: Process) -> bool:
-    """Whether a process belongs to a living pair or descends from one."""
+    """Return whether a process is a runner or keeper, or descends from one."""
     current: Optional[Process] = process
     for _ in range(64):
         if current is None:

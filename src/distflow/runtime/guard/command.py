@@ -1,7 +1,7 @@
 """Starting an attempt's command: its environment, and the steps between fork and exec.
 
 The child waits for a byte from the keeper before it execs the command. So its id and start time are recorded before the command
-can do anything.
+starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEARTBEAT = "heartbeat"
 PLACEHOLDER = "@@ATTEMPT_DIR@@"
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NOT_FOR_TASKS = ("PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "__PYVENV_LAUNCHER__")
-"""Variables that are meant for the agent's interpreter. A task's Python may be another one."""
+"""Variables for the agent's interpreter. A task may use another interpreter."""
 
 
 class Spawned(NamedTuple):
@@ -50,7 +50,7 @@ class Spawned(NamedTuple):
     failure: int
     """Gives end of file if the exec succeeded, and the cause of the failure otherwise (see ``read_failure``)."""
     cgroup: Optional[str]
-    """Path of the cgroup that contains the command and its descendants; None where this user may not create one."""
+    """Path of the cgroup that contains the command and its descendants; None if this user may not create one."""
 
     @property
     def record(self) -> Json:
@@ -79,10 +79,11 @@ def fill_placeholders(launch: Json, directory: str) -> Json:
 
 
 def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
-    """Return the command's environment: the node's variables, overridden by the launch's, overridden by the attempt's marks.
+    """Return the command's environment.
 
-    With a container, PATH remains the node's, because it is used to find docker or podman. The launch's own PATH applies inside
-    the container.
+    The launch's variables override the node's, and distflow's variables (``DISTFLOW_ATTEMPT`` and others) override both. With a
+    container, PATH remains the node's, because it is used to find docker or podman. The launch's own PATH applies inside the
+    container.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
@@ -138,7 +139,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     os.close(go_read)
     os.close(failure_write)
-    os.read(failure_read, 1)  # the child writes a byte when it is ready; end of file means that it was killed before
+    os.read(failure_read, 1)  # the child writes a byte when it is ready; at end of file, it was killed before that
     os.set_blocking(failure_read, False)
     process = processes.read_process(pid)
     return Spawned(pid, process.start if process else 0, go_write, failure_read, process_tree.enclose(pid, directory))
@@ -157,7 +158,7 @@ def _become_command(
         if not os.read(go, 1):
             os._exit(126)  # the keeper died before it wrote the byte
         code, message = exec_program(argv, env, cwd)
-    except BaseException as error:  # nothing may unwind into the keeper's code in this process
+    except BaseException as error:  # this copy of the keeper must not continue with the keeper's code
         message = "{}: {!r}".format(message, error)
     finally:
         os.write(failure, json.dumps({"exit_code": code, "message": message[:2000]}).encode()[:4000])
@@ -167,8 +168,8 @@ def _become_command(
 def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, parent: int) -> None:
     """Prepare this forked process for the exec of a command. Exits if ``parent`` is dead.
 
-    The process gets a session of its own, ``streams`` as standard input, output and error, the login's limits, and default
-    signals. All other descriptors are closed, except for those in ``keep``. The kernel kills the process when ``parent`` dies.
+    The process gets its own session, ``streams`` as standard input, output and error, the login's limits, and default signals.
+    All other descriptors except ``keep`` are closed. The kernel kills the process when ``parent`` dies.
     """
     signal.set_wakeup_fd(-1)
     os.setsid()
@@ -183,7 +184,7 @@ def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, par
 
 
 def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, str]:
-    """Execute the program in ``cwd``. Returns only on failure: an exit code as in a shell, and a message."""
+    """Execute the program in ``cwd``. Returns only on failure: the exit code that a shell would return, and a message."""
     try:
         os.chdir(cwd)
     except OSError as error:
@@ -196,9 +197,7 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
             os.execve(candidate, argv, env)
         except (FileNotFoundError, NotADirectoryError):
             if os.path.isfile(candidate):
-                return 127, "`{}`: its first line (`#!`) names an interpreter that does not exist on this node".format(
-                    candidate
-                )
+                return 127, "`{}`: the interpreter in its first line (`#!`) does not exist on this node".format(candidate)
         except PermissionError:
             refused = candidate
         except OSError as error:
@@ -216,7 +215,7 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
 
 
 def read_failure(fd: int) -> Optional[Json]:
-    """Return why the exec failed, or None if it succeeded. Call it when ``failure`` is readable."""
+    """Return the exit code and the message of a failed exec, or None if it succeeded. Call it when ``failure`` is readable."""
     text = b""
     while True:
         try:

@@ -2,9 +2,8 @@
 
 A task's container shares the node's network, shared memory (``/dev/shm``) and process ids. So addresses, ports, signals, exit
 codes and the search for remaining processes work as for a task without a container. The attempt's directory has the same path
-inside and outside. Everything here about creating and removing containers applies to docker and podman. Apptainer has no
-daemon: a task's processes are children of the keeper, and no container has to be removed. This module is imported only for a
-launch with a ``container``.
+inside and outside. Only docker and podman have containers that must be created and removed. Apptainer has no daemon: a task's
+processes are children of the keeper. This module is imported only for a launch with a ``container``.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ _PULL_S = 3600.0
 _SECRET_WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN")
 """Words in the names of variables that may hold a secret, such as ``DOCKER_AUTH_CONFIG``.
 
-They are not stored: removing a container needs no secret.
+Such variables are not stored, because removing a container needs no secret.
 """
 _CLIENT_PREFIXES = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDIR")
-"""Prefixes of the variables by which the program finds its daemon, its images and its settings."""
+"""Prefixes of the variables by which docker and podman find their daemons, images and settings."""
 
 
 def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
     """Pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
 
-    Returns ``program`` and whether the image ``was_there``. Raises ``image_pull``, ``no_container``.
+    Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``image_pull``, ``no_container``.
     """
     program, image = _program(container, env), str(container["image"])
     check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
@@ -93,8 +92,8 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
 def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
     """Return the command line that runs the launch in its container.
 
-    Except for PATH, it contains no values of variables: the program reads them from its own environment ``env``. Variables that
-    the program expects under another name are added to ``env``.
+    Except for PATH, the command line contains no values of variables: the container program reads them from its own environment
+    ``env``. Variables that the program expects under another name are added to ``env``.
     """
     container = launch["container"]
     program = _program(container, env)
@@ -141,9 +140,9 @@ def _argv(launch: Json) -> List[str]:
 
 
 def remove(known: Optional[Json]) -> Optional[str]:
-    """Remove the container that ``identify`` described, with all its processes; harmless if it is gone.
+    """Remove the container that ``identify`` described, with all its processes. Does nothing if it is gone.
 
-    Returns the cause if that failed.
+    Returns an error message, or None.
     """
     if not known:
         return None
@@ -160,13 +159,13 @@ def remove(known: Optional[Json]) -> Optional[str]:
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
-    """Return the container programs on the node, each with the additional environment variables that it needs (none)."""
+    """Return the container programs on the node, each with additional environment variables (none)."""
     found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
 
 def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
-    """Return every container of an attempt, also ended ones: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
+    """Return all containers of attempts, including ended containers: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
 
     The list is empty if the program fails.
     """
@@ -183,7 +182,7 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
         ids = listed.stdout.split() if listed.returncode == 0 else []
         if not ids:
             return []
-        # A container that ends meanwhile makes this fail partly; the others are still printed.
+        # If a container is removed meanwhile, this fails, but prints the other containers.
         inspected = _run([program, "container", "inspect", "--format", "\t".join(fields), *ids], env, _INSPECT_S)
     except OpError:
         return []
@@ -196,7 +195,7 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
 
 
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
-    """Return reason and message if the container or the kernel ended the command, else two Nones. Call it before ``remove``."""
+    """Return reason and message if the container or the kernel ended the command, else two Nones. Call before ``remove``."""
     if exit_code == 125 and not os.path.exists(os.path.join(directory, _CREATED)):
         return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
     if exit_code == 137 and known.get("memory"):
@@ -221,7 +220,7 @@ def _memory_message(known: Json) -> Optional[str]:
 def _limits(container: Json) -> List[str]:
     """Return the options for memory and CPUs.
 
-    With a memory limit, the ended container is kept, so that ``why_ended`` can ask whether the limit was the cause.
+    With a memory limit, the ended container is kept, so that ``why_ended`` can find out whether the limit was the cause.
     """
     words = []
     if container.get("memory"):
@@ -254,7 +253,7 @@ def _is_docker(program: str) -> bool:
 
 
 def _user_options(program: str, launch: Json, cwd: str) -> List[str]:
-    """Return the options that make the node's user own the task's files. podman needs none: its root inside is that user."""
+    """Return the options that make the node's user own the task's files. podman needs none: it maps root to that user."""
     if not _is_docker(program) or os.getuid() == 0:
         return []
     home = [] if "HOME" in launch["env"] else ["--env", "HOME=" + cwd]
@@ -262,18 +261,18 @@ def _user_options(program: str, launch: Json, cwd: str) -> List[str]:
 
 
 def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
-    """Return the options for the task's own variables and the marks. PATH and HOME are the image's unless the task sets them.
+    """Return the options for the task's and distflow's variables. PATH and HOME are the image's unless the task sets them.
 
-    The task's PATH is written out, because the program's own PATH must be the node's.
+    The option for the task's PATH contains its value, because the container program itself must have the node's PATH.
     """
     path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
     return [*path, *(word for name in _names(launch, env) for word in ("--env", name))]
 
 
 def _names(launch: Json, env: Dict[str, str]) -> List[str]:
-    ours = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"]
-    ours += ["PYTHONPATH"] if launch.get("python_path") else []
-    return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"})
+    added = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"]
+    added += ["PYTHONPATH"] if launch.get("python_path") else []
+    return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in added if name in env)} - {"PATH"})
 
 
 def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -297,12 +296,11 @@ _APPTAINER_PREFIX = "APPTAINERENV_"
 
 
 def _is_apptainer(program: str) -> bool:
-    """Whether a program is Apptainer."""
     return os.path.basename(program) == "apptainer"
 
 
 def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str], login: Optional[Json]) -> Json:
-    """Pull the image to a file below ``root``, or check that the file it names exists. Raises ``image_pull``."""
+    """Pull the image to a file below ``root``, or check that it exists if ``image`` is a path. Raises ``image_pull``."""
     path = _image_path(image, root)
     if os.path.exists(path):
         return {"program": program, "was_there": True}
@@ -338,8 +336,8 @@ def _run_with_apptainer(
 ) -> List[str]:
     """Return the command line that runs the launch in its image.
 
-    ``names`` are the variables that the task sees. Their values are never in the command line: they are added to ``env`` under
-    the names from which Apptainer passes them on.
+    ``names`` are the variables of the task. Their values are never in the command line: they are added to ``env`` with the
+    prefix that makes Apptainer pass them on.
     """
     container = launch["container"]
     if container.get("privileged"):
@@ -363,7 +361,7 @@ def _is_image_file(image: str) -> bool:
 
 
 def _image_path(image: str, root: str) -> str:
-    """Return the path of the image: the file that it names, or the pulled file, which is named by the image's digest."""
+    """Return the path of the image: ``image`` itself if it is a path, or the pulled file, which is named by a digest."""
     if _is_image_file(image):
         return os.path.expanduser(image)
     return os.path.join(root, "images", sha256_hex(image.encode())[:32] + ".sif")
@@ -383,8 +381,8 @@ _LOGIN_KEYS = ("auths", "credsStore", "credHelpers")
 
 @contextmanager
 def login_folder(login: Json, env: Dict[str, str]) -> Iterator[str]:
-    """Provide a folder with ``config.json``: the user's own settings, but only this login. It is removed at the end."""
-    import shutil  # these two are needed for a login only
+    """Provide a folder with ``config.json``: the user's settings with only this login. The folder is removed at the end."""
+    import shutil  # this and the next module are needed only for a login
     import tempfile
 
     home = attempt_files.memory_folder()
@@ -419,7 +417,7 @@ def _docker_settings(folder: str) -> Dict[str, Any]:
 
 
 def _remove_old_logins(home: str) -> None:
-    """Remove leftovers of killed pulls."""
+    """Remove folders that killed pulls left."""
     import shutil
 
     for name in os.listdir(home):

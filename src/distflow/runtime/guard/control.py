@@ -1,8 +1,7 @@
-"""What an agent shares with runner and keeper: descriptors when it forks them, and later the ``control`` socket.
+"""The connection between agents and a pair: descriptors that the pair inherits, and later the ``control`` socket.
 
-It is a socket instead of two FIFOs for four reasons. It frames long messages, and it carries replies. It wakes every connected
-agent, not only the first reader (there may be two while an old connection dies). Connecting fails exactly when runner and
-keeper are gone.
+A socket has four advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only
+the first reader (there may be two agents while an old connection ends). Connecting fails exactly if runner and keeper are gone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _address(dir_fd: int) -> str:
 
 
 def listen(dir_fd: int) -> int:
-    """Create the socket in a directory. Returns its descriptor. Raises ``OSError`` if there is one already."""
+    """Create the socket in a directory. Returns its descriptor. Raises ``OSError`` if the socket exists already."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_address(dir_fd))
@@ -78,7 +77,7 @@ class AgentConnections:
         return bool(self._connections)
 
     def notify(self, news: str) -> None:
-        """Notify every agent. An agent that has not read the previous notification needs no further one."""
+        """Notify every agent. An agent that has not read earlier notifications yet is skipped."""
         line = encode({"news": news})
         for connection in list(self._connections):
             try:
@@ -136,7 +135,7 @@ class AgentConnections:
 
 
 class AttemptHandles(NamedTuple):
-    """Descriptors and facts of one attempt. All descriptors are open, and none of them survives an exec."""
+    """Descriptors and facts of one attempt. All descriptors are open, and an exec closes them."""
 
     attempt: str
     directory: str
@@ -147,7 +146,7 @@ class AttemptHandles(NamedTuple):
     """Lock files of the GPUs and of the port."""
     port_sockets: List[int]
     record: int
-    """The allocated, unnamed ``exit.json``."""
+    """The allocated space of ``exit.json``, before the file has that name."""
     state: int
     log: int
     stamps: int
@@ -155,7 +154,7 @@ class AttemptHandles(NamedTuple):
     errors: int
     """``pair.log``: the standard error of runner and keeper."""
     umask: int
-    """The node's usual umask, which the command gets. Runner and keeper use 077."""
+    """The umask of the login, which the command gets. Runner and keeper use 077."""
     gpu_ids: List[int]
     other_gpus: FrozenSet[str]
     """PCI bus addresses of the node's GPUs that do not belong to the attempt, as far as they are known."""
@@ -165,7 +164,7 @@ class AttemptHandles(NamedTuple):
     link_port: Optional[int]
     start_timeout_s: float
     holder: Json
-    """The holder's entry in the lock files."""
+    """The description of the lease's holder in the lock files."""
 
     def descriptors(self) -> Set[int]:
         """Return all open descriptors."""
@@ -173,7 +172,7 @@ class AttemptHandles(NamedTuple):
         return single | set(self.locks) | set(self.port_sockets) | ({self.link} if self.link >= 0 else set())
 
     def sign_locks(self, pid: int) -> None:
-        """Write the holder's entry, with this process id, into the lock files."""
+        """Write the description of the holder, with this process id, into the lock files."""
         for fd in self.locks:
             lease_files.write_holder(fd, dict(lease_files.read_holder(fd) or {}, **dict(self.holder, pid=pid)))
 

@@ -1,15 +1,15 @@
 """The gang link: keepers of a gang report a failed task to each other, even while no supervisor runs.
 
-One keeper, the hub, listens on the training network. The others connect to it, and reconnect when the connection breaks. A
-keeper reports to the hub that its task failed and how, and the hub reports it to all. A broken connection means nothing and
-ends nothing. Each line has a keyed hash (RFC 7693), with which both sides prove that they know the gang's token. The hash
-covers random numbers that both chose for this connection, so no line of another connection can be replayed. This module is
-imported only for gangs of several tasks.
+One keeper, the hub, listens on the training network. The other keepers connect to it, and reconnect when the connection breaks.
+A keeper reports the failure of its task to the hub, and the hub reports it to all other keepers. A broken connection does not
+count as a failure. Each line has a keyed hash (RFC 7693), with which both sides prove that they have the gang's token. The hash
+covers random numbers that both sides chose for this connection, so no line of another connection can be replayed. This module
+is imported only for gangs of several tasks.
 
 Each side first sends a line with its number. Every line after that is the hash in hexadecimal, a space, and a JSON object. The
-hash covers the bytes of the object as they were received: nothing of a line is parsed before the hash is verified, so a host
-without the token reaches no parser. All keepers of a gang run the same version of this module: agents and keepers come from the
-runtime that one supervisor sent, whose hash names it. A peer of another version fails the check and is disconnected.
+hash covers the bytes of the object as they were received. A line is parsed only after its hash was verified, so a host without
+the token cannot reach the parser. All keepers of a gang run the same version of this module, because one supervisor sent their
+runtime. A peer with another version fails the check and is disconnected.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MAX_LINE = 8192
 _MAX_DEPTH = 4
 _NUMBER = rb"[0-9a-f]{32}"
 _MAX_UNPROVEN = 32
-"""Connections that the hub accepts beyond two for each other task. A flood takes no more of the task's descriptors."""
+"""Connections that the hub accepts in addition to two for each other task, so that a flood cannot use up its descriptors."""
 _PROOF_TIMEOUT_S = 10.0
-"""Time in which a peer must prove that it knows the token."""
+"""Time in which a peer must prove that it has the token."""
 _RETRY_DELAYS_S = (0.2, 1.0, 5.0, 15.0)
 """Delays between attempts to connect to the hub."""
 _LINGER_S = 20.0
@@ -53,7 +53,7 @@ Failed = Callable[[str, str], None]
 
 
 def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
-    """Whether the end of a task stops its gang, by the spec's rules for exit codes."""
+    """Return whether the end of a task stops its gang, by the spec's rules for exit codes."""
     code = ends.code_of(end.get("exit_code"), end.get("signal"))
     return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])
 
@@ -69,11 +69,11 @@ class GangLink:
         self._selector = selector
         self._failed = failed
         self._failure: Optional[Json] = None
-        """The first reported failure. Later ones are ignored."""
+        """The first reported failure. Later failures are ignored."""
         self._peers: List[_Peer] = []
-        """For the hub: connections of all others. For the others: the connection to the hub, possibly not yet established."""
+        """In the hub: the connections of all other keepers. In the others: the connection to the hub, even if not complete."""
         self._done: Set[str] = set()
-        """Tasks that need no notification: they ended normally, or knew of the failure before they disconnected."""
+        """Tasks that need no notification: they ended normally, or had the failure before they disconnected."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -101,9 +101,9 @@ class GangLink:
             self._connect()
 
     def finish(self) -> None:
-        """Wait until the others know of the failure, or report that there is none. Called before the keeper exits."""
+        """Wait until all keepers have the failure, or report the normal end. Called before the keeper exits."""
         until = time.monotonic() + _LINGER_S
-        while self._failure is not None and not self._all_know() and time.monotonic() < until:
+        while self._failure is not None and not self._are_all_informed() and time.monotonic() < until:
             if time.monotonic() >= self.due_at:
                 self.tick()
             for key, _ in self._selector.select(max(0.0, min(self.due_at, until) - time.monotonic())):
@@ -113,11 +113,11 @@ class GangLink:
                 peer.send_message({"bye": self._gang["task"]})
             peer.close()
 
-    def _all_know(self) -> bool:
+    def _are_all_informed(self) -> bool:
         informed = {peer.task for peer in self._peers if peer.knows_failure} | self._done
         return informed >= set(self._gang["others"])
 
-    # -- the hub's side, and the others'
+    # -- connections
 
     def _accept(self) -> None:
         try:
@@ -127,7 +127,7 @@ class GangLink:
         if connection is None:
             return
         if len(self._peers) >= 2 * len(self._gang["others"]) + _MAX_UNPROVEN:
-            # Only an unproven connection makes room, never one of the gang: keepers prove themselves within a round trip.
+            # Replace only an unproven connection. Keepers of the gang prove themselves within a round trip.
             unproven = next((peer for peer in self._peers if not peer.is_proven), None)
             if unproven is None:
                 connection.close()
@@ -159,7 +159,7 @@ class GangLink:
                 self._done.add(peer.task)
             if self._listener is None:
                 if peer.was_refused:
-                    self._done.update(self._gang["others"])  # the hub is gone, so no process can notify the others
+                    self._done.update(self._gang["others"])  # the hub is gone, so the other keepers cannot be notified
                 else:
                     self._schedule_reconnect()
 
@@ -187,7 +187,7 @@ class GangLink:
 
     def _send_failure_to(self, peer: _Peer) -> None:
         if self._failure is not None and peer.is_proven and not peer.was_sent_failure:
-            peer.was_sent_failure = True  # a peer that already knew of the failure answers by reporting it too
+            peer.was_sent_failure = True  # each peer replies with the failure, which shows that it has received it
             peer.send_message({"failed": self._failure})
 
 
@@ -214,7 +214,7 @@ class _Peer:
         self.task = "" if is_hub else str(gang["others"][0])
         self.is_proven = False
         self.knows_failure = False
-        """Whether the peer knows of the failure."""
+        """Whether the peer has reported or confirmed the failure."""
         self.was_sent_failure = False
         self.was_refused = False
         self.deadline = time.monotonic() + _PROOF_TIMEOUT_S
@@ -286,7 +286,7 @@ class _Peer:
             return
         mac, _, text = line.partition(b" ")
         if len(line) > _MAX_LINE or not compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
-            raise ValueError("the peer does not know the token")
+            raise ValueError("the peer does not have the token")
         body = decode_object(text, max_bytes=_MAX_LINE, max_depth=_MAX_DEPTH)
         if not self.is_proven:
             self.is_proven = True
@@ -304,7 +304,7 @@ class _Peer:
     def _send(self, line: bytes) -> None:
         try:
             if self._socket is not None:
-                self._socket.send(line + b"\n")  # lines are short and rare: if one does not fit, the peer does not read
+                self._socket.send(line + b"\n")  # lines are short and rare, so they always fit unless the peer does not read
         except OSError:
             pass  # the next read reports the error
 
@@ -326,7 +326,7 @@ def _resolve(address: str, port: int):  # type: ignore[no-untyped-def]
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
-    """Enable TCP options that detect an unreachable peer within half a minute, so that reports take another way."""
+    """Enable TCP options that detect an unreachable peer within half a minute, so that the keepers reconnect."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):

@@ -46,7 +46,7 @@ def run(handles: AttemptHandles, runner: int, output_read: int, output_write: in
         keeper = _Keeper(handles, runner, output_read, output_write, shared)
         keeper.serve()
         code = 0
-    except BaseException as error:  # nothing may unwind into the runner's code in this process
+    except BaseException as error:  # this copy of the runner must not continue with the runner's code
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
@@ -113,7 +113,7 @@ class _Keeper:
     def serve(self) -> None:
         """Run until the attempt is over, then write the record."""
         while not self._advance():
-            was_attended = self._agents.is_any_connected  # until now: the keeper of a quiet task may have slept for an hour
+            was_attended = self._agents.is_any_connected  # during the next wait, which may last an hour
             for key, _ in self._selector.select(self._pause()):
                 key.data()
             if time.monotonic() >= min(self._notify_at, self._output.due_at):
@@ -140,11 +140,11 @@ class _Keeper:
         return None if until == _NEVER else min(max(0.0, until - time.monotonic()), _MAX_PAUSE_S)
 
     def _self_stop_at(self) -> float:
-        """Time at which a task that may not run unattended is stopped, because no agent was connected for that long."""
+        """When the task is stopped because no agent was connected for ``self_stop_after_s``, on the monotonic clock."""
         limit = (self._launch or {}).get("self_stop_after_s")
         return _NEVER if limit is None or self._command is None else self._attended_at + float(limit)
 
-    # -- one round: events and their consequences
+    # -- one round of the loop
 
     def _advance(self) -> bool:
         """Handle deadlines and ended processes. Returns whether the attempt is over."""
@@ -163,7 +163,7 @@ class _Keeper:
         return self._advance_command(self._command)
 
     def _handle_late_start(self) -> None:
-        """Release the lease if no agent is connected. While one is, the attempt's files may still be on their way."""
+        """Release the lease if no agent is connected. While an agent is connected, it may still be copying files."""
         if self._agents.is_any_connected and self._reason is None:
             self._deadline = time.monotonic() + self._handles.start_timeout_s
         else:
@@ -181,7 +181,7 @@ class _Keeper:
                 self._note_container_end(self._exit)
                 self._report_to_gang(self._exit)
                 self._remove_container()
-                # Remaining processes get TERM too, and the rest of the grace period.
+                # The remaining processes get TERM and the rest of the grace period.
                 self._deadline = min(self._deadline, time.monotonic() + _REMAINING_GRACE_S)
                 if are_left and not self._killing:
                     self._killer.signal(self._killer.find(), signal.SIGTERM)
@@ -196,7 +196,7 @@ class _Keeper:
         return self._killing and self._killer.is_over
 
     def _evict(self, why: Optional[str]) -> None:
-        """Kill a task that uses more memory than it asked for, at once: the memory belongs to others."""
+        """Kill a task that uses more memory than it requested, without a grace period: other tasks need the memory."""
         if why is not None and self._reason is None and self._exit is None:
             self._reason, self._message = EndReason.EVICTED, why
             self._memory = None
@@ -218,7 +218,7 @@ class _Keeper:
 
     def _on_gang_failure(self, task: str, why: str) -> None:
         """Stop, because the keeper of another task of the gang reported its failure."""
-        # This task may have ended before, without having been reaped yet.
+        # The command may have ended already, without having been reaped yet.
         has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
         if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
@@ -238,7 +238,7 @@ class _Keeper:
             self._message = containers.remove(self._container) or self._message
 
     def _note_exec_failure(self) -> None:
-        """Find out whether the exec failed. Call it once, after the child ended: only then is the answer known."""
+        """Note the message if the exec failed. Call it once, after the child has ended."""
         spawned, failure = self._command, None
         if spawned is not None:
             failure = command.read_failure(spawned.failure)
@@ -254,15 +254,15 @@ class _Keeper:
         attempt_files.remove_secrets(self._handles.directory)
         known.update(output_bytes=self._output.size, error=records.read_error(self._handles.directory, self._mask))
         process_tree.remove_cgroup(self._state["command"] or {})
-        known["kernel"] = self._ask_kernel(known)
+        known["kernel"] = self._kernel_entries(known)
         known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
         known["all_ended"] = not self._killer.message
         self._await_empty_gpus(known)
         if self._reason is EndReason.RUNNER_DIED:
             known["message"] = known["message"] or "the task's runner was killed (by hand?)"
         end = records.make_end(self._state, self._reason or EndReason.EXITED, **known)
-        # Release the lease before the end is reported: readers of the report may want the GPUs at once, and the runner lives
-        # slightly longer.
+        # Release the lease before the end is reported, because the next task may request the GPUs immediately. Otherwise the
+        # runner, which exits last, would still hold it.
         self._handles.unlock()
         record = records.write_end(self._handles.dir_fd, self._handles.record, end)
         if self._release is not None:
@@ -273,7 +273,7 @@ class _Keeper:
             self._gang.finish()
 
     def _await_empty_gpus(self, known: Json) -> None:
-        """Wait until no process is left on the GPUs, or add the remaining ones to the message."""
+        """Wait until no process is left on the GPUs, or add the remaining processes to the message."""
         if self._handles.gpu_ids and self._command is not None:
             from distflow.runtime.leases import gpu_users
 
@@ -282,7 +282,7 @@ class _Keeper:
                 known["all_ended"] = False
                 known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
 
-    def _ask_kernel(self, known: Json) -> Optional[Json]:
+    def _kernel_entries(self, known: Json) -> Optional[Json]:
         """Return entries of the kernel's log for a command that failed by itself."""
         code, number = known.get("exit_code"), known.get("signal")
         if self._reason is not None or self._command is None or code == 0:
@@ -341,7 +341,7 @@ class _Keeper:
             from distflow.runtime.guard import containers
 
             env = command.environment(self._launch, handles.attempt, handles.directory)
-            # Recorded before the container exists, so that the runner can remove it too.
+            # This is recorded before the container exists, so that the runner can also remove it.
             self._container = containers.identify(self._launch, handles.attempt, env)
             self._state.update(container=self._container)
         try:
@@ -401,7 +401,7 @@ class _Keeper:
             if not lost:
                 self._agents.notify("status")
         if got > 0 and self._notify_at == _NEVER:
-            # Output after a quiet moment is reported at once, continuous output 100 times a second.
+            # Output after a pause is reported immediately, continuous output 100 times a second.
             self._notify_at = max(time.monotonic(), self._notified_at + _NOTIFY_INTERVAL_S)
 
     def _notify_of_output(self) -> None:

@@ -1,7 +1,7 @@
 """Entries of the kernel's log about a failed attempt: kills for lack of memory, and GPU errors.
 
-The log is readable with ``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups. Otherwise nothing is known. Reading it
-never fails and never takes long.
+The log is readable with ``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups. Otherwise no entries are found. Reading
+the log raises no errors and takes less than a second.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Kill(NamedTuple):
     pid: int
     uid: Optional[int]
     cgroup: Optional[str]
-    """The process's memory cgroup; None where the kernel does not report it."""
+    """The process's memory cgroup; None if the kernel does not report it."""
     lines: List[str]
-    """The kernel's lines about it: the exceeded limit, and the kill."""
+    """The kernel's lines about the exceeded limit and the kill."""
 
 
 def find_entries(
@@ -70,17 +70,17 @@ def find_entries(
 ) -> Optional[Json]:
     """Return the kernel's entries for an attempt that ran from ``began_at`` to ``ended_at``.
 
-    Returns None if there are none or the log is not readable. ``pids`` are known process ids of the attempt. ``is_killed``: its
-    command ended by SIGKILL, or with the exit code by which a shell reports that. ``container``: the id of its container, which
-    is part of the cgroup's name. ``other_gpus``: PCI bus addresses of GPUs that do not belong to the attempt.
+    Returns None if there are none or the log is not readable. ``pids`` are known process ids of the attempt. ``is_killed``:
+    whether its command ended by SIGKILL, or with the exit code by which a shell reports SIGKILL. ``container``: the id of its
+    container, which is part of the cgroup's name. ``other_gpus``: PCI bus addresses of GPUs that do not belong to the attempt.
     """
     try:
-        at, here = now(), time.monotonic()
-        # The clock of the kernel's log drifts from ours about as much as the raw clock does.
-        slack_s = _SLACK_S + abs(here - time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
-        began, ended = here - (at - (began_at or ended_at)), here - (at - ended_at)
+        wall, monotonic = now(), time.monotonic()
+        # The clock of the kernel's log drifts from the monotonic clock about as much as the raw clock does.
+        slack_s = _SLACK_S + abs(monotonic - time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
+        began, ended = monotonic - (wall - (began_at or ended_at)), monotonic - (wall - ended_at)
         lines = parse(_syslog() or _journal())
-        seen = [line for line in lines if began - slack_s <= line.at <= ended + slack_s]
+        during = [line for line in lines if began - slack_s <= line.at <= ended + slack_s]
         me, own_cgroup = os.getuid(), _memory_cgroup()
 
         def is_likely(kill: Kill) -> bool:
@@ -88,17 +88,17 @@ def find_entries(
                 return is_killed and container in (kill.cgroup or "")
             return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and _is_in(kill.cgroup, own_cgroup)
 
-        return select_entries(seen, pids, is_likely, other_gpus)
-    except Exception:  # the end of the attempt must be reported whatever an unusual kernel logs
+        return select_entries(during, pids, is_likely, other_gpus)
+    except Exception:  # the end of the attempt must be reported even if this kernel's log has an unknown format
         return None
 
 
 def gpu_errors() -> List[str]:
-    """Return the last GPU errors since the boot; none where the log is not readable."""
+    """Return the last GPU errors since the boot; empty if the log is not readable."""
     try:
         found = [line.text[:_MAX_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
         return found[-_MAX_LINES:]
-    except Exception:  # as above
+    except Exception:  # see `find_entries`
         return []
 
 
@@ -136,9 +136,9 @@ def select_entries(
 ) -> Optional[Json]:
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
 
-    A kill belongs to the attempt if its process does. If there is no such kill, it counts if it ``is_likely`` (at the time of
-    the attempt's own end by SIGKILL, in its cgroup), because a shell reports that its child was killed but not which process. A
-    GPU error is included unless the GPU is known to belong to another attempt.
+    A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill that ``is_likely`` counts,
+    because a shell does not report the id of its killed child. A GPU error is included unless the GPU is known to belong to
+    another attempt.
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]
@@ -182,7 +182,7 @@ def _memory_cgroup() -> str:
 
 
 def _is_in(cgroup: Optional[str], own_cgroup: str) -> bool:
-    """Whether a killed process was in this process's cgroup, or in an attempt's cgroup below it."""
+    """Return whether a killed process was in this process's cgroup, or in an attempt's cgroup below it."""
     return cgroup == own_cgroup or (
         cgroup is not None and process_tree.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == own_cgroup
     )

@@ -14,13 +14,13 @@ from typing import List
 __all__ = ["TOOLS", "add_to", "main"]
 
 TOOLS = ".tools"
-"""Name of its directory in an attempt's directory."""
+"""Name of the substitute's directory in an attempt's directory."""
 
 _USAGE = "distflow's substitute for `nc` supports only `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for other uses\n"
 
 
 def main(argv: List[str]) -> int:
-    """Check whether a server listens there. Returns 0 for yes, 1 for no, and 2 for arguments that need a real ``nc``."""
+    """Check whether a server listens on a port. Returns 0 if so, 1 if not, and 2 for arguments that need a real ``nc``."""
     words: List[str] = []
     timeout_s, probes, is_verbose = 5.0, False, False
     rest = list(argv)
@@ -48,22 +48,22 @@ def main(argv: List[str]) -> int:
 
 
 def add_to(attempt_directory: str) -> str:
-    """Return the directory below ``attempt_directory`` that contains the substitute; empty if it cannot be created.
+    """Create the substitute in a directory below ``attempt_directory``. Returns that directory, or an empty text on failure.
 
-    It is not next to this file, because a changed runtime directory is treated as damaged and replaced.
+    The substitute is not next to this file, because a changed runtime directory is treated as damaged and replaced.
     """
     tools = os.path.join(attempt_directory, TOOLS)
-    place = os.path.join(tools, "nc")
-    if os.path.exists(place):
+    path = os.path.join(tools, "nc")
+    if os.path.exists(path):
         return tools
     text = '#!/bin/sh\nexec "{}" -I -S "{}" "$@"\n'.format(sys.executable, os.path.abspath(__file__))
     try:
         os.makedirs(tools, mode=0o700, exist_ok=True)
-        draft = "{}.{}".format(place, os.getpid())
+        draft = "{}.{}".format(path, os.getpid())
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w") as file:
             file.write(text)
-        os.replace(draft, place)
+        os.replace(draft, path)
     except OSError:
         return ""
     return tools

@@ -1,9 +1,9 @@
-"""The output of a command: read from its pipes, timestamped and written. It never blocks the command, even on a full disk.
+"""The output of a command: read from pipes, and written to the log with timestamps. It never blocks the command.
 
-Each rank has a pipe of its own, so that the output of ranks can be distinguished: a FIFO ``ranks/<rank>`` in the attempt's
-directory. Ranks that distflow's launcher starts write to it by themselves (``distflow.train.launcher``). For torchrun, and
-launchers that use it, a small shell script does it: torchrun starts that script as its Python, because ``PYTHON_EXEC`` names
-it. Output that is already redirected, as by torchrun's ``--tee``, stays as it is.
+Each rank has its own pipe, a FIFO ``ranks/<rank>`` in the attempt's directory, so that the log shows which rank wrote a line.
+Ranks of distflow's launcher open their pipes by themselves (``distflow.train.launcher``). For torchrun, and launchers that use
+it, a small shell script redirects the output: ``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is
+already redirected, such as by torchrun's ``--tee``, is not redirected again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "open_rank_pipes"
 READ = 65536
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
-"""The lower bits of a stamp hold the offset, the upper ones the source: 0, or a rank plus 1."""
+"""The lower bits of a stamp hold the offset, the upper bits the source: 0, or a rank plus 1."""
 _MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
 _DRAIN = 4 * 1024 * 1024
 _HELD_S = 0.5
@@ -47,7 +47,7 @@ class Output:
         self._mask: Optional[Mask] = None
 
     def add(self, pipe: int, rank: Optional[int] = None) -> Source:
-        """Add a pipe to read from. ``rank`` is given if all its output comes from that rank."""
+        """Add a pipe to read from. ``rank`` is the rank that writes to it, or None if several may write to it."""
         number = 0 if rank is None or not 0 <= rank <= _MOST_RANK else rank + 1
         source = Source(pipe, self._log, number)
         source.mask(self._mask)
@@ -55,7 +55,7 @@ class Output:
         return source
 
     def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[Source]:
-        """Apply the launch's settings for output. Returns the pipes of its ranks, which are now read too."""
+        """Apply the launch's settings for output, and create the pipes of its ranks. Returns them as sources."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
         return self.add_ranks(_make_rank_pipes(directory, launch.get("ranks")))
@@ -80,7 +80,7 @@ class Output:
         return min((source.due_at for source in self._sources), default=_NEVER)
 
     def limit(self, max_log: Optional[int]) -> None:
-        """Keep about ``max_log`` bytes of the beginning and the end; None keeps everything."""
+        """Keep about ``max_log`` bytes: the beginning and the end of the log. None keeps the whole log."""
         self._log.max_log = max_log
 
     def mask(self, mask: Optional[Mask]) -> None:
@@ -90,14 +90,14 @@ class Output:
             source.mask(mask)
 
     def flush(self) -> None:
-        """Write output that was held back long enough."""
+        """Write output that was held back for the maximum time."""
         for source in self._sources:
             source.flush(time.monotonic())
 
     def drain(self) -> None:
-        """Read the remaining output after the writers are gone.
+        """Read the remaining output after the writers have ended.
 
-        It does not wait for end of file, which another process could withhold.
+        It does not wait for the end of file, because another process may still have the pipe open.
         """
         for source in self._sources:
             source.drain()
@@ -138,7 +138,7 @@ class Source:
         return len(data)
 
     def flush(self, at: float = _NEVER) -> None:
-        """Write output that was to be held back until ``at``; without it, everything."""
+        """Write output that was held back until ``at`` or an earlier time; by default, all of it."""
         if at >= self._secret_at:
             self._secret_at = _NEVER
             if self._stream is not None:
@@ -159,7 +159,7 @@ class Source:
         self.flush()
 
     def _put(self, data: bytes) -> None:
-        """Write complete lines of a rank at once, and hold an unfinished line back for a moment."""
+        """Write complete lines immediately, and hold back an unfinished line of a rank for a moment."""
         if self._number and data:
             data = self._line + data
             cut = data.rfind(b"\n") + 1 or (len(data) if len(data) >= READ else 0)
@@ -198,12 +198,12 @@ class _Log:
             if fitting:
                 self._append(data[:fitting], number)
                 data = data[fitting:]
-            elif not self._turn():
+            elif not self._begin_next_file():
                 self.lost += len(data)
                 return
 
     def _fitting(self, data: bytes) -> int:
-        """Return how many bytes fit into this file: all, up to the end of a line, or 0 if the next file must begin."""
+        """Return how many bytes fit into this file, up to the end of a line if not all fit; 0 if the next file must begin."""
         if self.max_log is None:
             return len(data)
         limit, used = log_files.segment_bytes(self._segment, self.max_log), self.size - self._segment.start
@@ -214,8 +214,8 @@ class _Log:
 
     def _append(self, data: bytes, number: int) -> None:
         stamp = _STAMP.pack(now(), number << _SOURCE_BITS | self.size)
-        # The index comes first, so that a reader of both growing files has it before the text. After a full disk the text comes
-        # first, because only writing it shows whether there is space again.
+        # The index is written first, so that readers of both growing files find the index of each text. After a full disk, the
+        # text is written first, because only that shows whether there is space again.
         was_full = self._is_full
         if not was_full:
             self._write(self._index, stamp)
@@ -237,7 +237,7 @@ class _Log:
                 break
         return written
 
-    def _turn(self) -> bool:
+    def _begin_next_file(self) -> bool:
         """Begin the next file, and remove segments that are no longer kept."""
         try:
             if self._lines is None:
@@ -283,7 +283,7 @@ RANKS = "ranks"
 RANK_PYTHON = "rank-python"
 _PIPE_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _SCRIPT = r"""#!/bin/sh
-# torchrun starts this in place of Python: it gives the rank an output of its own, and becomes the Python that runs torchrun.
+# torchrun starts this script in place of Python. It redirects the rank's output to the rank's pipe, and execs Python.
 python=$(tr '\0' '\n' < "/proc/$PPID/cmdline" | head -n 1)
 case ${python##*/} in
     python*|pypy*) ;;
@@ -307,7 +307,7 @@ exec "$python" "$@"
 
 
 def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
-    """Create and open the pipes of the ranks ``[first, count]``; none where the file system has no FIFOs."""
+    """Create and open the pipes of ``count`` ranks (``ranks`` is ``[first, count]``). Some file systems have no FIFOs."""
     first, count = ranks or (0, 0)
     folder, pipes = os.path.join(directory, RANKS), {}  # type: str, Dict[int, int]
     try:
@@ -316,7 +316,7 @@ def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int
         for rank in range(first, first + count):
             path = os.path.join(folder, str(rank))
             os.mkfifo(path, 0o600)
-            # Opened for writing too, so that the pipe has no end of file before its rank starts or restarts.
+            # The pipe is also opened for writing, so that it has no end of file before its rank starts or restarts.
             pipes[rank] = os.open(path, os.O_RDWR | _PIPE_FLAGS)
         if count:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -324,12 +324,12 @@ def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int
             with os.fdopen(fd, "w") as file:
                 file.write(_SCRIPT)
     except OSError:
-        return pipes  # ranks without a pipe write to the task's output, as before
+        return pipes  # ranks without a pipe write to the task's output
     return pipes
 
 
 def open_rank_pipes(directory: str) -> Dict[int, int]:
-    """Open the existing pipes, to read output that the keeper did not read."""
+    """Open the existing pipes of ranks, to read output that the keeper did not read."""
     folder, pipes = os.path.join(directory, RANKS), {}  # type: str, Dict[int, int]
     try:
         for name in os.listdir(folder):
@@ -341,7 +341,7 @@ def open_rank_pipes(directory: str) -> Dict[int, int]:
 
 
 def rank_variables(directory: str, output: int, given: Dict[str, str]) -> Dict[str, str]:
-    """Return the variables that lead ranks to their pipes, for a command that writes to the pipe ``output``."""
+    """Return the variables by which ranks find their pipes. ``output`` is the pipe of the command's own output."""
     script = os.path.join(directory, RANK_PYTHON)
     if not os.path.isdir(os.path.join(directory, RANKS)):
         return {}

@@ -1,20 +1,22 @@
 """The processes of an attempt: kill all of them, keep them in a cgroup, and limit their memory.
 
-``TreeKiller`` kills a tree of processes whatever its members do: it stops all visible ones, kills them, and repeats until none
-is left. The killing process is a child subreaper, so everything in the tree stays below it: a daemon whose parents have died
-becomes its child. The hard case is a chain of daemons that fork and exit at once: when a listing of /proc is complete, every id
-in it is old. Such a chain is pursued through the ids that the kernel assigned last, and killed within some ten microseconds.
-(Measured on 2 cores with a load of 22: listings alone had not caught two chains after minutes; the pursuit took 0.5 s.)
+``TreeKiller`` kills a tree of processes even if its members try to escape: it stops all visible processes, kills them, and
+repeats until none is left. The killing process is a child subreaper, so a daemon whose parents have died becomes its child and
+stays in the tree. The hard case is a chain of daemons that each fork and exit immediately: when a listing of /proc is complete,
+every process in it has already exited. Such a chain is found through the ids that the kernel assigned last, and killed within
+some ten microseconds. (Measured on 2 cores with a load of 22: with listings alone, two chains survived for minutes; this search
+killed them in 0.5 s.)
 
-A cgroup (v2) for each attempt finds daemons that lost both the attempt's mark and its session. They cannot leave the cgroup
-unless this user's permissions allow that. Root may create cgroups, and so may users with a delegated one (in a container, or
-through a user manager). For other users nothing changes. No controller is enabled, so the cgroup limits and counts nothing.
-Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``, ``cgroup.kill``, delegation).
+A cgroup (v2) for each attempt finds daemons that have neither the attempt's name in their environment nor its session. They
+cannot leave the cgroup unless this user's permissions allow that. Root may create cgroups, and so may users with a delegated
+cgroup (in a container, or through a user manager). Attempts of other users have no cgroup. No controller is enabled, so the
+cgroup neither limits nor counts resources. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``,
+``cgroup.kill``, delegation).
 
 ``MemoryLimit`` needs only /proc and no privileges. It counts the memory that would be free without the processes: their
-resident memory, with shared pages counted once (``Pss`` of proc(5)). Reading that is expensive, so it happens only when the
-plain sum is above the limit. A limit of the address space (``ulimit -v``) would not work: CUDA reserves far more addresses than
-it uses.
+resident memory, with shared pages counted once (``Pss`` of proc(5)). Reading ``Pss`` is expensive, so it is read only if the
+sum of all resident memory is above the limit. A limit of the address space (``ulimit -v``) would not work: CUDA reserves far
+more addresses than it uses.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ _UNTOUCHABLE_S = 5.0
 
 
 class TreeKiller:
-    """Kills every process that ``find`` selects from the list of all and that ``owns`` accepts. The two must agree.
+    """Kills a set of processes. ``find`` selects them from the list of all processes, and ``owns`` checks a single process.
 
-    Call ``step`` repeatedly, and reap in between, until no process is left or ``is_over``. Signals go to the process and to its
-    process group: the kernel delivers them to a group atomically, so no member can escape by forking.
+    Call ``step`` repeatedly, and reap in between, until no process is left or ``is_over``. Signals are sent to the process and
+    to its process group: the kernel delivers them to a group atomically, so no member can escape by forking.
     """
 
     def __init__(self, find: Callable[[List[Process]], List[Process]], owns: Callable[[Process], bool]) -> None:
@@ -67,7 +69,7 @@ class TreeKiller:
         self._own_group = os.getpgrp()
         self._last_seen: Set[Tuple[int, int]] = set()
         self._repeats = 0
-        # processes of other users (started by `sudo`), which cannot be signaled: id and start time
+        # ids and start times of other users' processes (started by `sudo`), which cannot be signaled
         self._untouchable: Dict[int, int] = {}
         self._untouchable_since = 0.0
         self.message = ""
@@ -75,10 +77,7 @@ class TreeKiller:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next step: short, unless the same processes remain for long.
-
-        A process that hangs in a driver dies only when the driver lets it.
-        """
+        """Seconds until the next step. The pause is longer after many steps without effect: a process may hang in a driver."""
         return 0.002 if self._repeats < 200 else _LONG_PAUSE_S
 
     @property
@@ -95,7 +94,10 @@ class TreeKiller:
         return [process for process in self._find(list(list_processes())) if process.is_alive]
 
     def step(self) -> bool:
-        """Stop all processes, repeat until no new one appears, kill them, and pursue faster ones. True if there was any."""
+        """Stop all processes until no new processes appear, kill them, and pursue fast forking processes.
+
+        Returns whether there were any processes.
+        """
         seen: Dict[Tuple[int, int], Process] = {}
         self._untouchable.clear()
         for _ in range(_STOP_PASSES):
@@ -135,14 +137,14 @@ class TreeKiller:
                     continue
 
     def _pursue(self) -> int:
-        """Kill each new process of the tree for some milliseconds. Returns how many were killed."""
+        """Kill new processes of the tree as they appear, for some milliseconds. Returns how many were killed."""
         killed: Set[Tuple[int, int]] = set()
         until = time.monotonic() + _PURSUIT_S
         before = last_pid()
         while time.monotonic() < until:
             last = last_pid()
-            # Check the ids that were assigned since the last check, and some before: an id is assigned slightly before its
-            # process is visible. When the ids wrap around, the last few before that are missed once.
+            # Check the ids that were assigned since the last check, and some earlier ids: an id is assigned slightly before its
+            # process is visible. When the ids start again from the lowest, the last ids before that are not checked.
             count = max(_WINDOW, min(_MAX_WINDOW, last - before))
             before = last
             for pid in range(last, max(1, last - count), -1):
@@ -157,13 +159,13 @@ _CGROUP_PREFIX = "distflow-"
 _REMOVE_TRIES = 10
 _REMOVE_PAUSE_S = 0.01
 _REMOVED_ERRORS = (errno.ENOENT, errno.ENODEV)
-"""Errors when another process removed the cgroup as a leftover while it was still empty."""
+"""Errors if another process removed the new cgroup as a leftover because it was empty."""
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:
     """Move a process without children into a new cgroup for its attempt.
 
-    Returns the cgroup's path, or None where none can be created. ``directory`` is the attempt's.
+    Returns the cgroup's path, or None if no cgroup can be created. ``directory`` is the attempt's directory.
     """
     base = _own_cgroup()
     if base is None:
@@ -190,12 +192,12 @@ def cgroup_name(command: Json) -> str:
 
 
 def is_attempt_cgroup(path: str) -> bool:
-    """Whether a path is that of an attempt's cgroup, judged by its name."""
+    """Return whether a path has the name of an attempt's cgroup."""
     return os.path.basename(path).startswith(_CGROUP_PREFIX)
 
 
 def kill_cgroup(command: Json) -> None:
-    """Let the kernel kill all processes in a command's cgroup at once (since Linux 5.14). Does nothing where it cannot."""
+    """Let the kernel kill all processes in a command's cgroup at once. Does nothing before Linux 5.14."""
     if cgroup_name(command):
         with contextlib.suppress(OSError), open(os.path.join(command["cgroup"], "cgroup.kill"), "w") as file:
             file.write("1")
@@ -211,7 +213,7 @@ def remove_cgroup(command: Json) -> None:
 
 
 def sweep_cgroups() -> None:
-    """Remove empty cgroups of attempts that did not remove them. A cgroup with processes cannot be removed."""
+    """Remove empty cgroups that attempts left. The kernel refuses to remove a cgroup with processes."""
     base = _own_cgroup()
     if base is None:
         return
@@ -230,7 +232,7 @@ def _remove_empty(path: str) -> bool:
 
 
 def cgroup_of(pid: int) -> str:
-    """Return the name of the attempt's cgroup that contains a process, directly or further up; empty if there is none."""
+    """Return the name of the attempt's cgroup that contains a process, directly or in a nested cgroup; empty without one."""
     try:
         with open("/proc/{}/cgroup".format(pid)) as file:
             lines = file.read().splitlines()
@@ -241,7 +243,7 @@ def cgroup_of(pid: int) -> str:
 
 
 def _own_cgroup() -> Optional[str]:
-    """Return the directory of this process's cgroup; None where cgroup v2 is not mounted or not visible."""
+    """Return the directory of this process's cgroup; None if cgroup v2 is not mounted or not visible."""
     try:
         with open("/proc/self/cgroup") as file:
             place = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)

@@ -1,4 +1,4 @@
-"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if that was killed.
+"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if the keeper was killed.
 
 It also starts the sampler, and kills it at the end.
 """
@@ -29,7 +29,7 @@ _SAMPLED_AFTER_S = 1.0
 def fork_pair(handles: AttemptHandles) -> int:
     """Fork the pair. Returns the runner's id. The caller then closes its copies of the descriptors.
 
-    Forked, not exec'd: measured over 64 nodes, starting an interpreter for each attempt makes a gang slower than pdsh.
+    The pair shares this interpreter: with a new interpreter for each attempt, a gang on 64 nodes started slower than with pdsh.
     """
     # No signal handler of the agent may run in the child.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -63,7 +63,7 @@ def _run(handles: AttemptHandles) -> NoReturn:
         os.close(output_write)
         _guard(handles, keeper_pid, output_read, shared)
         code = 0
-    except BaseException as error:  # nothing may unwind into the agent's code in this process
+    except BaseException as error:  # this copy of the agent must not continue with the agent's code
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
@@ -77,11 +77,10 @@ def _guard(handles: AttemptHandles, keeper_pid: int, output_read: int, shared: m
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
     sampler_pid = None
-    # Later, so that it delays neither the start of a gang nor a short attempt.
+    # The sampler starts later, so that it delays neither the start of a gang nor a short attempt.
     if signal.sigtimedwait({signal.SIGCHLD}, _SAMPLED_AFTER_S) is None:
         sampler_pid = sampler.fork(handles, keeper_pid, shared)
-    # WNOWAIT keeps the keeper's id reserved until it is reaped, so a TERM at any time reaches no other process and raises
-    # nothing.
+    # WNOWAIT leaves the dead keeper unreaped, so that a TERM that arrives now is not passed on to a new process with its id.
     os.waitid(os.P_PID, keeper_pid, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     status = os.waitpid(keeper_pid, 0)[1]
@@ -100,7 +99,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     output = Output(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
-    # Opened before the ranks end, because a pipe loses its content when its last process ends.
+    # The pipes are opened before the ranks end, because a pipe loses its content when its last process ends.
     output.add_ranks(open_rank_pipes(handles.directory))
     container_error = None
     if state.get("container"):

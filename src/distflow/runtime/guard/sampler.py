@@ -1,14 +1,14 @@
 """The sampler: a process that records the use of CPU, memory, disk, network and GPUs by one attempt.
 
-The runner forks it. It is a process of its own because a call of a GPU's driver may hang or crash, which must not disturb the
+The runner forks it. It is a separate process because a call of a GPU's driver may hang or crash, which must not disturb the
 task. It continues while no agent is connected, and ends with the runner.
 
 ``output.samples`` has lines of JSON. An object names the columns and the values that do not change:
 ``{"columns": ["time", "system/cpu/usage", …], "limits": {"system/cpu/limit": 8, …}}``. An array is one sample; ``null`` is an
 unknown value. The object is repeated, so that the end of the file can be read alone. docs/metrics.md lists the names.
 
-The cost is limited: a pause is at least a multiple of the CPU time of the sample before it. The size is limited, too: the
-interval doubles for each ``_BYTES_PER_INTERVAL`` that were written. A task with 8 GPUs writes about 15 MB in three weeks.
+The CPU time is limited: each pause is at least a multiple of the CPU time of the previous sample. The file's size is limited,
+too: the interval doubles after every ``_BYTES_PER_INTERVAL``. A task with 8 GPUs writes about 15 MB in three weeks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HOST = {
 
 
 def fork(handles: AttemptHandles, keeper: int, shared: mmap.mmap) -> Optional[int]:
-    """Fork the sampler in the runner. Returns its id; None if no process can be created: a task runs without it, too."""
+    """Fork the sampler in the runner. Returns its process id, or None if no process can be created."""
     runner = os.getpid()
     try:
         pid = os.fork()
@@ -77,13 +77,13 @@ def end(pid: Optional[int]) -> None:
 def _run(handles: AttemptHandles, runner: int, keeper: int, shared: mmap.mmap) -> NoReturn:
     try:
         processes.reset_signals()  # the runner passes TERM on to the keeper
-        shared.close()  # the task's secrets will be written there
+        shared.close()  # this memory will contain the task's secrets
         if processes.die_with_parent(signal.SIGKILL, runner):
             processes.rename_self("df-sampler")
             processes.close_all_but({handles.dir_fd})
             os.nice(_NICE)
             _serve(handles, keeper)
-    except BaseException as error:  # nothing may unwind into the runner's code in this process
+    except BaseException as error:  # this copy of the runner must not continue with the runner's code
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(0)
@@ -102,7 +102,7 @@ def _serve(handles: AttemptHandles, keeper: int) -> None:
 def record(
     dir_fd: int, keeper: int, command: int, gpu_ids: List[int], container: str = "", interval_s: float = INTERVAL_S
 ) -> NoReturn:
-    """Record samples in the directory ``dir_fd`` until the process is killed. ``keeper`` is the root of the processes."""
+    """Record samples of the descendants of ``keeper`` in the directory ``dir_fd`` until the process is killed."""
     from distflow.runtime.probes import gpu_usage, host_usage
 
     host = host_usage.HostUsage(keeper, command, container)
@@ -118,14 +118,14 @@ def record(
         values = {_HOST[name]: value for name, value in (host.read() or {}).items()}
         for gpu, found in gpus.read().items():
             for name, value in found.items():
-                place = fixed if name in gpu_usage.LIMITS else values
-                place["system/gpu{}/{}".format(gpu, name)] = value
+                target = fixed if name in gpu_usage.LIMITS else values
+                target["system/gpu{}/{}".format(gpu, name)] = value
         size = table.add(now(), values, fixed)
         pause_s = max(interval_s * 2 ** (size // _BYTES_PER_INTERVAL), _INVERSE_SHARE * (time.process_time() - began))
 
 
 class _Table:
-    """Appends samples to a file. What does not fit on the disk is lost."""
+    """Appends samples to a file. Samples are lost while the disk is full."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""The node's GPUs: their PCI addresses and the processes on them, by ``nvidia-smi``, and the GPU errors in the kernel's log.
+"""The node's GPUs: addresses and processes from ``nvidia-smi``, and the GPU of an error in the kernel's log.
 
 A GPU that another process uses is not leased.
 """
@@ -36,7 +36,7 @@ GpuUser = Dict[str, object]
 
 
 def list_gpu_users() -> List[GpuUser]:
-    """Return every visible process on a GPU; none if ``nvidia-smi`` is missing or fails."""
+    """Return every visible process on a GPU; empty if ``nvidia-smi`` is missing or fails."""
     smi = nvidia_smi()
     return _users(smi, _gpus(smi)) if smi is not None else []
 
@@ -48,16 +48,16 @@ def read_gpus(with_users: bool) -> Json:
     """
     smi = nvidia_smi()
     gpus = _gpus(smi) if smi is not None else []
-    placed = {index: address_of(bus) for index, _, bus in gpus}
+    addresses = {index: address_of(bus) for index, _, bus in gpus}
     return {
         "users": _users(smi, gpus) if smi is not None and with_users else [],
-        "gpu_addresses": {index: address for index, address in placed.items() if address is not None},
+        "gpu_addresses": {index: address for index, address in addresses.items() if address is not None},
     }
 
 
 def _gpus(smi: str) -> List[Tuple[str, str, str]]:
     """Return index, uuid and PCI address of each GPU."""
-    rows = _ask(smi, "--query-gpu=index,uuid,pci.bus_id")
+    rows = _query(smi, "--query-gpu=index,uuid,pci.bus_id")
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit()]
 
 
@@ -66,7 +66,7 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
     users: List[GpuUser] = []
     if not index:
         return users  # a driver that lists no GPUs does not list processes either
-    for row in _ask(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
+    for row in _query(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
             continue
         # A process may have commas in its name.
@@ -79,7 +79,7 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
 def wait_until_empty(gpu_ids: Collection[int], attempt: str) -> str:
     """Wait until no process of an ended attempt is on its GPUs: drivers release GPUs later than processes end.
 
-    Returns a description of the remaining processes if that takes too long; empty if they are unknown.
+    Returns an empty string, or a description of the processes that remain after some seconds.
     """
     deadline = time.monotonic() + _EMPTY_S
     while True:
@@ -92,12 +92,12 @@ def wait_until_empty(gpu_ids: Collection[int], attempt: str) -> str:
 
 
 def _is_of(pid: int, attempt: str) -> bool:
-    """Whether a process belongs to the attempt. One that has ended counts too: the driver has not released its GPU yet."""
+    """Return whether a process belongs to the attempt. An ended process counts: the driver has not released its GPU yet."""
     return attempt_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
 
 
 def _sees_all_processes() -> bool:
-    """Whether the driver's process ids are valid in this namespace, which they are not in a container."""
+    """Return whether the driver's process ids are valid in this namespace, which they are not in a container."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
     except OSError:
@@ -114,8 +114,8 @@ def _description(pid: str, name: str, memory: str) -> str:
     return "pid {} ({}), {}".format(pid, ", ".join(who), origin)
 
 
-def _ask(smi: str, query: str) -> List[List[str]]:
-    # If the driver hangs, the result is empty, but leases still keep distflow's own workflows apart.
+def _query(smi: str, query: str) -> List[List[str]]:
+    # If the driver hangs, the result is empty. Leases still prevent two distflow workflows from using the same GPU.
     lines = (output_of([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
 
@@ -133,13 +133,13 @@ def address_of(text: str) -> Optional[str]:
 
 
 def addresses_of_others(addresses: Dict[str, str], gpu_ids: Collection[int]) -> FrozenSet[str]:
-    """Return the PCI addresses of the node's other GPUs. ``addresses`` maps the index of each GPU to its address, if known."""
-    return frozenset(at for gpu, at in addresses.items() if int(gpu) not in gpu_ids)
+    """Return the PCI addresses of the node's other GPUs. ``addresses`` maps the indexes of GPUs to their known addresses."""
+    return frozenset(address for gpu, address in addresses.items() if int(gpu) not in gpu_ids)
 
 
 def is_xid_of_another(line: str, elsewhere: Collection[str], pids: Collection[int]) -> bool:
-    """Whether an Xid is about one of the GPUs ``elsewhere``, and about no process in ``pids``."""
-    said, pid = re.search(_XID, line), re.search(_XID_PID, line)
+    """Return whether an Xid error concerns one of the GPUs ``elsewhere`` (PCI addresses) and no process in ``pids``."""
+    gpu, pid = re.search(_XID, line), re.search(_XID_PID, line)
     if pid and int(pid.group(1)) in pids:
         return False
-    return said is not None and address_of(said.group(1)) in elsewhere
+    return gpu is not None and address_of(gpu.group(1)) in elsewhere

@@ -1,6 +1,6 @@
-"""Lock files in a directory that all users of the machine share (mode 1777), and what they say about the holders of leases.
+"""Lock files in a directory that all users of the machine share (mode 1777), with descriptions of the leases' holders.
 
-Its contents are not trusted: a name may be a link, a FIFO or another user's private file, and a file may contain anything.
+The directory is not trusted: a name may be a link, a FIFO or another user's private file, and a file may contain anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 _MOST_BYTES = 4096
 _LOCK_TRIES = 100
 _LOCK_RETRY_S = 0.001
-"""The time between two tries. Other processes hold a lock only for microseconds when they check it."""
+"""The time between two tries. A process that only checks a lock holds it for microseconds."""
 
 
 def open_directory(path: str) -> int:
@@ -70,7 +70,7 @@ def open_directory(path: str) -> int:
 
 
 def _refuse_open_to_all(directory: int, path: str) -> None:
-    """Refuse a directory in which every user may remove the lock files of others: leases would have no effect."""
+    """Refuse a directory in which every user may remove other users' lock files, so that leases would have no effect."""
     info = os.fstat(directory)
     if not info.st_mode & stat.S_IWOTH or info.st_mode & stat.S_ISVTX:
         return
@@ -94,7 +94,7 @@ def foreign_owner(path: str) -> str:
 
 
 def open_lock(directory: int, name: str) -> int:
-    """Open a lock file that may be another user's. fs.protected_regular forbids O_CREAT on an existing one."""
+    """Open or create a lock file, which may be another user's. fs.protected_regular forbids O_CREAT for such a file."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for _ in range(10):
         for access in (os.O_RDWR, os.O_RDONLY):  # flock needs no write permission
@@ -105,18 +105,18 @@ def open_lock(directory: int, name: str) -> int:
             except FileNotFoundError:
                 break
         else:
-            raise PermissionError(errno.EACCES, "this user may not open it", name)
+            raise PermissionError(errno.EACCES, "this user may not open the lock file", name)
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666, dir_fd=directory)
         except FileExistsError:
             continue
         os.fchmod(fd, 0o666)
         return fd
-    raise FileNotFoundError(errno.ENOENT, "it is created and removed repeatedly", name)
+    raise FileNotFoundError(errno.ENOENT, "other processes repeatedly created and removed the lock file", name)
 
 
 def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
-    """Lock ``name``. Returns the descriptor and an empty string, or -1 and the name of the holder."""
+    """Lock the file ``name``. Returns its descriptor and an empty string, or -1 and the holder or the error."""
     while True:
         try:
             fd = open_lock(directory, name)
@@ -136,7 +136,7 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
             return -1, "{}: {}".format(name, error.strerror)
         if has_name(fd, name, directory):
             break
-        os.close(fd)  # it was removed after we opened it
+        os.close(fd)  # the file was removed after it was opened
     write_holder(fd, holder)
     return fd, ""
 
@@ -155,10 +155,7 @@ def write_holder(fd: int, holder: Json) -> None:
 
 
 def read_holder(fd: int) -> Optional[Json]:
-    """Return the record in a lock file; None if there is none.
-
-    Another user may have written anything into it, within bounds.
-    """
+    """Return the record in a lock file, which another user may have written; None if it is not a JSON object."""
     try:
         record: Json = decode_object(os.pread(fd, _MOST_BYTES, 0))
     except (OSError, ValueError):
@@ -175,15 +172,15 @@ def _flock(fd: int) -> None:
             # succeeds unless the file has a holder, because readers share the lock
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(fd, fcntl.LOCK_UN)
-            time.sleep(_LOCK_RETRY_S)  # noqa: TID251  flock knows no time limit
-    raise BlockingIOError(errno.EWOULDBLOCK, "other processes keep checking it")
+            time.sleep(_LOCK_RETRY_S)  # noqa: TID251  flock has no time limit
+    raise BlockingIOError(errno.EWOULDBLOCK, "other processes repeatedly checked the lock file")
 
 
 def read_held(directory: int, name: str) -> Optional[Json]:
     """Return the record of a held lock file; None if the file is not held or not accessible.
 
-    Another user may have written anything; an invalid record becomes an empty one. The check takes the lock as shared for an
-    instant, and a concurrent locker waits that long.
+    Another user may have written anything, so an invalid record becomes an empty one. The check takes a shared lock for an
+    instant. A process that locks the file at the same time waits for its end.
     """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
@@ -201,7 +198,7 @@ def read_held(directory: int, name: str) -> Optional[Json]:
 
 
 def amount_of(value: object) -> int:
-    """Return an untrusted amount, or 0 if it is not one."""
+    """Return an untrusted amount if it is a positive integer, or 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
@@ -210,13 +207,16 @@ _USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 
 
 def holder_name(record: Optional[Json], attempt: object) -> str:
-    """Return the name of a lease's holder: ``spin-1/worker (alice)``, or ``alice``. ``attempt`` is the asking attempt."""
+    """Return the name of a lease's holder: ``spin-1/worker (alice)``, or ``alice``.
+
+    ``attempt`` is the attempt that requests a lease. Tasks of its own group are described as such.
+    """
     record = record or {}
-    theirs, ours = str(record.get("attempt") or "").split("/"), str(attempt or "").split("/")
-    if len(theirs) == len(ours) == 4 and theirs[:2] == ours[:2]:
-        if theirs[3] != ours[3]:
+    holder, requester = str(record.get("attempt") or "").split("/"), str(attempt or "").split("/")
+    if len(holder) == len(requester) == 4 and holder[:2] == requester[:2]:
+        if holder[3] != requester[3]:
             return "an earlier attempt of this group, which is ending"
-        return "this group's own task {}".format(theirs[2][:100])
+        return "this group's own task {}".format(holder[2][:100])
     user, label = str(record.get("user") or ""), label_of(record)
     user = user if re.fullmatch(_USER, user) else "an unknown user"
     return "{} ({})".format(label, user) if label else user
@@ -255,9 +255,9 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshf
 
 
 def machine_of(lease_dir: str) -> str:
-    """Return an id of the lease directory itself, not of its name; empty if it cannot be used.
+    """Return an id of the lease directory, which does not depend on its path; empty if the directory cannot be used.
 
-    Two nodes of a pool with the same id lease the same GPUs: they are one machine, or share a directory over the network.
+    Two nodes of a pool with the same id are the same machine, or share the directory over the network.
     """
     if not lease_dir:
         return ""

@@ -1,7 +1,7 @@
 """Leases of a node's GPUs, ports, CPUs and memory, as file locks that end with the processes that hold them.
 
-A share of the CPUs or of the memory is a locked file in the lease directory. Nothing is measured or enforced: shares only
-prevent workflows, also those of several users, from being promised more than the node has.
+A share of the CPUs or of the memory is a locked file in the lease directory. Its use is neither measured nor enforced. Shares
+only prevent workflows of all users from leasing more in total than the node has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ATTEMPTS_AT_ANY_PORT = 200
 
 
 class Held(NamedTuple):
-    """A lease as descriptors. It ends when the last copy of them is closed."""
+    """The descriptors of a lease. It ends when their last copies are closed."""
 
     gpu_ids: List[int]
     port: Optional[int]
@@ -60,7 +60,7 @@ def take(
 ) -> Held:
     """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
 
-    Leases everything or raises ``OpError``. GPUs of ``users`` are unavailable while these processes live.
+    Leases all of them or raises ``OpError``. GPUs of the processes ``users`` are unavailable while these live.
     """
     held = Held([], None, [], [])
     wanted = wanted or {}
@@ -143,7 +143,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                 sockets = _bind(0)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    continue  # free for IPv4 only
+                    continue  # the port is free only for IPv4
                 raise OpError.from_os(error, "cannot reserve a port") from error
             number = _port_of(sockets[0])
             held, _ = lock(directory, "port-{}.lock".format(number), holder)
@@ -184,7 +184,7 @@ def _bind(port: int) -> List[int]:
             except OSError:
                 if family == socket.AF_INET:
                     raise
-                break  # no IPv6 here
+                break  # this node has no IPv6
             bound.append(one.detach())
             with socket.socket(fileno=os.dup(bound[-1])) as same:
                 same.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -216,28 +216,28 @@ _MAX_FILES = 100_000
 Any user can create millions of files there, and an agent that reads them all sends no heartbeat for minutes.
 """
 _SEARCH_S = 2.0
-"""Time limit of the search for a free file. A file that another process holds as shared costs a tenth of a second."""
-_GATE_TRIES = 50
-_GATE_PAUSE_S = 0.005
+"""Time limit of the search for a free file. A file with a shared lock of another process takes a tenth of a second."""
+_LIST_TRIES = 50
+_LIST_PAUSE_S = 0.005
 """The list is normally locked for a millisecond. A longer lock must not block an agent, which has one thread."""
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
 def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> List[int]:
-    """Get a promise. Returns the descriptor that holds it, or none if nothing is asked for.
+    """Lease shares of CPUs and memory. Returns the descriptor of the locked file, or none if no share is requested.
 
-    Raises ``busy`` with the holders of the rest. ``kept`` is left for others.
+    Raises ``busy`` with the holders of the other shares. The amounts in ``kept`` are left for other gangs.
     """
-    asked = {name: pair for name, pair in wanted.items() if pair[0]}
-    if not asked:
+    requested = {name: pair for name, pair in wanted.items() if pair[0]}
+    if not requested:
         return []
-    gate = open_lock(directory, "claims.lock")
+    list_lock = open_lock(directory, "claims.lock")
     try:
-        _lock_list(gate)
+        _lock_list(list_lock)
         others = _locked_shares(directory)
-        for name, (want, have) in sorted(asked.items()):
+        for name, (want, have) in sorted(requested.items()):
             used = sum(amount_of(one.get(name)) for one in others)
-            # A request for more than the node has was accepted by placement: it runs alone.
+            # Placement accepts a request for more than the node has if no other task uses the node.
             if used and used + want > have:
                 holders = [one for one in others if amount_of(one.get(name))]
                 raise OpError("busy", _shortage(name, want, have, holders, holder.get("attempt")))
@@ -246,18 +246,18 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> L
                 unit, called = _UNITS[name]
                 text = "{:.4g} {} are kept for {}, whose gang has waited longer"
                 raise OpError("busy", text.format(reserved / unit, called, kept.names))
-        return [_lock_own_file(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
+        return [_lock_own_file(directory, dict(holder, **{name: want for name, (want, _) in requested.items()}))]
     finally:
-        os.close(gate)
+        os.close(list_lock)
 
 
-def _lock_list(gate: int) -> None:
-    """Lock the list of promises. Raises ``busy`` if another process keeps it locked."""
-    for _ in range(_GATE_TRIES):
+def _lock_list(list_lock: int) -> None:
+    """Lock the list of shares. Raises ``busy`` if another process keeps it locked."""
+    for _ in range(_LIST_TRIES):
         try:
-            return fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(list_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(_GATE_PAUSE_S)  # noqa: TID251  flock knows no time limit
+            time.sleep(_LIST_PAUSE_S)  # noqa: TID251  flock has no time limit
     raise OpError(
         "busy", "another process on this machine keeps `claims.lock` in the lease directory locked; `lslocks` shows which"
     )
@@ -269,7 +269,7 @@ def _locked_shares(directory: int) -> List[Json]:
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):
             if number >= _MAX_FILES or len(names) >= _MAX_SHARES:
-                text = "the lease directory contains more than {} files; ask root to remove those that no process locks"
+                text = "the lease directory contains more than {} files; ask root to remove files that no process locks"
                 raise OpError("busy", text.format(number))
             if re.fullmatch(_SHARE_NAME, entry.name):
                 names.append(entry.name)
@@ -307,7 +307,7 @@ _MAX_AMOUNT = 1 << 53
 def list_holders(lease_dir: str) -> Json:
     """Return ``holders``, one for each attempt, and ``foreign``, the other processes on GPUs. Nothing is leased or changed.
 
-    Checking a lock takes it as shared for an instant, so a concurrent lease waits that long.
+    Each check takes a shared lock for an instant. A lease at the same time waits for its end.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, record in _held_locks(lease_dir):
@@ -339,7 +339,7 @@ def _holder(record: Json) -> Json:
 
 
 def _held_locks(lease_dir: str) -> List[Tuple[str, int, Json]]:
-    """Return the locks that are held, with their untrusted contents."""
+    """Return kind, number and untrusted content of each held lock file."""
     if not os.path.isdir(os.path.expanduser(lease_dir)):
         return []
     found = []

@@ -1,12 +1,12 @@
-"""Tickets in the lease directory: a gang that waits for a node keeps its place before gangs that ask later.
+"""Tickets in the lease directory: a gang that waits for a node keeps its place in the queue before later gangs.
 
-Without them, a gang that needs several nodes at once could wait forever behind short gangs that follow one another on each
-node. A task whose lease is refused leaves a ticket with the amounts that it needs. A later gang is then refused if it would not
-leave that much.
+Without tickets, a gang that needs several nodes at once could wait forever behind short gangs that follow one another on each
+node. A task whose lease is refused writes a ticket with the amounts that it needs. A lease for a later gang is refused if it
+would leave less than these amounts.
 
-Tickets are written by all users of the machine, so they bind only within bounds. A ticket counts while its file is fresh, for
-the user who owns the file, and only the oldest gang of each user counts. A gang that has itself waited for ``_RESPECT_S``
-ignores all tickets. So no ticket, whatever its contents, delays a gang longer than that.
+All users of the machine write tickets, so their effect is limited. A ticket is valid while its file is fresh, and only for the
+file's owner. Only the oldest gang of each user counts. A gang that has itself waited for ``_RESPECT_S`` ignores all tickets, so
+no ticket can delay a gang longer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["NAME", "Kept", "kept_for_others", "remove_ticket", "write_ticket"]
 
 NAME = r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json"
 _FRESH_S = 20.0
-"""A waiting gang asks again within 10 s."""
+"""The maximum age of a valid ticket. A waiting gang requests its lease again within 10 s, which renews its ticket."""
 _RESPECT_S = 60.0
 _FORGOTTEN_S = 120.0
 _MOST = 10_000
 _AMOUNTS = ("gpus", "cpus", "memory")
 
 _waiting: Dict[str, Tuple[float, float]] = {}
-"""Tasks whose lease this agent refused: the start of their wait, and the time of the last request."""
+"""Tasks whose lease this agent refused → the time of the first and of the last request."""
 
 
 class Kept(NamedTuple):
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
 
 def kept_for_others(directory: int, attempt: str) -> Kept:
-    """Return the amounts that a lease for ``attempt`` must leave, by the tickets of gangs that have waited longer."""
+    """Return the amounts that a lease for ``attempt`` must leave for gangs that have waited longer, according to tickets."""
     at = now()
     since = _waiting[_task(attempt)][0] if _task(attempt) in _waiting else at
     oldest: Dict[int, Tuple[float, str]] = {}
@@ -92,7 +92,7 @@ def remove_ticket(directory: int, attempt: str) -> None:
 
 
 def _read(directory: int, name: str, owner: int, at: float) -> Dict[str, Any]:
-    """Return a fresh ticket with valid amounts; empty for any other file."""
+    """Return a fresh and valid ticket; empty for any other file."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except OSError:

@@ -113,7 +113,7 @@ def _files(top: str, since: Optional[float]) -> Iterator[Tuple[str, os.stat_resu
 
 
 def _is_given(path: str, name: str) -> bool:
-    """Whether a file is not an output of the command: it is an unchanged blob (which may have a later time) or in a cache."""
+    """Return whether a file is not an output of the command: an unchanged blob (even with a later time), or a cache."""
     return _CACHE in name.split("/") or (os.path.exists(path) and blobs.is_complete(path))
 
 

@@ -9,7 +9,7 @@ Therefore the command's errors are between two lines of the relay: ``MARK start`
 
 ``dial`` connects to a port. The end of standard input ends the connection.
 
-``end`` requests the resident program to end the Slurm job with an exit code.
+``end`` lets the resident program end the Slurm job with an exit code.
 
 Standard input consists of frames, a length (``>I``) and the content, because not every engine passes on the end of standard
 input. A frame without content ends the input of the command or the port.
@@ -93,7 +93,7 @@ def end(prefix: str, exit_code: int) -> int:
 
 
 def _resident(prefix: str) -> Optional[socket.socket]:
-    """Connect to the resident program. The kernel's list of sockets has the random rest of its name."""
+    """Connect to the resident program. Its socket is found in the kernel's list, because the end of the name is random."""
     mark = b"@" + prefix.encode()
     deadline = time.monotonic() + _RESIDENT_S
     while True:

@@ -414,7 +414,7 @@ def _await_end(reports: int, idle_release_s: float) -> Optional[int]:
 
 
 def _discard_messages() -> None:
-    """Empty the log file of this job: only a failure of this program is worth a log, and a gang has its own logs."""
+    """Empty the log file of this job. It is only for failures of this program; the gang has its own logs."""
     if stat.S_ISREG(os.fstat(2).st_mode):
         os.ftruncate(2, 0)
 

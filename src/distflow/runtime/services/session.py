@@ -153,7 +153,7 @@ class _Wire:
             yield kind, content
 
     def is_read(self, waiting: int) -> bool:
-        """Whether to read from the submitter while ``waiting`` bytes of input wait for the command."""
+        """Return whether to read from the submitter while ``waiting`` bytes of input wait for the command."""
         if waiting < LARGEST_FRAME:
             return True
         return waiting < _MAX_INPUT and time.monotonic() - self._received_at > _TRICKLE_S

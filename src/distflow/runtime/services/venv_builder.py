@@ -272,7 +272,7 @@ def _pip_configurations(environment: Dict[str, str]) -> List[str]:
 
 
 def _only_pip_knows_the_index(environment: Dict[str, str], configurations: List[str]) -> bool:
-    """Whether a variable or configuration file of pip, which uv does not read, names the index of packages."""
+    """Return whether a variable or configuration file of pip, which uv does not read, names the index of packages."""
     if any(environment.get(name) for name in _UV_INDEX):
         return False
     if any(environment.get(name) for name in _PIP_INDEX):
