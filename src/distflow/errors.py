@@ -10,8 +10,8 @@
     │   ├── TransportError              3    a command or bytes could not be sent to it
     │   │   ├── NodeUnreachable         3    no connection, or it broke
     │   │   │   ├── HostKeyUnknown      3    known_hosts does not have the host: retrying does not help
-    │   │   │   ├── HostKeyMismatch     3    its key differs from known_hosts, or is revoked
-    │   │   │   └── AuthenticationRefused 3  it accepts none of the user's keys
+    │   │   │   ├── HostKeyMismatch     3    the host's key differs from known_hosts, or is revoked
+    │   │   │   └── AuthenticationRefused 3  the host accepts none of the user's keys
     │   │   └── BootstrapFailed         3    connected, but distflow's runtime does not start
     │   └── AgentError                  3    the node's agent refused a request
     ├── StorageError                    3    data at a URL, or local files, could not be read or written
@@ -22,7 +22,7 @@
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
-    │   ├── RecordUnreadable            5    written by another version of distflow, for one workflow
+    │   ├── RecordUnreadable            5    another version of distflow wrote a workflow's record
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
     ├── WaitTimeout                     3    a workflow has not ended within the time that was given
     └── WorkflowEnded                   1    the workflow ended and did not complete

@@ -130,7 +130,7 @@ class View:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its keys."""
+        """The keys of the mapping."""
         value = self.document.value_at(self.path)
         return tuple(value) if isinstance(value, dict) else ()
 

@@ -53,7 +53,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A part of the document while it is built. An alias is the node of its anchor."""
+    """A part of the document while the tree is built. An alias is represented by the node of its anchor."""
 
     index: int
     """Offset of its first character in the text."""
@@ -204,7 +204,7 @@ def _close(node: _Node, above: int) -> None:
 
 
 def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
-    """Add ``node`` to the list or mapping being read. Without one, return it: it is the whole document."""
+    """Add ``node`` to the list or mapping that is being read. If there is none, return ``node``: it is the whole document."""
     if not stack:
         return node
     parent = stack[-1]

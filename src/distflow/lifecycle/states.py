@@ -214,8 +214,8 @@ def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[Wor
     """Return the state and reason of a workflow from those of its groups.
 
     A workflow with unfinished groups is pending or running. Otherwise it is canceled if a group was canceled, and completed if
-    no group failed. Of several reasons, the first in ``_ORDER`` decides, as in OSMO. Else the reason is the only one apart
-    from ``UPSTREAM``, or ``None`` if there are several.
+    no group failed. The reason of a failed workflow is the first in ``_ORDER`` that a group has, as in OSMO; else the only
+    reason other than ``UPSTREAM``; else ``None``.
     """
     states = [state for state, _ in groups]
     if not all(state.is_final for state in states):
