@@ -36,9 +36,9 @@ def read_requirements(path: str, shown: str | None = None) -> Requirements:
 
     Raises ``ProblemsFound`` with all findings.
     """
-    found = _Reader()
-    found.read(path, path if shown is None else shown, is_constraint=False, above=())
-    return found.requirements(shown or path)
+    reader = _Reader()
+    reader.read(path, path if shown is None else shown, is_constraint=False, above=())
+    return reader.requirements(shown or path)
 
 
 def parse_requirements(lines: Iterable[str], shown: str) -> Requirements:
@@ -46,9 +46,9 @@ def parse_requirements(lines: Iterable[str], shown: str) -> Requirements:
 
     Paths of included files are relative to the working directory. Raises ``ProblemsFound`` with all findings.
     """
-    found = _Reader()
-    found.take("\n".join(lines), "", shown, is_constraint=False, above=())
-    return found.requirements(shown)
+    reader = _Reader()
+    reader.take("\n".join(lines), "", shown, is_constraint=False, above=())
+    return reader.requirements(shown)
 
 
 class _Reader:

@@ -445,8 +445,8 @@ def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
 def argument_value(raw: str) -> str | int | float | bool:
     """Return the value of ``--set name=raw``: a YAML number, true or false, or else a text.
 
-    Unlike in a file, ``no``, ``~`` and an empty value stay text: on a command line, they are more likely a country code, a home
-    directory and an empty text.
+    Unlike in a file, ``no``, ``~`` and an empty value stay text, because on a command line they probably mean a country, the
+    home directory and an empty text.
     """
     kind = resolve(raw)
     if kind == "bool" and raw.lower() not in ("true", "false"):

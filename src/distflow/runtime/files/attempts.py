@@ -261,10 +261,10 @@ def write_ticket(attempt: str, waits: Json) -> None:
 
     ``waits`` has the resources that the task still needs on this node. If it has none, no ticket is written.
     """
-    asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
-    if any(asks.values()):
+    amounts = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
+    if any(amounts.values()):
         with contextlib.suppress(OpError):  # the next lease reports errors of the directory
-            node_leases.write_ticket(str(waits["lease_dir"]), _holder_of(attempt, waits), asks)
+            node_leases.write_ticket(str(waits["lease_dir"]), _holder_of(attempt, waits), amounts)
 
 
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:

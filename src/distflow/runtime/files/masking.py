@@ -52,7 +52,7 @@ class Mask:
                 merged.append((start, end))
         return merged
 
-    def begins(self, data: bytes) -> int:
+    def partial_start(self, data: bytes) -> int:
         """Return the offset from which the end of ``data`` may be the beginning of a secret; the length of ``data`` if none."""
         first = len(data)
         for pattern in self._patterns:
@@ -111,7 +111,7 @@ class Stream:
         return self._release(self._released + self._held, is_last=True)
 
     def _release(self, whole: bytes, is_last: bool) -> bytes:
-        found, begin, before = self._mask.find(whole), self._mask.begins(whole), len(self._released)
+        found, begin, before = self._mask.find(whole), self._mask.partial_start(whole), len(self._released)
         # A complete secret is masked now, even if its end may be the beginning of another secret.
         cut = max([begin, before, *(end for start, end in found if start < begin < end)])
         if is_last:

@@ -52,8 +52,8 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
         return known
     output = output_of(directory)
     entries = list(walk(output, ""))
-    left_out = sorted(name for name, info in entries if not _is_packed(info))
-    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, on_progress)
+    left_out = sorted(name for name, info in entries if not _is_packable(info))
+    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packable(info)], left_out, on_progress)
     _record_packed(directory, packed)
     return packed
 
@@ -84,7 +84,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
             select.select([], [], [], _PAUSE_S)  # no event reports that a file is no longer written
         began = file_system_now(root)
         entries = _below(top, base)
-        unpackable = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
+        unpackable = {name for name, info in entries if not _is_packable(info) or _leads_out(top, name, info)}
         members = [(name, info) for name, info in entries if name not in unpackable and name not in unstable]
         if not any(stat.S_ISREG(info.st_mode) for _, info in members):
             if number == 0 or not unstable:
@@ -219,7 +219,7 @@ def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
             yield from walk(top, name)
 
 
-def _is_packed(info: os.stat_result) -> bool:
+def _is_packable(info: os.stat_result) -> bool:
     """Return whether an entry can be packed: sockets, pipes and devices have no content to transfer."""
     return stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
 

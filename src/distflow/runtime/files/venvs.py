@@ -54,8 +54,8 @@ def directory_of(root: str, digest: object) -> str:
         library = os.confstr("CS_GNU_LIBC_VERSION")
     except (ValueError, OSError):
         library = ""
-    about = [digest, sys.version.split()[0], os.path.realpath(sys.executable), system.sysname, system.machine, library]
-    return os.path.join(root, VENVS, sha256_hex(json.dumps(about).encode())[:40])
+    parts = [digest, sys.version.split()[0], os.path.realpath(sys.executable), system.sysname, system.machine, library]
+    return os.path.join(root, VENVS, sha256_hex(json.dumps(parts).encode())[:40])
 
 
 def lock_of(directory: str) -> str:

@@ -335,7 +335,7 @@ class _Keeper:
         if self._reason is not None:
             raise OpError("conflict", "the attempt ended before it was started ({})".format(self._reason))
         if self._launch is None:
-            raise OpError("not_prepared", "`start` needs a `prepare` before it")
+            raise OpError("not_prepared", "`start` was requested before `prepare`")
         handles = self._handles
         if self._launch.get("container"):
             from distflow.runtime.guard import containers

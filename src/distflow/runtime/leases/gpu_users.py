@@ -83,7 +83,7 @@ def wait_until_empty(gpu_ids: Collection[int], attempt: str) -> str:
     """
     deadline = time.monotonic() + _EMPTY_S
     while True:
-        left = [one for one in list_gpu_users() if one["gpu"] in gpu_ids and _is_of(int(str(one["pid"])), attempt)]
+        left = [one for one in list_gpu_users() if one["gpu"] in gpu_ids and _belongs_to(int(str(one["pid"])), attempt)]
         if not left:
             return ""
         if time.monotonic() >= deadline:
@@ -91,7 +91,7 @@ def wait_until_empty(gpu_ids: Collection[int], attempt: str) -> str:
         time.sleep(_POLL_S)  # noqa: TID251  the driver sends no event
 
 
-def _is_of(pid: int, attempt: str) -> bool:
+def _belongs_to(pid: int, attempt: str) -> bool:
     """Return whether a process belongs to the attempt. An ended process counts: the driver has not released its GPU yet."""
     return attempt_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
 

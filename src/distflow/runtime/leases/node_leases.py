@@ -69,8 +69,8 @@ def take(
     if not lease_dir:
         raise OpError("bad_request", "`lease_dir` is missing")
     directory = open_directory(lease_dir)
-    asks = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
-    waits = "attempt" in holder and any(asks.values())
+    amounts = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
+    waits = "attempt" in holder and any(amounts.values())
     try:
         kept = tickets.kept_for_others(directory, holder["attempt"]) if waits else Kept({}, "")
         held.locks.extend(_take_shares(directory, wanted, holder, kept))
@@ -83,18 +83,18 @@ def take(
     except BaseException as error:
         held.close()
         if waits and isinstance(error, OpError) and error.kind == "busy":
-            tickets.write_ticket(directory, holder, asks)
+            tickets.write_ticket(directory, holder, amounts)
         raise
     finally:
         os.close(directory)
     return held
 
 
-def write_ticket(lease_dir: str, holder: Json, asks: Dict[str, int]) -> None:
+def write_ticket(lease_dir: str, holder: Json, amounts: Dict[str, int]) -> None:
     """Write a ticket for a task that releases its lease because not all nodes of its gang are available yet."""
     directory = open_directory(lease_dir)
     try:
-        tickets.write_ticket(directory, holder, asks)
+        tickets.write_ticket(directory, holder, amounts)
     finally:
         os.close(directory)
 
