@@ -122,7 +122,7 @@ class _Leftovers:
             self._engines.append((known["program"], known["env"]))
 
     def unsettled(self) -> List[str]:
-        """Return this machine's attempts without a pair and a recorded end. Several machines may share a root over NFS."""
+        """Return this machine's attempts with neither a pair nor a recorded end. Several machines may share a root over NFS."""
         found = []
         for workflow in attempts.workflows(self._root):
             for name, directory in attempts.list_attempts(self._root, workflow):
