@@ -1,4 +1,4 @@
-"""Copy frozen records of either kind: ``msgspec.Struct`` or dataclass.
+"""Copy frozen records of either kind, ``msgspec.Struct`` or dataclass, and create them from plain values.
 
 The records that ``workflow query`` and ``workflow list`` import are structs, because Python needs 1 ms to define a frozen
 dataclass and only 0.05 ms to define a struct. All other records are dataclasses.
@@ -6,11 +6,29 @@ dataclass and only 0.05 ms to define a struct. All other records are dataclasses
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-__all__ = ["replace"]
+__all__ = ["convert", "decode_json", "replace"]
+
+_T = TypeVar("_T")
+_msgspec_lock = threading.RLock()
+"""msgspec 0.22 inspects a struct at its first conversion, and crashes the process if two threads do this at the same time."""
+
+
+def convert(value: object, kind: type[_T]) -> _T:
+    """Do what ``msgspec.convert`` does, in any thread."""
+    with _msgspec_lock:
+        return msgspec.convert(value, kind)
+
+
+def decode_json(data: bytes, kind: type[_T]) -> _T:
+    """Do what ``msgspec.json.decode`` does, in any thread."""
+    with _msgspec_lock:
+        return msgspec.json.decode(data, type=kind)
+
 
 if TYPE_CHECKING:
     from dataclasses import replace  # mypy checks the names and types of its arguments

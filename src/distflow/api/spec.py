@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.documents.yaml_writer import yaml_text
 from distflow.errors import InputError
+from distflow.structs import convert
 
 __all__ = [
     "Checkpoint",
@@ -297,7 +298,7 @@ class Spec(_Part, frozen=True):
             message = f"{file} has an unknown key `{next(iter(rest))}`" if rest else f"{file} has no mapping `workflow`"
             raise InputError(message, hint="write {'workflow': {'name': …, 'groups': […]}}")
         try:
-            return msgspec.convert(_plain({**workflow, "variables": document.get("default-values")}), cls)
+            return convert(_plain({**workflow, "variables": document.get("default-values")}), cls)
         except msgspec.ValidationError as error:
             raise InputError(f"{file}: {error}", hint="`$` is the mapping `workflow`; docs/spec.md lists its keys") from None
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from distflow.structs import decode_json
+
 __all__ = ["DecodeError", "decode", "encode", "writable"]
 
 DecodeError = msgspec.DecodeError
@@ -34,7 +36,7 @@ def writable(text: str) -> str:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Return the record of ``kind`` in ``data``; unknown fields are ignored. Raises ``DecodeError``."""
-    return msgspec.json.decode(data, type=kind)
+    return decode_json(data, kind)
 
 
 def _plain(value: object) -> Any:

@@ -22,7 +22,7 @@ from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode, writable
 from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
-from distflow.structs import replace
+from distflow.structs import convert, replace
 
 if TYPE_CHECKING:
     from distflow.documents.notify import NotifyTarget
@@ -363,7 +363,7 @@ class Store:
                 "SELECT workflow, target, kind, subject, at FROM notices WHERE pending = 1 ORDER BY at, rowid"
             ).fetchall()
             keys = ("workflow", "target", "on", "subject", "at")
-            return msgspec.convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
+            return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
 
     def retention_s(self, workflow: str) -> float | None:
         """Return the ``retention_s`` of a workflow's pool, without importing the rest of the pool."""
@@ -525,4 +525,4 @@ def _workflow(row: Sequence[object]) -> WorkflowRecord:
     values["warnings"] = msgspec.json.decode(str(values["warnings"]))
     values["labels"] = msgspec.json.decode(str(values["labels"]))
     values["tags"] = sorted(str(tags).split(",")) if tags else []
-    return msgspec.convert(values, WorkflowRecord)
+    return convert(values, WorkflowRecord)

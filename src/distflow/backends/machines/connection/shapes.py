@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from distflow.protocol.names import Operation
+from distflow.structs import convert
 
 __all__ = ["check_answer", "check_event"]
 
@@ -298,6 +299,6 @@ def _check(what: str, form: type[_Form] | None, message: Mapping[str, Any]) -> N
     if form is None:
         return
     try:
-        msgspec.convert(message, form)
+        convert(message, form)
     except (msgspec.ValidationError, ValueError) as error:
         raise ValueError(f"{what} is malformed: {error}") from None

@@ -13,6 +13,7 @@ from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.services.frames import FRAME, RAW, SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE
+from distflow.structs import convert
 
 __all__ = ["EMPTY_FRAME", "EMPTY_LINE", "ServiceStream"]
 
@@ -94,7 +95,7 @@ class ServiceStream:
             answer: dict[str, Any] = decode_object(bytes(line))
             refusal = answer.get("error")
             if refusal is None:
-                msgspec.convert(answer, _Line)
+                convert(answer, _Line)
                 return answer
             kind, message = str(refusal["kind"]), str(refusal["message"])
         except (ValueError, KeyError, TypeError) as error:
