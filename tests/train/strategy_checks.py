@@ -23,6 +23,7 @@ from train.evaluation_checks import evaluations
 from train.meta_checks import first_values
 from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, prepared, reference, whole
 from train.sent import Sent
+from train.sequence_checks import sequences
 
 
 def trained(strategy: Strategy, **more: Any) -> tuple[ParallelPlan, float]:
@@ -366,6 +367,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         ),
         "whole state": whole_state,
         "refusals": refusals,
+        **sequences(2),
         **evaluations(2),
         **first_values(2),
     },
@@ -397,6 +399,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         ),
         "mesh groups": mesh_groups,
         "told": told,
+        **sequences(4),
         **evaluations(4),
         **first_values(4),
     },

@@ -38,7 +38,7 @@ VALUES: dict[str, list[object]] = {
     "plan": [{"up": "colwise"}, {"up": "columns"}], "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "2f2b"],
     "stages_per_rank": [1, 2], "split_points": [["one"]],
     "micro_batches": [2, 4], "gradient_accumulation_steps": [2, 0], "micro_batch_size": [3], "global_batch_size": [16, 10],
-    "timeout_s": [60, -1], "tp_size": [2, 4, 3], "shard_size": [2], "stages": [2, 8],
+    "timeout_s": [60, -1], "tp_size": [2, 4, 3], "shard_size": [2], "cp_size": [1, 2], "stages": [2, 8],
 }  # fmt: skip
 """Of each option some values, also wrong ones."""
 
@@ -110,6 +110,7 @@ def test_another_text_is_refused(text: str) -> None:
         ((2, 2), ("fsdp", "tp"), [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ((2, 2), ("pp", "dp"), [(0, 2), (1, 2), (0, 2), (1, 2)]),
         ((2, 2), ("pp", "tp"), [(0, 1)] * 4),
+        ((2, 2), ("fsdp", "cp"), [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ((2, 2), ("dp", "fsdp"), [(0, 4), (1, 4), (2, 4), (3, 4)]),
     ],
 )

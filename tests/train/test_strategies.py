@@ -95,6 +95,17 @@ def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     assert "Block has 0 positional arguments, and needs one" in by_name
 
 
+@pytest.mark.parametrize(("world", "name"), [(2, "sequences"), (4, "sequences × shards"), (4, "sequences × tp")])
+def test_parts_of_sequences_train_as_whole_sequences_do(worlds: Worlds, world: int, name: str) -> None:
+    found = worlds[world][name]
+    assert found["difference"] < TOLERANCE
+    assert found["losses"] < TOLERANCE
+    assert "needs GPUs for it" in found["refused"]  # without the kernel that the check adds
+    call, length = found["said"]
+    assert "call plan.forward_backward or plan.evaluate" in call
+    assert "multiples of 4: found (" in length
+
+
 def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
     assert worlds[2]["pipeline interleaved"]["children"] == [["block1", "embedding"], ["block0", "head"]]
 

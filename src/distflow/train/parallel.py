@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from distflow.train.communication.gradients import accumulate, begin_step, local_sgd
-from distflow.train.loading.batching import Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
+from distflow.train.loading.batching import Arguments, Batch, BatchSizes, as_arguments, batch_sizes, cut, sample_count
 from distflow.train.loading.loader import Loader, Samples, Uneven
-from distflow.train.strategies.build import prepare
+from distflow.train.strategies.build import make_sequence_mesh, prepare
 from distflow.train.strategies.description import Strategy, choose, given_strategy, place
 from distflow.train.strategies.options import StrategyOptions
 from distflow.train.strategies.stages import Loss, Pipeline
@@ -71,6 +71,10 @@ class ParallelPlan:
         """The strategy on the mesh of all ranks."""
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         """This process's number among all ranks."""
+        self._sequence_mesh = make_sequence_mesh(strategy)
+        if self._sequence_mesh is not None:
+            self._is_divided = False
+            model.register_forward_pre_hook(self._check_divided)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -133,11 +137,15 @@ class ParallelPlan:
         begin_step(self.model)
         losses = []
         for some, wanted in zip(cut(inputs, count, samples), cut(targets, count, samples), strict=True):
-            with accumulate(self.model, count, apart=self._apart):
-                share = loss(self._called(some), wanted) * (sample_count(some) / samples)
+            with accumulate(self.model, count, apart=self._apart), self._divided(some, wanted) as (arguments, part):
+                share = loss(self._called(arguments), part) * (sample_count(some) / samples)
                 share.backward()
             losses.append(share.detach())
-        return torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+        if self._sequence_mesh is not None:
+            dist.all_reduce(total, group=self._sequence_mesh.get_group())
+            total /= self._sequence_mesh.size()
+        return total
 
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch over the shares of all ranks, without gradients and in evaluation mode.
@@ -150,7 +158,11 @@ class ParallelPlan:
         if not samples:
             raise ValueError("evaluate() was given no samples; every rank needs at least one")
         with torch.no_grad(), _evaluating(model):
-            mean = model.evaluate(inputs, targets, loss) if isinstance(model, Pipeline) else loss(self._called(inputs), targets)
+            if isinstance(model, Pipeline):
+                mean = model.evaluate(inputs, targets, loss)
+            else:
+                with self._divided(inputs, targets) as (arguments, part):
+                    mean = loss(self._called(arguments), part)
             if not dist.is_initialized():
                 return mean
             # Each share is held by equally many ranks, so that those who share a tensor or a pipeline change nothing.
@@ -158,9 +170,27 @@ class ParallelPlan:
             dist.all_reduce(total)
             return (total[0] / total[1]).to(mean.dtype)
 
-    def _called(self, inputs: Batch) -> Any:
-        arguments, named = as_arguments(inputs)
-        return self.model(*arguments, **named)
+    def _called(self, arguments: Arguments) -> Any:
+        return self.model(*arguments[0], **arguments[1])
+
+    @contextmanager
+    def _divided(self, inputs: Batch, targets: Batch) -> Iterator[tuple[Arguments, Batch]]:
+        """Yield the arguments of the model and the targets; under context parallelism, this rank's part of their sequences."""
+        if self._sequence_mesh is None:
+            yield as_arguments(inputs), targets
+            return
+        from distflow.train.strategies.sequences import part_of_sequences  # noqa: PLC0415  it takes a second to import
+
+        with part_of_sequences(self._sequence_mesh, inputs, targets) as batch:
+            self._is_divided = True
+            try:
+                yield batch
+            finally:
+                self._is_divided = False
+
+    def _check_divided(self, _model: nn.Module, _inputs: object) -> None:
+        if not self._is_divided:
+            raise TypeError("with context parallelism, call plan.forward_backward or plan.evaluate, which divide the sequences")
 
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
         """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.

@@ -79,6 +79,9 @@ def test_the_table_is_found() -> None:
         ("{mesh_shape: [[4, 2], [dp, tp]]}", (4, 4), "hybrid [4, 1, 2] dp fsdp tp"),
         ("{kind: hybrid, tp_size: 2, shard_size: 2}", (4, 4), "hybrid [2, 2, 2] dp fsdp tp"),
         ("{mesh_shape: [[2, 2, 2, 2], [pp, dp_replicate, dp_shard, tp]]}", (8, 8), "pipeline [2, 2, 2, 2] pp dp fsdp tp"),
+        ("{mesh_shape: [[2, 2, 2], [dp_shard, cp, tp]]}", (4, 4), "hybrid [2, 2, 2] fsdp cp tp"),
+        ("{kind: hybrid, mesh_shape: [[2, 4], [fsdp, cp]]}", (4, 4), "hybrid [2, 4, 1] fsdp cp tp"),
+        ("{kind: hybrid, tp_size: 1, cp_size: 4}", (4, 4), "hybrid [2, 4, 1] fsdp cp tp"),
         ("{kind: pipeline, stages: 2, tp_size: 2}", (4, 4), "pipeline [2, 2, 2] pp dp tp"),
         ("{kind: pipeline, tp_size: 2}", (4, 4), "pipeline [4, 2] pp tp"),
         (
@@ -111,7 +114,9 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is not a valid size of a mesh axis", "at least 1"),
         ("{mesh_shape: [[-1, 2], [fsdp, tp]]}", (4,), "'-1' is not a valid size of a mesh axis", "at least 1"),
         ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is not a known mesh axis", "did you mean `tp`?"),
-        ("{mesh_shape: [[2, 2], [cp, tp]]}", (4,), "context parallelism (`cp`) is not supported", "sequence_parallel"),
+        ("{mesh_shape: [[2, 2], [tp, cp]]}", (4,), "in the order tp, cp", "[[1, 2, 2], [fsdp, cp, tp]]"),
+        ("{kind: fsdp, mesh_shape: [[2, 2], [fsdp, cp]]}", (4,), "a mesh of fsdp, cp means hybrid, but", "kind: hybrid"),
+        ("{kind: pipeline, cp_size: 2}", (4,), "`cp_size` does not go with pipeline", "pipeline has no axis cp"),
         ("{kind: fsdp, sequence_parallel: true}", (2,), "`sequence_parallel` does not go with fsdp", "kind: hybrid"),
         ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "the mesh has an axis twice: dp, data", "once"),
         (

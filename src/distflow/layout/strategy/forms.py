@@ -24,7 +24,7 @@ __all__ = ["AXES", "FOREIGN_KEYS", "Draft", "Given", "read_block"]
 
 AXES = {
     "dp": "dp", "data": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "dp_shard": "fsdp",
-    "tp": "tp", "pp": "pp",
+    "cp": "cp", "tp": "tp", "pp": "pp",
 }  # fmt: skip
 """Names of mesh axes in specs, in torchtitan and accelerate, and in other guides, and their names here."""
 
@@ -163,11 +163,6 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
         draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
         return
-    if "cp" in words and len(set(words)) == len(words):
-        if sizes.pop(words.index("cp")) != 1:
-            draft.add(path, "context parallelism (`cp`) is not supported", "write cp: 1, and sequence_parallel: true with tp")
-            return
-        words.remove("cp")
     for word in words:
         if word not in AXES:
             draft.add(path, f"`{word}` is not a known mesh axis", did_you_mean(word, AXES, what="axes"))

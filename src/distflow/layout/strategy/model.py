@@ -112,14 +112,14 @@ def _kind(draft: Draft, world: int) -> str:
     active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
     implied = "none"
     if active:
-        has_tensors = "hybrid" if active & {"dp", "fsdp"} else "tp"
-        implied = "pipeline" if "pp" in active else has_tensors if "tp" in active else "fsdp" if "fsdp" in active else "ddp"
+        inner = "tp" if active == {"tp"} else "hybrid"
+        implied = "pipeline" if "pp" in active else inner if active & {"cp", "tp"} else "fsdp" if "fsdp" in active else "ddp"
     if draft.kind is None:
         if not draft.mesh_path and "stages" in draft.options:
             return "pipeline"
         return implied if draft.mesh_path else "ddp" if world > 1 else "none"
     kind = str(draft.kind.value)
-    if active and (not active <= set(AXES[kind]) or MAIN_AXIS[kind] not in draft.names):
+    if active and (not active <= set(AXES[kind]) or not {MAIN_AXIS[kind], "cp"} & set(draft.names)):
         axes = ", ".join(draft.names)
         draft.add(
             draft.mesh_path,

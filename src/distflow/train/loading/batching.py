@@ -20,18 +20,21 @@ from distflow.train.communication.votes import channel, without_votes
 from distflow.train.strategies.description import given_strategy, warn_of_conflict
 
 __all__ = [
+    "Arguments",
     "Batch",
     "BatchSizes",
     "DynamicBatcher",
     "as_arguments",
     "balanced_split",
     "batch_sizes",
+    "copy_of",
     "cut",
     "equal_batches",
     "join",
     "own_share",
     "sample_count",
     "shape_of",
+    "tensors_of",
 ]
 
 
@@ -245,7 +248,11 @@ Batch = Any
 """A tensor, or tensors in tuples, lists and mappings; anything else in there is given to every part as it is."""
 
 
-def as_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a model."""
+
+
+def as_arguments(batch: Batch) -> Arguments:
     """Return what a model is called with: a mapping by names, a tuple or a list one by one, else the batch itself."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -254,7 +261,7 @@ def as_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def sample_count(batch: Batch) -> int:
     """Return the first dimension of the first tensor. Raises ``ValueError`` where there is no tensor of any dimension."""
-    first = next((tensor for _, tensor in _tensors(batch)), None)
+    first = next((tensor for _, tensor in tensors_of(batch)), None)
     if first is None:
         raise ValueError("the batch holds no tensor: give a tensor, or a tuple, a list or a mapping of tensors")
     return len(first)
@@ -267,7 +274,7 @@ def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
     """
     if count == 1:
         return [batch]
-    for name, tensor in _tensors(batch):
+    for name, tensor in tensors_of(batch):
         if len(tensor) != samples:
             raise ValueError(
                 f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has {len(tensor)} samples, but "
@@ -278,20 +285,29 @@ def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
 
 def shape_of(batch: Batch) -> tuple[torch.Size, ...]:
     """Return the shapes of all tensors, in their order."""
-    return tuple(tensor.shape for _, tensor in _tensors(batch))
+    return tuple(tensor.shape for _, tensor in tensors_of(batch))
 
 
-def _tensors(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that have samples, each with its place."""
     if isinstance(batch, torch.Tensor):
         if batch.dim():
             yield name, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+            yield from tensors_of(value, f"{name}.{key}" if name else str(key))
     elif isinstance(batch, tuple | list):
         for number, value in enumerate(batch):
-            yield from _tensors(value, f"{name}[{number}]")
+            yield from tensors_of(value, f"{name}[{number}]")
+
+
+def copy_of(batch: Batch) -> Batch:
+    """Return the batch with copies of its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, Mapping):
+        return {key: copy_of(value) for key, value in batch.items()}
+    return tuple(map(copy_of, batch)) if isinstance(batch, tuple | list) else batch
 
 
 def _part(batch: Batch, count: int, number: int) -> Batch:

@@ -25,7 +25,15 @@ from distflow.train.strategies.description import Strategy
 from distflow.train.strategies.initial import allocate, check_empty, fill
 from distflow.train.strategies.stages import Loss, make_pipeline
 
-__all__ = ["checkpoint_activations", "large_modules", "make_mesh", "prepare", "repeated_layers", "replicate"]
+__all__ = [
+    "checkpoint_activations",
+    "large_modules",
+    "make_mesh",
+    "make_sequence_mesh",
+    "prepare",
+    "repeated_layers",
+    "replicate",
+]
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
@@ -35,7 +43,19 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
     if strategy.world_size != dist.get_world_size():
         shape = " × ".join(map(str, strategy.shape))
         raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
-    return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
+    # Ranks that share sequences share the model, too: FSDP shards it over both axes.
+    sizes = strategy.mesh
+    if (parts := sizes.pop("cp", 1)) > 1:
+        sizes["fsdp"] *= parts
+    return init_device_mesh(_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def make_sequence_mesh(strategy: Strategy) -> DeviceMesh | None:
+    """Return the mesh of the ranks that share this rank's sequences (``cp``). Collective."""
+    if "cp" not in strategy.names:
+        return None
+    mesh = init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
+    return mesh["cp"]
 
 
 def prepare(
@@ -82,6 +102,10 @@ def _divide(
     """Return this rank's part of a model: its stages, or the model with parts of its tensors."""
     options, sizes = strategy.options, strategy.mesh
     has_tensors, has_shards = sizes.get("tp", 1) > 1, "fsdp" in sizes
+    if "cp" in sizes:
+        from distflow.train.strategies.sequences import check_sequences  # noqa: PLC0415
+
+        check_sequences(model, device.type)
     layers = repeated_layers(model, options.get("transformer_layer_cls", ())) if has_tensors or has_shards else []
     # Import only the parts of torch that the strategy needs, because each takes a second or two.
     if has_tensors:

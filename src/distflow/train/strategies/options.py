@@ -38,7 +38,7 @@ __all__ = [
 
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "ddp": ("dp",), "fsdp": ("dp", "fsdp"), "tp": ("tp",), "hybrid": ("dp", "fsdp", "tp"),
+        "ddp": ("dp",), "fsdp": ("dp", "fsdp"), "tp": ("tp",), "hybrid": ("dp", "fsdp", "cp", "tp"),
         "pipeline": ("pp", "dp", "fsdp", "tp"), "none": ("dp",),
     }
 )  # fmt: skip
@@ -50,7 +50,7 @@ MAIN_AXIS: Mapping[str, str] = MappingProxyType(
 KINDS = tuple(AXES)
 """The kinds: replicas, shards, tensor parallelism, tensor parallelism with shards, stages, and a module as it is."""
 
-MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "shard_size": "fsdp", "stages": "pp"})
+MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "cp_size": "cp", "shard_size": "fsdp", "stages": "pp"})
 """Options that give the size of a mesh axis, and that axis. The outermost axis takes the other ranks."""
 
 
@@ -153,6 +153,8 @@ class HybridParallel(_Accumulation, _Shards, _Tensors):
     """Tensor parallelism in groups of ``tp_size`` ranks, and shards over these groups."""
 
     kind: ClassVar[str] = "hybrid"
+    cp_size: int | None = None
+    """Ranks that share a sequence (context parallelism); GPUs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +334,7 @@ def regular_mesh(kind: str, sizes: Mapping[str, int], options: Mapping[str, Any]
         order[:2] = ["dp", "pp"]
     if written != [axis for axis in order if axis in written]:
         message = f"the axes of the mesh are in the order {', '.join(written)}: ranks of its last axis are neighbors on a node"
-        hint = f"write [[{', '.join(str(sizes[axis]) for axis in order)}], [{', '.join(order)}]]"
+        hint = f"write [[{', '.join(str(sizes.get(axis, 1)) for axis in order)}], [{', '.join(order)}]]"
         return Misfit("mesh_shape", message, hint)
     return {axis: sizes.get(axis, 1) for axis in order}
 

@@ -1,0 +1,56 @@
+"""Context parallelism: each rank of an axis ``cp`` computes a part of every sequence, with torch's ring attention.
+
+torch replaces ``scaled_dot_product_attention`` meanwhile, which must be causal and without a mask. Every rank gets two pieces
+of a sequence, one from its first and one from its last half, so that all have equally much to compute.
+
+Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", and
+https://docs.pytorch.org/tutorials/unstable/context_parallel.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow.train.loading.batching import Arguments, Batch, as_arguments, copy_of, tensors_of
+from distflow.train.torch_private import has_ring_attention
+
+__all__ = ["check_sequences", "part_of_sequences"]
+
+
+def check_sequences(model: nn.Module, device: str) -> None:
+    """Raise ``ValueError`` if context parallelism does not support the model or the device."""
+    if hasattr(model, "base_model_prefix"):
+        raise ValueError("context parallelism: torch supports no masks, which models of Hugging Face create")
+    if not has_ring_attention(device):
+        raise ValueError(f"context parallelism: torch {torch.__version__} needs GPUs for it: use sequence_parallel with tp")
+
+
+@contextmanager
+def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterator[tuple[Arguments, Batch]]:
+    """Yield this rank's part of a batch: arguments of the model with ``position_ids``, and targets.
+
+    All tensors have the shape (samples, time, …), and the same length. ``position_ids`` (samples, time) has the positions of
+    the part, which is not contiguous. The forward and the backward pass run in this context. Raises ``ValueError``.
+    """
+    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415  it takes a second to import
+
+    arguments, named = as_arguments(inputs)
+    given = [tensor for _, tensor in tensors_of((arguments, named, targets))]
+    pieces = 2 * mesh.size()
+    shape, lengths = given[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in given}
+    if len(lengths) > 1 or shape[1] % pieces:
+        raise ValueError(
+            f"context parallelism: the tensors of a batch need the shape (samples, time, …), and times that are multiples of "
+            f"{pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in given)}"
+        )
+    positions = torch.arange(shape[1], device=given[0].device).expand(shape[:2])
+    batch: tuple[Any, Any, Any] = copy_of((arguments, {"position_ids": positions, **named}, targets))
+    buffers = [tensor for _, tensor in tensors_of(batch)]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
+        yield (batch[0], batch[1]), batch[2]
