@@ -13,17 +13,6 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.checkpoints.checkpoints import CheckpointError as CheckpointError
     from distflow.train.checkpoints.checkpoints import Checkpoints as Checkpoints
     from distflow.train.communication.gradients import all_reduce_mean as all_reduce_mean
-    from distflow.train.deprecated import Worker as Worker
-    from distflow.train.deprecated import accumulate as accumulate
-    from distflow.train.deprecated import backward as backward
-    from distflow.train.deprecated import clip_gradients as clip_gradients
-    from distflow.train.deprecated import compress_gradients as compress_gradients
-    from distflow.train.deprecated import current_strategy as current_strategy
-    from distflow.train.deprecated import data_shard as data_shard
-    from distflow.train.deprecated import evaluate as evaluate
-    from distflow.train.deprecated import full_state_dict as full_state_dict
-    from distflow.train.deprecated import local_sgd as local_sgd
-    from distflow.train.deprecated import parallelize as parallelize
     from distflow.train.heartbeat import beat as beat
     from distflow.train.launcher.starting import launch as launch
     from distflow.train.loading.batching import BatchSizes as BatchSizes

@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.ranks < 1:
         parser.error("--ranks is at least 1")
+    ranks = options.ranks
     if "RANK" in os.environ:
         if options.what == "scaling":
             parser.error("scaling starts worlds of its own: run it outside of a launcher")
@@ -102,19 +103,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not is_first:
             return
     else:
-        ranks = options.ranks
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
         backend = "nccl" if _backend() == "auto" and torch.cuda.is_available() else "gloo"
         rows = scaling(ranks) if options.what == "scaling" else _start(ranks, allreduce)
     if options.format == "json":
-        body = {"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}
-        sys.stdout.write(json.dumps(body, indent=2) + "\n")
+        lines = [json.dumps({"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}, indent=2)]
     else:
-        sys.stdout.write(_table(rows, f"{options.what}, {ranks} ranks, {backend}"))
+        lines = [f"{options.what}, {ranks} ranks, {backend}", "".join(f"{name.replace('_', ' '):>21}" for name in rows[0])]
+        lines += ["".join(f"{_text(name, value):>21}" for name, value in row.items()) for row in rows]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _text(name: str, value: float) -> str:
+    if "bandwidth" in name:
+        return f"{value / 1e9:.3f} GB/s"
+    return f"{value * 1e3:.3f} ms" if name == "seconds" else f"{value:.4g}" if name == "efficiency" else str(value)
 
 
 def _start(ranks: int, measure: Callable[[], Any]) -> Any:
-    """Run a measurement on new ranks of this machine, and return what rank 0 found."""
+    """Run a measurement on new ranks of this machine, and return the result of rank 0."""
     with tempfile.TemporaryDirectory(prefix="distflow-bench-") as folder:
         found = Path(folder) / "found.json"
         launch(_rank, (measure, found), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
@@ -131,21 +138,6 @@ def _rank(measure: Callable[[], Any], found: Path) -> None:
 def _backend() -> str:
     # All on GPUs or all on the CPU: NCCL refuses ranks that share a GPU.
     return "auto" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
-
-
-def _table(rows: Sequence[Row], title: str) -> str:
-    shown = [
-        {
-            name: f"{value / 1e9:.3f} GB/s" if "bandwidth" in name else f"{value * 1e3:.3f} ms" if name == "seconds" else
-                  f"{value:.2f}" if name == "efficiency" else str(value)
-            for name, value in row.items()
-        }
-        for row in rows
-    ]  # fmt: skip
-    widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in shown[0]}
-    lines = [title, "  ".join(name.replace("_", " ").rjust(width) for name, width in widths.items())]
-    lines += ["  ".join(row[name].rjust(width) for name, width in widths.items()) for row in shown]
-    return "".join(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

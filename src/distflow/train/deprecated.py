@@ -15,19 +15,7 @@ from distflow.train.strategies import description
 from distflow.train.strategies.description import make_strategy, place
 from distflow.train.strategies.stages import Pipeline
 
-__all__ = [
-    "Worker",
-    "accumulate",
-    "backward",
-    "clip_gradients",
-    "compress_gradients",
-    "current_strategy",
-    "data_shard",
-    "evaluate",
-    "full_state_dict",
-    "local_sgd",
-    "parallelize",
-]
+__all__ = ["Worker"]
 
 
 def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, example: Any = None, **options: Any) -> nn.Module:
@@ -78,13 +66,19 @@ class Worker:
         return float(loss)
 
 
-accumulate = _old("accumulate", "plan.accumulate()")
-backward = _old("backward", "plan.forward_backward(inputs, targets, loss)")
-clip_gradients = _old("clip_gradients", "plan.clip_gradients(max_norm)")
-compress_gradients = _old("compress_gradients", "world.parallelize(model, DDP(compression=…))", gradients.compress_gradients)
-current_strategy = _old("current_strategy", "plan.strategy", description.current_strategy)
-data_shard = _old("data_shard", "plan.data_shard", description.data_shard)
-evaluate = _old("evaluate", "plan.evaluate(inputs, targets, loss)")
-full_state_dict = _old("full_state_dict", "plan.full_state_dict()")
-local_sgd = _old("local_sgd", "plan.local_sgd(optimizer)")
-parallelize = _old("parallelize", "plan = world.parallelize(model, strategy)", _parallelize)
+_PLAN = {
+    "accumulate": "plan.accumulate()",
+    "backward": "plan.forward_backward(inputs, targets, loss)",
+    "clip_gradients": "plan.clip_gradients(max_norm)",
+    "evaluate": "plan.evaluate(inputs, targets, loss)",
+    "full_state_dict": "plan.full_state_dict()",
+    "local_sgd": "plan.local_sgd(optimizer)",
+}
+_FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "compress_gradients": ("world.parallelize(model, DDP(compression=…))", gradients.compress_gradients),
+    "current_strategy": ("plan.strategy", description.current_strategy),
+    "data_shard": ("plan.data_shard", description.data_shard),
+    "parallelize": ("plan = world.parallelize(model, strategy)", _parallelize),
+}
+globals().update({name: _old(name, replacement) for name, replacement in _PLAN.items()})
+globals().update({name: _old(name, *replacement) for name, replacement in _FUNCTIONS.items()})

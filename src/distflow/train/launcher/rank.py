@@ -1,10 +1,10 @@
 """The process of one rank, which the launcher starts as ``python -m distflow.train.launcher.rank``.
 
-The process ends with the launcher, keeps to its CPUs, runs the script as ``python`` would, and writes an exception of the
+The process dies with the launcher, uses only its own CPUs, runs the script as ``python`` would, and writes an exception of the
 script to torch's error file (``distflow.protocol.error_file`` has the format). This module never imports torch.
 
-The launcher chooses the CPUs from ``/sys`` and ``/proc/driver/nvidia``, because it has no CUDA. It numbers GPUs in the order
-of their PCI addresses. That is CUDA's order for GPUs of one kind, and for all GPUs with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+The launcher has no CUDA. To find the CPUs next to a GPU, it reads ``/sys`` and ``/proc/driver/nvidia``, and numbers GPUs by
+their PCI addresses. CUDA has the same order for GPUs of one model, and for all GPUs with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,56 +34,52 @@ __all__ = [
     "Failure",
     "RecordedFailure",
     "cpus_near_gpu",
-    "end_with_parent",
-    "keep_to_cpus",
     "parse_cpus",
+    "prepare_process",
     "read_failure",
-    "run_script",
-    "take_own_output",
     "threads_per_rank",
     "write_exception",
     "write_failure",
 ]
 
-
 PARENT = "DISTFLOW_LAUNCHER_PID"
-"""The launcher's process."""
+"""The environment variable with the process id of the launcher."""
 CPUS = "DISTFLOW_CPUS"
-"""The CPUs of this rank, as ``0-3,8``; unset: all that the launcher has."""
+"""The environment variable with the CPUs of this rank, such as ``0-3,8``. Unset, the rank uses all CPUs of the launcher."""
 _PR_SET_PDEATHSIG = 1
 
 
 class RecordedFailure(AbstractContextManager[None]):
-    """Write an exception to the error file, and raise it again. ``SystemExit`` and Ctrl-C are not failures."""
+    """Writes an exception to the error file, and raises it again. ``SystemExit`` and Ctrl-C are not failures."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write the error file, if this is a failure."""
         if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
             write_exception(error, rank=int(os.environ["RANK"]))
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the launcher dies."""
+def prepare_process() -> None:
+    """Make this process die with the launcher, use only the CPUs of its rank, and write to the pipe of its rank."""
+    _die_with_launcher()
+    # The container or the machine may allow fewer CPUs than the launcher chose.
+    if cpus := parse_cpus(os.environ.get(CPUS, "")) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cpus)
+    _redirect_output()
+
+
+def _die_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(os.environ[PARENT]):  # it died before that
+    if os.getppid() != int(os.environ[PARENT]):  # the launcher died before this call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def keep_to_cpus() -> None:
-    """Run on the CPUs that the launcher chose for this rank, as far as they may be used."""
-    wanted = parse_cpus(os.environ.get(CPUS, "")) & os.sched_getaffinity(0)
-    if wanted:
-        os.sched_setaffinity(0, wanted)
-
-
-def take_own_output() -> None:
-    """Write to the pipe that distflow reads for this rank alone, if there is one and the output is not redirected."""
-    place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
-    if not place or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
+def _redirect_output() -> None:
+    """Write to the pipe that distflow reads for this rank alone, if it exists. Redirected output stays redirected."""
+    folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
+    if not folder or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
         return
     try:
-        # Does not wait: without a reader, the task's output works too.
-        pipe = os.open(os.path.join(place, "ranks", os.environ["RANK"]), os.O_WRONLY | os.O_NONBLOCK)
+        # O_NONBLOCK: without a reader this fails instead of waiting, and the rank keeps the output of its task.
+        pipe = os.open(os.path.join(folder, "ranks", os.environ["RANK"]), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return
     os.set_blocking(pipe, True)
@@ -93,27 +90,18 @@ def take_own_output() -> None:
     os.close(pipe)
 
 
-def run_script(path: str, arguments: list[str]) -> None:
-    """Run a script as ``python path arguments`` does."""
-    sys.argv = [path, *arguments]
-    sys.path[0] = str(Path(path).resolve().parent)
-    runpy.run_path(path, run_name="__main__")
-
-
-def _run_module(name: str, arguments: list[str]) -> None:
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
 def _main() -> None:
-    end_with_parent()
-    keep_to_cpus()
-    take_own_output()
+    """Run a script as ``python target arguments`` does, or a module as ``python -m target arguments`` does."""
+    prepare_process()
     kind, target, *arguments = sys.argv[1:]
-    run: Callable[[str, list[str]], None] = {"script": run_script, "module": _run_module}[kind]
+    sys.argv = [target, *arguments]
     sys.excepthook = _show_exception
     with RecordedFailure():
-        run(target, arguments)
+        if kind == "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(target).resolve().parent)
+            runpy.run_path(target, run_name="__main__")
 
 
 def _show_exception(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -122,10 +110,7 @@ def _show_exception(kind: type[BaseException], error: BaseException, frames: Tra
 
 
 def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of the launcher, which come before those of the script.
-
-    A module with ``__tracebackhide__`` belongs to distflow, too.
-    """
+    """Return a traceback without the leading frames of the launcher, and of modules that define ``__tracebackhide__``."""
     inner = frames
     while inner is not None:
         names = inner.tb_frame.f_globals
@@ -136,29 +121,26 @@ def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
 
 
 def threads_per_rank(size: int) -> int:
-    """Return how many CPU threads each of ``size`` ranks of this machine gets: its share of the CPUs that may be used."""
+    """Return the number of CPU threads for each of the ``size`` ranks of this machine: its share of the available CPUs."""
     return max(1, len(os.sched_getaffinity(0)) // size)
 
 
 def cpus_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int] | None:
-    """Return the CPUs of the NUMA node of a rank's GPU; ``None`` when the machine does not say.
+    """Return the CPUs of the NUMA node of a rank's GPU, or ``None`` if the machine does not report them.
 
-    ``root`` is where ``sys`` and ``proc`` are.
+    ``root`` is the directory that contains ``sys`` and ``proc``.
     """
-    address = _gpu_address(local_rank, environment, root)
-    if address is None:
-        return None
     try:
+        address = _gpu_address(local_rank, environment, root / "proc/driver/nvidia/gpus")
+        # The node is -1 if the firmware does not report it; such a node has no directory.
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
-        if node < 0:  # the firmware does not know
-            return None
         return parse_cpus((root / f"sys/devices/system/node/node{node}/cpulist").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError):
         return None
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the numbers in the kernel's form ``0-3,8,10-11``. Raises ``ValueError`` for anything else."""
+    """Return the CPU numbers in a list of the kernel, such as ``0-3,8,10-11``. Raises ``ValueError`` for other texts."""
     cpus: set[int] = set()
     for piece in filter(None, text.strip().split(",")):
         first, _, last = piece.partition("-")
@@ -166,36 +148,22 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _gpu_address(local_rank: int, environment: Mapping[str, str], root: Path) -> str | None:
-    """Return the PCI address of the GPU that a process sees as number ``local_rank``."""
-    folder = root / "proc/driver/nvidia/gpus"
-    try:
-        addresses = sorted(path.name for path in folder.iterdir())
-    except OSError:
-        return None
+def _gpu_address(local_rank: int, environment: Mapping[str, str], folder: Path) -> str:
+    """Return the PCI address of GPU ``local_rank`` of a process. Raises ``OSError`` or ``LookupError`` if it is unknown."""
+    addresses = sorted(path.name for path in folder.iterdir())
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return addresses[local_rank] if local_rank < len(addresses) else None
-    names = [name.strip() for name in visible.split(",")]
-    if local_rank >= len(names):
-        return None
-    name = names[local_rank]
+    name = str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
     if name.isdecimal():
-        return addresses[int(name)] if int(name) < len(addresses) else None
-    return next((address for address in addresses if name and name in _uuid(folder / address)), None)
-
-
-def _uuid(folder: Path) -> str:
-    try:
-        lines = (folder / "information").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
+        return addresses[int(name)]
+    for address in addresses if name else ():
+        if re.search(f"^GPU UUID:.*{re.escape(name)}", (folder / address / "information").read_text(), re.MULTILINE):
+            return address
+    raise LookupError(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The error file of a rank."""
+    """The content of a rank's error file."""
 
     report: ErrorReport
     written_ns: int
@@ -203,7 +171,7 @@ class Failure:
 
 
 def write_exception(error: BaseException, *, rank: int) -> None:
-    """Write the exception of this process, unless the file is there already (torch's ``@record`` may have written it)."""
+    """Write the exception of this process to its error file, unless torch's ``@record`` has already written that file."""
     path = os.environ.get(VARIABLE)
     if path:
         text = "".join(traceback.format_exception(type(error), error, _frames_of_script(error.__traceback__)))
@@ -221,7 +189,7 @@ def write_failure(
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Return the content of the file; ``None`` if it does not exist or is not an error file."""
+    """Return the content of an error file, or ``None`` if the file does not exist or has another format."""
     try:
         written_ns = path.stat().st_mtime_ns
         report = parse_error_file(json.loads(path.read_text(encoding="utf-8", errors="replace")))

@@ -21,10 +21,10 @@ from distflow.train.launcher.rank import Failure, read_failure
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process that was asked to stop, and did: 143."""
+"""The exit code of a process that stopped on request: 143."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 1.0
-"""A child's end wakes the launcher at once; this is for the case that its signal was lost."""
+"""The launcher checks its ranks this often, in case it misses the signal that a rank has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RankProcess:
     """Global rank."""
     pid: int
     poll: Callable[[], int | None]
-    """Its exit code, minus the signal's number when a signal ended it, ``None`` while it runs."""
+    """Returns the exit code, the negative signal number if a signal ended the process, or ``None`` while it runs."""
     error_file: Path
 
 
@@ -46,24 +46,23 @@ class End:
     rank: int
     pid: int
     code: int
-    """Exit code, or minus a signal's number; 1 when it was ended after it had raised an exception."""
+    """The exit code or the negative signal number; 1 if the launcher ended the rank after the rank had raised an exception."""
     seen_ns: int
-    """When the launcher saw it, by the clock of the file system of the error files, in nanoseconds."""
+    """When the launcher noticed the end, by the clock of the file system with the error files, in nanoseconds."""
     was_asked: bool
-    """Whether the launcher had sent it SIGTERM."""
+    """Whether the launcher had sent SIGTERM."""
     was_killed: bool
-    """Whether the launcher had sent it SIGKILL."""
+    """Whether the launcher had sent SIGKILL."""
     failure: Failure | None
-    """Its error file."""
 
     @property
     def is_stop(self) -> bool:
-        """Tell whether it ended on request."""
+        """Whether the rank stopped on request."""
         return self.failure is None and self.code in (STOPPED, -signal.SIGTERM)
 
     @property
     def is_failure(self) -> bool:
-        """Tell whether it failed by itself."""
+        """Whether the rank failed by itself."""
         if self.failure is not None:
             return self.code != 0
         # A rank with much memory or a GPU takes a while to end, so its peers may lose it before the launcher sees its end.
@@ -72,13 +71,18 @@ class End:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would show."""
+        """The exit code as a shell reports it: 128 plus the number of a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def how(self) -> str:
-        """Return ``exit code 1`` or ``SIGKILL``."""
+        """Return a text such as ``exit code 1`` or ``SIGKILL``."""
         return f"exit code {self.code}" if self.code >= 0 else _signal_name(-self.code)
+
+    @property
+    def message(self) -> str:
+        """The message of the rank's exception, or how the rank ended."""
+        return self.failure.report.message if self.failure else f"rank {self.rank} ended with {self.how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +90,13 @@ class Outcome:
     """How the ranks of this machine ended."""
 
     exit_code: int
-    """0, that of the first failure, or 143 (130 after Ctrl-C, and so on) when they were stopped."""
+    """0, the exit code of the first failure, or 143 after a request to stop (130 after Ctrl-C, 129 after SIGHUP)."""
     first: End | None
-    """The failure to blame."""
+    """The first failure, if a rank failed."""
 
 
 def end_now(ranks: Iterable[RankProcess]) -> None:
-    """Kill ranks with their process groups, and wait for their end."""
+    """Kill ranks with their process groups, and wait until they have ended."""
     for rank in ranks:
         _kill(rank)
         while rank.poll() is None:
@@ -100,18 +104,17 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
 
 
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
-    """Wait for the end of all ranks.
+    """Wait until all ranks have ended.
 
-    When one rank fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups get SIGKILL. A rank that
-    writes an error file has failed, even if it then hangs before its exit. SIGTERM, SIGINT, SIGHUP and SIGQUIT to this
-    process are passed on to each rank as SIGTERM, and the ranks have ``stop_grace_s`` to end. They have the same time when
-    one of them ends with 143, the exit code of a rank that was asked to stop. Enter ``woken()``, which yields ``wake``,
-    before you start the first rank, so that a signal during the start also stops the ranks.
+    When one rank fails, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, their process groups get SIGKILL. A
+    rank that writes an error file has failed, even if it then hangs before its exit. When this process gets SIGTERM, SIGINT,
+    SIGHUP or SIGQUIT, or when a rank exits with 143, the ranks get SIGTERM and have ``stop_grace_s`` seconds to end. Enter
+    ``woken()``, which yields ``wake``, before you start the first rank, so that a signal during the start also stops the ranks.
     """
     watch = _Watch(ranks)
     while watch.running:
         wake.wait(watch.wait_s())
-        watch.look()
+        watch.collect_ends()
         if wake.signals and watch.asked is None:
             watch.asked = wake.signals[0]
             watch.stop(stop_grace_s)
@@ -120,7 +123,8 @@ def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, 
         elif any(end.is_stop for end in watch.ends):
             watch.stop(stop_grace_s)
         watch.kill_late()
-    watch.sweep()
+    for rank in ranks:  # processes that ended ranks have left behind
+        _send(os.killpg, rank.pid, signal.SIGKILL)
     return watch.outcome()
 
 
@@ -132,16 +136,15 @@ class _Watch:
         self.ends: list[End] = []
         self.asked: int | None = None
         """The signal that asked this process to stop."""
-        self._all = tuple(ranks)
         self._deadline: float | None = None
-        """When the rest is killed, on the monotonic clock."""
+        """When the running ranks will be killed, on the monotonic clock."""
         self._was_asked = self._was_killed = False
 
     def wait_s(self) -> float:
         return _POLL_S if self._deadline is None else min(_POLL_S, max(0.0, self._deadline - time.monotonic()))
 
-    def look(self) -> None:
-        """Record the ranks that have ended."""
+    def collect_ends(self) -> None:
+        """Move the ranks that have ended from ``running`` to ``ends``."""
         for rank in tuple(self.running):
             code = rank.poll()
             if code is not None:
@@ -160,43 +163,38 @@ class _Watch:
         return any(rank.error_file.exists() for rank in self.running)
 
     def stop(self, grace_s: float, *, sooner: bool = False) -> None:
-        """Ask the remaining ranks to end, once. With ``sooner``, a later call may shorten their grace period."""
+        """Send SIGTERM to the running ranks, once. With ``sooner``, a later call may shorten their grace period."""
         deadline = time.monotonic() + grace_s
         if self._deadline is None:
             self._deadline = deadline
             self._was_asked = True
             for rank in self.running:
-                if not rank.error_file.exists():  # it is about to exit, and may have output to flush
+                # A rank with an error file is about to exit, and may still have to flush its output.
+                if not rank.error_file.exists():
                     _send(os.kill, rank.pid, signal.SIGTERM)
         elif sooner:
             self._deadline = min(self._deadline, deadline)
 
     def kill_late(self) -> None:
-        """Kill the remaining ranks with their process groups when the grace period is over."""
+        """Kill the running ranks with their process groups if the grace period is over."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._was_killed = True
             for rank in self.running:
                 _kill(rank)
 
-    def sweep(self) -> None:
-        """Kill the remaining processes in the groups of ended ranks."""
-        for rank in self._all:
-            _send(os.killpg, rank.pid, signal.SIGKILL)
-
     def first_failure(self) -> End | None:
-        """Return the failure to blame. Failures that only report the loss of a peer come last.
+        """Return the failure that happened first. Failures that only report the loss of another rank come last.
 
-        A process takes a while to end after its exception, and its peers notice the exception earlier. Therefore the time
-        at which the error file was written counts.
+        A rank takes a while to end after its exception, and other ranks notice that earlier. Therefore the time counts at which
+        the error file was written.
         """
-        failures = [end for end in self.ends if end.is_failure]
-        return min(failures, key=_blame, default=None)
+        return min((end for end in self.ends if end.is_failure), key=_order_of_blame, default=None)
 
     def outcome(self) -> Outcome:
         first = self.first_failure()
         is_stop = self.asked is not None or any(end.is_stop and not end.was_asked for end in self.ends)
         if is_stop and first is not None and first.failure is not None and is_symptom(first.failure.report.message):
-            first = None  # a peer that stopped a moment earlier
+            first = None  # the rank only lost another rank, which stopped on request
         if first is not None:
             return Outcome(exit_code=first.exit_code, first=first)
         if any(end.code for end in self.ends):
@@ -204,14 +202,14 @@ class _Watch:
         return Outcome(exit_code=0, first=None)
 
 
-def _blame(end: End) -> tuple[bool, int]:
+def _order_of_blame(end: End) -> tuple[bool, int]:
     if end.failure is None:
         return False, end.seen_ns
     return is_symptom(end.failure.report.message), end.failure.written_ns
 
 
 def _now_ns(folder: Path) -> int:
-    """Return the time of a file system, whose clock may be that of another machine."""
+    """Return the current time of the clock of a file system, which may be the clock of another machine."""
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns
@@ -220,33 +218,33 @@ def _now_ns(folder: Path) -> int:
 
 
 class Wake:
-    """Waits for signals to this process."""
+    """Waits for signals that this process gets."""
 
     def __init__(self, reader: int) -> None:
         self._reader = reader
         self.signals: list[int] = []
-        """Requests to stop, in their order."""
+        """The requests to stop, oldest first."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the next signal of any kind, up to a timeout."""
+        """Wait until this process gets a signal, at most ``timeout_s`` seconds."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             self.signals += [number for number in os.read(self._reader, 4096) if number in _STOPS]
 
 
 @contextlib.contextmanager
 def woken() -> Iterator[Wake]:
-    """Turn signals into bytes that can be waited for, and leave the handlers as they were. For the main thread."""
+    """Let ``Wake`` wait for signals, and restore their handlers afterwards. Only the main thread may call this."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
-        """Do nothing: the byte in the pipe reports the signal."""
+        """Do nothing: Python writes the number of the signal to the pipe."""
 
     # A process that ignores SIGHUP was started with nohup, and must outlive its terminal.
-    taken = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    # Set this before the handlers, so that each handled signal writes a byte.
+    stops = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    # Set the pipe before the handlers, so that no handled signal is lost.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *stops)}
     try:
         yield Wake(reader)
     finally:
@@ -258,14 +256,14 @@ def woken() -> Iterator[Wake]:
 
 
 def _kill(rank: RankProcess) -> None:
-    """Kill a rank that may still run, even if it does not lead a process group yet."""
+    """Kill a rank and its process group. A rank that was just started does not lead a group yet."""
     _send(os.killpg, rank.pid, signal.SIGKILL)
     _send(os.kill, rank.pid, signal.SIGKILL)
 
 
-def _send(how: Callable[[int, int], None], pid: int, number: int) -> None:
+def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(pid, number)
+        kill(pid, number)
 
 
 def _signal_name(number: int) -> str:

@@ -19,14 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
 from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
 from distflow.train.launcher.rank_processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
 
-__all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["LaunchOptions", "LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
 _LOCAL = "127.0.0.1"
 
@@ -35,25 +38,39 @@ class LayoutError(ValueError):
     """The numbers of ranks contradict each other. The message says what to change."""
 
 
+class LaunchOptions(TypedDict, total=False):
+    """What a program or a command line may set; distflow's variables give the rest."""
+
+    offset: int | None
+    """First global rank of this machine."""
+    size: int | None
+    """Number of ranks of this machine."""
+    world_size: int | None
+    master_addr: str | None
+    master_port: int | None
+    max_restarts: int
+    stop_grace_s: float
+    """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
+    failure_grace_s: float
+    """The same, when another rank has failed. It is shorter than a pool's ``peer_failed_grace``, so that this is reported."""
+    numa: bool
+    """Bind each rank to the CPUs next to its GPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """This machine's share of the world, and the settings of its processes."""
+    """This machine's share of the world, and the settings of its processes (``LaunchOptions``)."""
 
     offset: int
-    """First global rank."""
     size: int
-    """How many ranks."""
     world_size: int
     master_addr: str
     master_port: int
     """0: a free port, another one for each attempt."""
     max_restarts: int = 0
     stop_grace_s: float = 30.0
-    """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
     failure_grace_s: float = 3.0
-    """The same, when another rank has failed. It is shorter than a pool's ``peer_failed_grace``, so that this is reported."""
     numa: bool = False
-    """Bind each rank to the CPUs next to its GPU."""
 
     @property
     def is_whole(self) -> bool:
@@ -61,23 +78,16 @@ class Share:
         return self.size == self.world_size
 
 
-def read_share(
-    environment: Mapping[str, str],
-    *,
-    offset: int | None = None,
-    size: int | None = None,
-    world_size: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    max_restarts: int = 0,
-    stop_grace_s: float = 30.0,
-    failure_grace_s: float = 3.0,
-    numa: bool = False,
-) -> Share:
-    """Combine the arguments with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
-    first = _number(environment, "DISTFLOW_RANK_OFFSET", offset, 0)
-    count = _number(environment, "DISTFLOW_RANK_SIZE", size, 1)
-    world = _number(environment, "DISTFLOW_WORLD_SIZE", world_size, first + count)
+def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions]) -> Share:
+    """Combine the options with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
+    first = _number(environment, "DISTFLOW_RANK_OFFSET", options.get("offset"), 0)
+    count = _number(environment, "DISTFLOW_RANK_SIZE", options.get("size"), 1)
+    world = _number(environment, "DISTFLOW_WORLD_SIZE", options.get("world_size"), first + count)
+    address = options.get("master_addr") or environment.get("MASTER_ADDR")
+    port = _number(environment, "MASTER_PORT", options.get("master_port"), 0)
+    others = ("max_restarts", "stop_grace_s", "failure_grace_s", "numa")
+    settings: dict[str, Any] = {name: value for name, value in options.items() if name in others}
+    share = Share(offset=first, size=count, world_size=world, master_addr=address or _LOCAL, master_port=port, **settings)
     if count < 1:
         raise LayoutError(f"--size {count}: a machine has at least one rank; give --size 1 or more")
     if first < 0:
@@ -87,29 +97,23 @@ def read_share(
             f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "
             f"{world}; give --world_size {first + count} or more, or a smaller --size"
         )
-    for flag, seconds in (("--stop-grace", stop_grace_s), ("--failure-grace", failure_grace_s)):
+    for flag, seconds in (("--stop-grace", share.stop_grace_s), ("--failure-grace", share.failure_grace_s)):
         if not seconds >= 0:
             raise LayoutError(f"{flag} {seconds:g}: give 0 seconds or more")
-    if max_restarts < 0:
-        raise LayoutError(f"--max-restarts {max_restarts}: give 0 or more")
-    if max_restarts and count != world:
+    if share.max_restarts < 0:
+        raise LayoutError(f"--max-restarts {share.max_restarts}: give 0 or more")
+    if share.max_restarts and not share.is_whole:
         raise LayoutError(
             "--max-restarts: one machine cannot restart a world of several; let distflow try the group again "
             "(exitActions in the spec)"
         )
-    address = master_addr or environment.get("MASTER_ADDR")
-    port = _number(environment, "MASTER_PORT", master_port, 0)
     if not 0 <= port < 65536:
         raise LayoutError(f"--master-port {port}: give a port from 1 to 65535")
-    if count != world:
-        if not address:
-            raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
-        if not port:
-            raise LayoutError("--master-port is missing: give a port that is free on the master, the same on every machine")
-    return Share(
-        offset=first, size=count, world_size=world, master_addr=address or _LOCAL, master_port=port, max_restarts=max_restarts,
-        stop_grace_s=stop_grace_s, failure_grace_s=failure_grace_s, numa=numa,
-    )  # fmt: skip
+    if not share.is_whole and not address:
+        raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
+    if not share.is_whole and not port:
+        raise LayoutError("--master-port is missing: give a port that is free on the master, the same on every machine")
+    return share
 
 
 def _number(environment: Mapping[str, str], variable: str, given: int | None, default: int) -> int:
@@ -138,26 +142,13 @@ def run_command(share: Share, kind: str, target: str, arguments: Sequence[str]) 
     return _run(share, start)
 
 
-def launch(
-    function: Callable[..., object],
-    args: tuple[Any, ...] = (),
-    *,
-    size: int | None = None,
-    offset: int | None = None,
-    world_size: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    max_restarts: int = 0,
-    stop_grace_s: float = 30.0,
-    numa: bool = False,
-) -> None:
+def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **options: Unpack[LaunchOptions]) -> None:
     """Call ``function(*args)`` in one new process per rank of this machine, and wait for all.
 
-    Missing arguments are read from distflow's variables; without these, there is one rank. In a process that is already a
-    rank, the function is called directly, so that a script works under any launcher.
-    ``function`` must be importable (no lambda), as
-    ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``. In a notebook, and in a
-    program from standard input, the function must come from a module.
+    Missing options are read from distflow's variables; without these, there is one rank. A process that is already a rank
+    calls the function directly, so that a script works under any launcher. ``function`` must be importable (no lambda), as
+    ``multiprocessing`` requires. Call ``launch`` in the main thread, under ``if __name__ == "__main__":``. In a notebook, and
+    in a program from standard input, the function must come from a module.
 
     Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``;
     ``TypeError`` for what cannot be pickled.
@@ -165,10 +156,7 @@ def launch(
     if is_rank(os.environ):
         function(*args)
         return
-    share = read_share(
-        os.environ, offset=offset, size=size, world_size=world_size, master_addr=master_addr, master_port=master_port,
-        max_restarts=max_restarts, stop_grace_s=stop_grace_s, numa=numa,
-    )  # fmt: skip
+    share = read_share(os.environ, **options)
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("launch() waits for signals: call it in the main thread")
     try:
@@ -222,9 +210,7 @@ def _has_file() -> bool:
 def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """Be one rank. Top level, so that it can be pickled."""
     os.setsid()
-    rank_process.end_with_parent()
-    rank_process.keep_to_cpus()
-    rank_process.take_own_output()
+    rank_process.prepare_process()
     with rank_process.RecordedFailure():
         function(*args)
 
