@@ -239,7 +239,7 @@ def test_an_output_never_fills_the_disk_of_the_supervisor(
     with monkeypatch.context() as small:
         small.setattr(safe_files, "_RESERVE", 1 << 62, raising=False)
         small.setattr(safe_files, "_SHARE", 1, raising=False)
-        with pytest.raises(OSError, match=r"no room for .*; .* must stay free there"):
+        with pytest.raises(OSError, match=r"no room for .*; .* must stay free on this disk"):
             fetch(node, attempt, tmp_path / "blobs")
     assert fetch(node, attempt, tmp_path / "blobs").files == 1
 

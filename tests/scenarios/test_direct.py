@@ -175,7 +175,7 @@ def test_an_output_that_cannot_be_handed_on_is_named_at_once(cli: Cli, s3: S3Ser
     ident = cli.submit(cli.spec(spec))
     body = cli.await_status(ident, "FAILED")
     assert body["reason"] == "DATA"
-    assert "the link `up` in its output points to `/etc`" in body["groups"][0]["message"]
+    assert "the link `up` in the task's output points to `/etc`" in body["groups"][0]["message"]
     assert "through this machine" not in _events(cli, ident)
 
 

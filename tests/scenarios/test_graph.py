@@ -141,9 +141,10 @@ def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -
     assert done.code == 1
     shown = cli.run("workflow", "query", "chain-1").out
     assert (
-        "First cause: prepare on local: its output cannot be passed on: the link `data` in its output points to `/usr`" in shown
+        "First cause: prepare on local: its output cannot be passed on: the link `data` in the task's output points to `/usr`"
+        in shown
     )
-    assert "copy its target, or remove the link" in shown
+    assert "copy the directory, or remove the link" in shown
     group = cli.query("chain-1")["groups"][0]
     assert (group["status"], group["reason"]) == ("FAILED", "DATA")
     assert {name: task["status"] for name, task in cli.tasks("chain-1").items()} == {
