@@ -140,7 +140,7 @@ def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) ->
     [
         ("hybrid", {}, "the size of `tp` is not defined: add tp_size"),
         ("hybrid", {"tp_size": 3}, "`tp_size` is 3, which does not divide 4 ranks"),
-        ("zero", {}, "no strategy 'zero'"),
+        ("zero", {}, "unknown strategy 'zero'"),
     ],
 )
 def test_what_cannot_be_made_is_said(kind: str, options: dict[str, object], message: str) -> None:

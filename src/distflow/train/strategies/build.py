@@ -1,7 +1,6 @@
-"""Prepare a model for a strategy, so that the training loop stays the same.
+"""Prepare a model for a training strategy.
 
-FSDP gathers the repeated layers of a model one at a time, and activation checkpointing computes them again. Replicas of a
-model use torch's DistributedDataParallel.
+FSDP gathers the model's repeated layers one at a time. Activation checkpointing recomputes them in the backward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group, which it would keep: see `distflow.train.world._leave`
+import torch.distributed.nn  # before a process group exists, which it would keep: `world._leave`
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -37,9 +36,9 @@ __all__ = [
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
-    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` when there is another number of ranks."""
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` if the numbers of ranks differ."""
     if not dist.is_initialized():
-        raise ValueError("the ranks are not connected yet: call world = train.init(), and then world.parallelize(…)")
+        raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
     if strategy.world_size != dist.get_world_size():
         shape = " × ".join(map(str, strategy.shape))
         raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
@@ -65,13 +64,13 @@ def prepare(
     example: tuple[torch.Tensor, ...] | None = None,
     loaded: Collection[str] = (),
 ) -> nn.Module:
-    """Return the model on this rank's device, wrapped or cut as the strategy says. Collective.
+    """Return the model on this rank's device, wrapped or divided for the strategy. Collective.
 
-    ``loaded`` are the names of tensors that get their values from a file later.
+    ``loaded`` are the names of tensors that are read from files afterwards.
     """
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
-            "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
+            "the model is in nn.DataParallel, so each rank would copy it to all GPUs: pass the inner module, `model.module`"
         )
     device = _device()
     if not (empty := check_empty(model, loaded)):
@@ -84,7 +83,7 @@ def prepare(
     if chosen.kind == "ddp" or chosen.options.get("sharding_strategy") == "NO_SHARD":
         return replicate(fill(allocate(model, device), device, loaded) if empty else model, device, chosen.options)
     if not empty:
-        _start_alike(model)
+        _broadcast_from_first(model)
     ready = _divide(model, mesh, device, chosen, loss, example)
     if empty:
         fill(model, device, loaded)
@@ -99,7 +98,7 @@ def _divide(
     loss: Loss | None,
     example: tuple[torch.Tensor, ...] | None,
 ) -> nn.Module:
-    """Return this rank's part of a model: its stages, or the model with parts of its tensors."""
+    """Return this rank's pipeline stages, or the model with this rank's parts of its tensors."""
     options, sizes = strategy.options, strategy.mesh
     has_tensors, has_shards = sizes.get("tp", 1) > 1, "fsdp" in sizes
     if "cp" in sizes:
@@ -134,36 +133,32 @@ def _divide(
 
 
 def _device() -> torch.device:
-    """Return where this rank computes: its GPU when the ranks talk by NCCL, else the CPU."""
+    """Return this rank's device: its GPU if the ranks communicate through NCCL, else the CPU."""
     connected = dist.is_initialized()
     if torch.cuda.is_available() and (not connected or "nccl" in str(dist.get_backend_config())):
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        # A launcher may show each process its own GPU only; then it is the current one.
+        # If the launcher makes only one GPU visible to each process, that is the current device.
         return torch.device("cuda", local if local < torch.cuda.device_count() else torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _start_alike(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, as DDP does by itself."""
+def _broadcast_from_first(model: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does on its own."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
 
 
-_LARGE = 100_000_000
-"""Parameters from which on a module is wrapped by size, as torch's size-based policy has it."""
-
-
 def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list[nn.Module]:
-    """Return the model's layers: modules of the named classes, or else siblings of one class that have parts of their own.
+    """Return the modules of the named classes; by default, siblings of the same class that have submodules and parameters.
 
-    Layers inside of layers are left out. Raises ``ValueError`` when a class name matches nothing.
+    The default omits layers that are inside of other layers. Raises ``ValueError`` if a class name matches no module.
     """
     if class_names:
         found = [module for module in model.modules() if type(module).__name__ in class_names]
         if missing := set(class_names) - {type(module).__name__ for module in found}:
-            there = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"the model has no layer of class {', '.join(sorted(missing))}; it has {', '.join(there)}")
+            available = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"the model has no layer of class {', '.join(sorted(missing))}; it has {', '.join(available)}")
         return found
     layers: list[nn.Module] = []
     waiting = [model]
@@ -178,14 +173,17 @@ def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list
     return layers
 
 
-def large_modules(model: nn.Module, least: int = _LARGE) -> list[nn.Module]:
-    """Return modules, inner before outer, with at least that many parameters that no returned one inside of them has."""
+def large_modules(model: nn.Module, min_parameters: int = 100_000_000) -> list[nn.Module]:
+    """Return the modules with at least ``min_parameters`` parameters, inner modules first.
+
+    Parameters of a returned module do not count for the modules around it. The default is that of torch's size-based policy.
+    """
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         own += sum(visit(child) for child in module.children())
-        if own < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if own < min_parameters or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return own
         found.append(module)
         return 0
@@ -195,15 +193,15 @@ def large_modules(model: nn.Module, least: int = _LARGE) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Let each layer keep only its input, and compute the rest again in the backward pass.
+    """Keep only the input of each layer, and recompute its activations in the backward pass.
 
-    Raises ``ValueError`` when the model has no layers.
+    Raises ``ValueError`` if the model has no repeated layers.
     """
     layers = repeated_layers(model, options.get("transformer_layer_cls", ()))
     if not layers:
         raise ValueError("activation_checkpointing: no repeated layers found; name their class in transformer_layer_cls")
     for layer in layers:
-        # Not a wrapper module: the names of the parameters stay, and so do checkpoints.
+        # A wrapper module would change the names of parameters, also in checkpoints.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -211,15 +209,15 @@ def _has_parts(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-_TORCHS = ("bucket_cap_mb", "static_graph", "find_unused_parameters")
+_DDP_OPTIONS = ("bucket_cap_mb", "static_graph", "find_unused_parameters")
 
 
 def replicate(model: nn.Module, device: torch.device, options: Mapping[str, Any]) -> nn.Module:
     """Return the model wrapped so that its gradients are averaged over all ranks during the backward pass."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        # Nothing to average, which torch refuses.
+        # DDP refuses a model without trainable parameters.
         return model
-    settings = {name: options[name] for name in _TORCHS if name in options}
+    settings = {name: options[name] for name in _DDP_OPTIONS if name in options}
     settings["gradient_as_bucket_view"] = options.get("gradient_as_bucket_view", True)
     wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **settings)
     compression = options.get("compression", "none")

@@ -1,7 +1,7 @@
-"""Clipping gradients by the norm of the whole model's gradient, whichever part of it a rank holds.
+"""Clip gradients by their norm over the whole model, of which each rank holds only a part.
 
-torch's ``clip_grad_norm_`` refuses models that hold tensors of several meshes (tensor parallelism, hybrids), and of a pipeline
-it would see one stage only.
+torch's ``clip_grad_norm_`` refuses models with tensors on several meshes (tensor parallelism, hybrids). In a pipeline, it
+would cover only one stage.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["clip_gradients"]
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Do what ``ParallelPlan.clip_gradients`` does."""
+    """Implement ``ParallelPlan.clip_gradients``."""
     if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm}: give 0 or more")
+        raise ValueError(f"max_norm is {max_norm}, but it must be at least 0")
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = _squares(gradients).sqrt() if not isinstance(model, Pipeline) else model.over_stages(_squares(gradients)).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -33,13 +33,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def _squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squares of whole gradients, in float32; one reduction for each way in which they are cut."""
-    alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    """Return the sum of squares over the whole gradients, in float32, with one reduction for each sharding."""
+    by_sharding: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        alike[key].append(gradient.detach().float())
+        by_sharding[key].append(gradient.detach().float())
     total = torch.zeros(())
-    for some in alike.values():
+    for some in by_sharding.values():
         norm = nn.utils.get_total_norm(some)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = total.to(whole.device) + whole.square()

@@ -1,6 +1,6 @@
-"""Strategies on a mesh of ranks, and the strategy that ``DISTFLOW_STRATEGY`` gives to this process.
+"""Strategies on a mesh of ranks, and the strategy of this process from ``DISTFLOW_STRATEGY``.
 
-distflow sets this variable, and has checked it before the process was started. This module does not import torch.
+distflow sets this variable to a valid strategy when it starts the process. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ class Strategy:
     shape: tuple[int, ...]
     """The sizes of the mesh, which ranks fill row by row: (2, 4) has ranks 0 to 3 in its first row."""
     names: tuple[str, ...]
-    """Its axes: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
+    """Axes: ``dp`` (replicas), ``fsdp`` (shards), ``cp`` (parts of sequences), ``tp`` (parts of tensors), ``pp`` (stages)."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """As docs/strategies.md lists them."""
+    """The options in docs/strategies.md."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks it is for."""
+        """The number of ranks on the mesh."""
         return prod(self.shape)
 
     @property
     def passes(self) -> int:
-        """How many passes go into a step (``gradient_accumulation_steps``)."""
+        """The forward and backward passes of one step (``gradient_accumulation_steps``)."""
         return int(self.options.get("gradient_accumulation_steps", 1))
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of one step over all ranks, as ``global_batch_size`` or ``micro_batch_size`` says; ``None`` without."""
+        """The samples of one step over all ranks; ``None`` without ``global_batch_size`` and ``micro_batch_size``."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
         return int(self.options["micro_batch_size"]) * micro_batches(self.options) * self.data_shard(0)[1]
@@ -81,7 +81,7 @@ class Strategy:
         return dict(zip(self.names, self.shape, strict=True))
 
     def normalized(self) -> dict[str, Any]:
-        """Return it as the JSON object in ``DISTFLOW_STRATEGY``."""
+        """Return the JSON object for ``DISTFLOW_STRATEGY``."""
         mesh = {"shape": list(self.shape), "names": list(self.names)}
         return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}
 
@@ -91,14 +91,14 @@ class Strategy:
         return {"kind": self.kind, **mesh, **dict(sorted(self.options.items()))}
 
     def having(self, options: Mapping[str, Any]) -> Strategy:
-        """Return this strategy with more options, or others. Raises ``ValueError`` for those that a spec could not say."""
-        together = _normal({**self.options, **options}, list(OPTIONS))
-        _refuse(misfits(self.kind, together))
-        _refuse(clashes(self.kind, self.mesh, together))
-        return replace(self, options=MappingProxyType(together))
+        """Return this strategy with some options added or replaced. Raises ``ValueError`` for invalid options."""
+        merged = _normal({**self.options, **options}, list(OPTIONS))
+        _refuse(misfits(self.kind, merged))
+        _refuse(clashes(self.kind, self.mesh, merged))
+        return replace(self, options=MappingProxyType(merged))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
-        """Return which share of the data a rank takes, and how many shares there are.
+        """Return the index of a rank's share of the data, and the number of shares.
 
         Ranks that share a tensor, and stages of one pipeline, take the same share.
 
@@ -106,24 +106,24 @@ class Strategy:
         (0, 2)
         """
         index, count, rest = 0, 1, rank
-        places: list[int] = []
+        coordinates: list[int] = []
         for size in reversed(self.shape):
-            rest, place = divmod(rest, size)
-            places.append(place)
-        for name, size, place in zip(self.names, self.shape, reversed(places), strict=True):
+            rest, coordinate = divmod(rest, size)
+            coordinates.append(coordinate)
+        for name, size, coordinate in zip(self.names, self.shape, reversed(coordinates), strict=True):
             if name in _DATA_AXES:
-                index, count = index * size + place, count * size
+                index, count = index * size + coordinate, count * size
         return index, count
 
 
 _last: tuple[Strategy, int] | None = None
-"""The strategy of the last plan, and this process's rank: for calls that name no plan (``data_shard``, ``Loader``)."""
+"""The strategy of the last plan, and this process's rank. Calls without a plan use them (``data_shard``, ``Loader``)."""
 _conflict = ""
-"""Set if plans of this process give it different shares of the data: such calls cannot know which of them is meant."""
+"""The warning for such calls if this process has plans with different shares of the data; else empty."""
 
 
 def choose(strategy: Strategy, rank: int) -> None:
-    """Let calls that name no plan use this strategy. A frozen model of kind ``none`` changes nothing."""
+    """Let calls without a plan use this strategy. A strategy of kind ``none`` (a frozen model) does not replace another."""
     global _last, _conflict  # noqa: PLW0603 (a process is in one world)
     before = given_strategy()
     if strategy.kind == "none" and before is not None and before.kind != "none":
@@ -137,13 +137,13 @@ def choose(strategy: Strategy, rank: int) -> None:
 
 
 def forget() -> None:
-    """Undo ``choose``: the variable counts again."""
+    """Undo ``choose``, so that ``DISTFLOW_STRATEGY`` is used again."""
     global _last, _conflict
     _last, _conflict = None, ""
 
 
 def warn_of_conflict() -> None:
-    """Warn once if it is unclear which plan a call without a plan means."""
+    """Warn once if this process has plans with different shares of the data."""
     global _conflict  # noqa: PLW0603
     if _conflict:
         warnings.warn(_conflict, stacklevel=4)
@@ -151,18 +151,18 @@ def warn_of_conflict() -> None:
 
 
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
-    """Return the strategy of the last plan, else that of the variable, else replicas of all ranks.
+    """Return the strategy of the last plan, else that of ``DISTFLOW_STRATEGY``, else replicas on all ranks.
 
-    With an ``environ``, only its variables count. Raises ``ValueError`` if the variable is not valid.
+    With ``environ``, the last plan is ignored. Raises ``ValueError`` if the variable is not valid.
     """
-    if (said := given_strategy(environ)) is not None:
-        return said
+    if (given := given_strategy(environ)) is not None:
+        return given
     world = int((os.environ if environ is None else environ).get("WORLD_SIZE", "1"))
     return make_strategy("ddp" if world > 1 else "none", world)
 
 
 def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
-    """Return ``current_strategy``, or ``None`` without a plan and without the variable."""
+    """Return ``current_strategy``, or ``None`` if neither a plan nor the variable exists."""
     if environ is None and _last is not None:
         return _last[0]
     text = (os.environ if environ is None else environ).get("DISTFLOW_STRATEGY", "")
@@ -183,7 +183,7 @@ def given_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
 
 
 def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Return this rank's share of the data and the number of shares, by ``current_strategy``."""
+    """Return this rank's share of the data and the number of shares, under ``current_strategy``."""
     if environ is None:
         warn_of_conflict()
         if _last is not None:
@@ -199,12 +199,12 @@ def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
 
 
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
-    """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give inner axes their sizes.
+    """Return a strategy over ``world`` ranks. Options in ``MESH_SIZES`` set the sizes of inner axes.
 
-    Raises ``ValueError`` if these sizes do not divide the ranks, and for options that a spec cannot have either.
+    Raises ``ValueError`` if these sizes do not divide the number of ranks, and for invalid options.
     """
     if kind not in KINDS:
-        raise ValueError(f"there is no strategy {kind!r}: {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+        raise ValueError(f"unknown strategy {kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
     _refuse(misfits(kind, given))
     mesh = default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
@@ -218,7 +218,7 @@ def _on_mesh(kind: str, mesh: dict[str, int] | Misfit) -> Strategy:
 
 
 def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return options in their normal form. Raises ``ValueError`` for one that does not exist, or has a value it cannot have."""
+    """Return options in their normal form. Raises ``ValueError`` for unknown options and invalid values."""
     normal = {}
     for name, value in options.items():
         if name not in known:

@@ -2,7 +2,7 @@
 
 FULL_SHARD gathers a layer's parameters when they are needed and drops them again; SHARD_GRAD_OP keeps them from the forward
 to the backward pass; HYBRID_SHARD shards inside each row of a mesh and replicates over its columns. NO_SHARD is DDP
-(``replicas``).
+(``build.replicate``).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], layers
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     policy = options.get("auto_wrap_policy", "transformer_layer")
     if policy == "size":
-        parts = large_modules(model, **({"least": options["min_num_params"]} if "min_num_params" in options else {}))
+        parts = large_modules(model, **({"min_parameters": options["min_num_params"]} if "min_num_params" in options else {}))
     else:
-        # Inner modules first: a class may be named together with another one inside of it.
+        # Inner modules first: a module of one named class may contain modules of another.
         parts = [] if policy == "none" else list(layers)[::-1]
     for part in parts:
         fully_shard(part, **settings)
