@@ -70,8 +70,8 @@ def test_both_sides_refuse_the_same(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("ddp", {"cpu_offload": True}, "`cpu_offload` does not go with ddp: only sharded parameters"),
-        ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD does not go with hybrid"),
+        ("ddp", {"cpu_offload": True}, "`cpu_offload` is not available with ddp: only sharded parameters"),
+        ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD is not available with hybrid"),
         ("fsdp", {"mixed_precision": "bf17"}, "mixed_precision is 'bf17': give one of `none`, `bf16`, `fp16`"),
         ("tp", {"tp_size": 2}, "`tp_size` is 2, but there are 4 ranks"),
         ("ddp", {"bucket_cap": 1}, "a strategy has no option 'bucket_cap': did you mean 'bucket_cap_mb'?"),
@@ -85,7 +85,7 @@ def test_options_that_do_not_go_together_are_explained(kind: str, options: dict[
 def test_options_on_top_of_a_strategy_are_held_against_its_own() -> None:
     strategy = make_strategy("fsdp", 2, {"sharding_strategy": "NO_SHARD"})
     assert strategy.having({"timeout_s": 5}).options == {"sharding_strategy": "NO_SHARD", "timeout_s": 5}
-    with pytest.raises(ValueError, match="`cpu_offload` needs shards, and NO_SHARD makes none"):
+    with pytest.raises(ValueError, match="`cpu_offload` needs shards, but NO_SHARD creates none"):
         strategy.having({"cpu_offload": True})
     with pytest.raises(ValueError, match="a strategy has no option 'tp_size'"):
         strategy.having({"tp_size": 2})

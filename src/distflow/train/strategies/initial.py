@@ -1,11 +1,11 @@
-"""First values for models that were made on torch's meta device: shapes alone, so that no rank ever holds the whole.
+"""Initialize models that were created on torch's meta device, so that no rank ever holds the whole model.
 
-A model is cut first; then its modules are filled one after the other, children before parents: rank 0 draws a module's tensors
-by its ``reset_parameters``, all ranks receive them, and each keeps its part. A rank thus holds its part of the model and one
-module. The values are those of rank 0's random numbers, whatever the ranks and the strategy.
+The model is divided first. Then its modules are initialized one by one, children before parents: rank 0 calls a module's
+``reset_parameters`` and broadcasts the tensors, and each rank keeps its part. A rank thus holds its part of the model and one
+whole module. The values depend only on rank 0's random numbers, not on the strategy or the number of ranks.
 
-Source: "Meta device and parameter initialization" of torch's FSDP tutorial, which fills shards in place; their random numbers
-would depend on the cut. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
+Source: "Meta device and parameter initialization" of torch's FSDP tutorial. It initializes shards in place, so that their
+values depend on how the model is divided. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torch import nn
 __all__ = ["allocate", "check_empty", "fill", "tied_names"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
-"""Names under which modules set their own tensors; the second is that of torch's attention."""
+"""Methods by which modules initialize their own tensors; the second is that of torch's attention."""
 
 
 def check_empty(model: nn.Module, loaded: Collection[str] = ()) -> bool:
     """Return whether the model is on the meta device.
 
-    ``loaded`` are the names of tensors that get their values from a file. Raises ``ValueError``, the same on every rank, when
-    only a part of the model is on the meta device, and when a module cannot set its other tensors.
+    ``loaded`` are the names of tensors that are read from files. Raises ``ValueError``, on all ranks, if only a part of the
+    model is on the meta device, or if a module has no method that initializes its other tensors.
     """
     meta = {tensor.is_meta for module in model.modules() for tensor in _own(module).values()}
     if True not in meta:
         return False
     if False in meta:
-        there = next(name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if not tensor.is_meta)
-        raise ValueError(f"the model is only partly on the meta device: {there} is not")
+        other = next(name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if not tensor.is_meta)
+        raise ValueError(f"the model is only partly on the meta device: {other} is not; create the whole model on one device")
     if unable := [name or "the model itself" for name, _, initialize in _to_fill(model, loaded) if initialize is None]:
         raise ValueError(
-            f"modules of a model on the meta device set their own tensors by reset_parameters() or init_weights(); "
-            f"without either: {', '.join(unable)}"
+            f"modules on the meta device need reset_parameters() or init_weights() to initialize their own tensors; "
+            f"modules without these methods: {', '.join(unable)}"
         )
     return True
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, in the order of the modules."""
+    """Return one list of names for each tied parameter, in the order of the modules."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -54,10 +54,10 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> nn.Module:
-    """Give a module of the meta device memory on a device, without values; any other is left as it is. Return the module.
+    """Allocate uninitialized memory for a module on the meta device; leave any other unchanged. Return the module.
 
-    With ``offload`` its parameters are in the node's memory, as FSDP keeps them then, and only its buffers on the device.
-    Tied parameters stay tied.
+    With ``offload``, parameters are in CPU memory, as FSDP requires, and only buffers are on the device. Tied parameters stay
+    tied.
     """
     if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         tied = tied_names(module)
@@ -73,13 +73,11 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
 
 
 def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -> nn.Module:
-    """Give every module its first values, which rank 0 draws on ``device``, and return the model.
+    """Initialize every module with the values that rank 0 draws on ``device``, and return the model.
 
-    Modules whose tensors are all in ``loaded`` are left out. What is still on the meta device is left there: other ranks hold
-    it.
-
-    All ranks must call it, with the whole model's modules. What a module would set in its children is theirs to set. Raises
-    ``ValueError`` for a module that left some of its tensors as they were.
+    Collective: all ranks pass all modules of the model. Tensors on the meta device stay there, because other ranks hold them.
+    Modules whose tensors are all in ``loaded`` are skipped. A module cannot initialize its children. Raises ``ValueError`` for
+    a module that does not initialize all of its tensors.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
     for name, module, initialize in _to_fill(model, loaded):
@@ -91,16 +89,14 @@ def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -
             if many:
                 dist.broadcast(tensor, 0)
             if tensor.is_floating_point() and tensor.isnan().any():
-                raise ValueError(
-                    f"{name or 'the model'} ({type(module).__name__}) leaves {one} as it was when it sets its tensors"
-                )
+                raise ValueError(f"{name or 'the model'} ({type(module).__name__}) does not initialize its tensor {one}")
             if not kept[one].is_meta:
                 _keep(kept[one], tensor)
     return model
 
 
 def _draw(module: nn.Module, initialize: Callable[[], object], drawn: dict[str, torch.Tensor]) -> None:
-    """Let the module set these tensors in place of its own; its children have none meanwhile."""
+    """Run ``initialize`` on ``drawn`` instead of the module's own tensors; meanwhile, its children are on the meta device."""
     own = {part: _own(part) for part in module.modules()}
     for part, tensors in own.items():
         for name, tensor in tensors.items():
@@ -118,12 +114,11 @@ def _draw(module: nn.Module, initialize: Callable[[], object], drawn: dict[str, 
 
 
 def _keep(kept: torch.Tensor, drawn: torch.Tensor) -> None:
-    """Copy a whole tensor, or this rank's part of it, to where it belongs."""
-    # Here, for who trains replicas: it takes a second to import.
-    from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: PLC0415
+    """Copy a whole tensor, or this rank's part of it, into ``kept``."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: PLC0415  it takes a second to import
 
     if isinstance(kept, DTensor):
-        # Without a source every rank cuts its own part, and nothing is sent.
+        # Without a source rank, every rank takes its part of its own copy, and nothing is sent.
         drawn = distribute_tensor(drawn, kept.device_mesh, kept.placements, src_data_rank=None).to_local()
         kept = kept.to_local()
     with torch.no_grad():
@@ -131,7 +126,7 @@ def _keep(kept: torch.Tensor, drawn: torch.Tensor) -> None:
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module itself, without its children's."""
+    """Return the parameters and buffers of a module, without those of its children."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
@@ -141,8 +136,8 @@ _Initialize = Callable[[], object]
 def _to_fill(
     model: nn.Module, loaded: Collection[str], prefix: str = "", outer: Callable[[nn.Module], object] | None = None
 ) -> Iterator[tuple[str, nn.Module, _Initialize | None]]:
-    """Yield modules with tensors that are not in ``loaded``, children first: name, module, and what sets its tensors."""
-    # Models of Hugging Face set the tensors of each module inside of them, by this method of theirs.
+    """Yield name, module and initializer of modules with tensors that are not in ``loaded``, children first."""
+    # This method of Hugging Face models initializes any one of their modules.
     outer = getattr(model, "_init_weights", outer) if hasattr(model, "base_model_prefix") else outer
     for name, child in model.named_children():
         yield from _to_fill(child, loaded, f"{prefix}{name}.", outer)

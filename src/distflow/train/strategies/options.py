@@ -1,7 +1,7 @@
-"""The options of training strategies, as dataclasses, and how they are checked. Pure.
+"""The options of training strategies as dataclasses, and their validation.
 
-Both sides use them: specs are checked before anything starts, and ``parallelize`` when it is called. The names are those of
-torch, if torch has one (``bucket_cap_mb``, ``sharding_strategy``).
+A spec is validated before anything starts, and the arguments of ``parallelize`` when it is called. Options that torch has too
+have torch's names (``bucket_cap_mb``, ``sharding_strategy``).
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 MAIN_AXIS: Mapping[str, str] = MappingProxyType(
     {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
 )
-"""The axis without which a mesh is not of this kind."""
+"""The axis that every mesh of this kind has."""
 KINDS = tuple(AXES)
-"""The kinds: replicas, shards, tensor parallelism, tensor parallelism with shards, stages, and a module as it is."""
+"""Replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and an unchanged module."""
 
 MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "cp_size": "cp", "shard_size": "fsdp", "stages": "pp"})
-"""Options that give the size of a mesh axis, and that axis. The outermost axis takes the other ranks."""
+"""Option → mesh axis whose size it sets. The outermost axis takes the remaining ranks."""
 
 
 class InvalidValue(Exception):
-    """A value does not fit an option; the text describes values that do."""
+    """An option has an invalid value; the text describes valid values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The options of every kind of strategy. ``None`` in any option means that it is not given."""
+    """The options of every kind of strategy. ``None`` means that an option is not given."""
 
     kind: ClassVar[str] = ""
     """The name of the kind in a spec."""
@@ -73,7 +73,7 @@ class StrategyOptions:
     """Time limit of a collective in seconds. ``init`` reads it from the spec."""
 
     def given(self) -> dict[str, object]:
-        """Return the given options, as a spec has them."""
+        """Return name → value of the given options, as in a spec."""
         return {option.name: value for option in fields(self) if (value := getattr(self, option.name)) is not None}
 
 
@@ -187,27 +187,26 @@ STRATEGIES: Mapping[str, type[StrategyOptions]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What the value of an option may be, and where it may be given."""
+    """The valid values of an option, and the kinds that have it."""
 
     kinds: tuple[str, ...]
-    """The kinds whose class in ``STRATEGIES`` has it."""
     words: tuple[str, ...]
-    """The values of an option that has a fixed list of them; others have a type."""
+    """The valid values, if they are a fixed list; else empty, and ``type`` counts."""
     type: Any
     instead: str
-    """The hint for users of another kind; empty for none."""
+    """The hint if it is given for another kind; may be empty."""
 
 
 _INSTEAD = {
-    "compression": "with sharding, `reduce_dtype: bf16` halves what is sent",
+    "compression": "with sharding, `reduce_dtype: bf16` halves the traffic",
     "sync_gradients_every": "only replicas can drift apart between two averages: use `kind: ddp`",
-    "mixed_precision": "with ddp, `compression: bf16` halves what is sent; "
+    "mixed_precision": "with ddp, `compression: bf16` halves the traffic; "
     "for bf16 arithmetic use torch.autocast in the program",
     "reduce_dtype": "with ddp, write `compression: bf16` or `fp16`",
     "sequence_parallel": "only tensor parallelism divides sequences: `kind: tp` or `kind: hybrid`",
     "cpu_offload": "only sharded parameters can be kept on the CPU: `kind: fsdp`",
-    "micro_batches": "without stages, micro-batches are `gradient_accumulation_steps`",
-    "gradient_accumulation_steps": "in a pipeline these are the `micro_batches`",
+    "micro_batches": "without stages, use `gradient_accumulation_steps`",
+    "gradient_accumulation_steps": "in a pipeline, use `micro_batches`",
 }
 _TYPES = {
     name: get_args(hint)[0]
@@ -226,7 +225,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         for name, its_type in _TYPES.items()
     }
 )
-"""Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and are not in it."""
+"""Every option by its name, without those in ``MESH_SIZES``."""
 
 _VALID: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "true or false"),
@@ -244,14 +243,14 @@ _VALID: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         "a mapping from module names (`blocks.*.attention.q`) to `colwise` or `rowwise`",
     ),
 }
-"""By the type of an option, whether a value is valid, and a description of the valid ones."""
+"""Option type → function that returns whether a value is valid, and description of valid values."""
 
 
 def normal_value(name: str, value: object) -> object:
     """Return the value of an option, or of a mesh axis, in its normal form. Raises ``InvalidValue`` for an invalid one."""
     words = OPTIONS[name].words if name in OPTIONS else ()
     if words:
-        if name == "mixed_precision" and isinstance(value, bool):  # as in other guides
+        if name == "mixed_precision" and isinstance(value, bool):  # other tools use true and false
             value = "bf16" if value else "none"
         known = {word.lower(): word for word in words}
         if not isinstance(value, str) or value.lower() not in known:
@@ -267,29 +266,31 @@ def normal_value(name: str, value: object) -> object:
 
 
 class Misfit(NamedTuple):
-    """An option that does not go with the kind, or with another option."""
+    """An option that does not fit the kind, the mesh or another option."""
 
     name: str
-    """The option's."""
+    """The name of the option."""
     message: str
     hint: str
     """What to do instead."""
 
 
 def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
-    """Yield the options that do not go with a kind; unknown names are skipped."""
+    """Yield the options that a kind does not have; unknown names are skipped."""
     for name in names:
         if name in OPTIONS and kind not in OPTIONS[name].kinds:
             option = OPTIONS[name]
-            yield Misfit(name, f"`{name}` does not go with {kind}", option.instead or f"it goes with {', '.join(option.kinds)}")
+            yield Misfit(
+                name, f"`{name}` is not available with {kind}", option.instead or f"use it with {', '.join(option.kinds)}"
+            )
         if name in MESH_SIZES and MESH_SIZES[name] not in AXES[kind]:
-            yield Misfit(name, f"`{name}` does not go with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
+            yield Misfit(name, f"`{name}` is not available with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
 
 
 def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: int | None) -> dict[str, int] | Misfit:
-    """Return axis → size of a mesh over all ranks, from the sizes of inner axes in ``options`` (``MESH_SIZES``).
+    """Return axis → size of a mesh over all ranks, or a ``Misfit``. Options in ``MESH_SIZES`` set the sizes of inner axes.
 
-    ``per_node`` is the default ``shard_size`` of HYBRID_SHARD: the ranks on each node, or ``None`` if that number differs.
+    ``per_node`` is the default ``shard_size`` of HYBRID_SHARD: the ranks on each node, or ``None`` if nodes differ.
     """
     sizes = {axis: int(options[name]) for name, axis in MESH_SIZES.items() if name in options}
     has_replicas = options.get("sharding_strategy") == "HYBRID_SHARD"
@@ -311,7 +312,7 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
         if rest % sizes.get(axis, 1):
             fitting = ", ".join(str(number) for number in range(1, rest + 1) if rest % number == 0)
             message = f"`{name}` is {sizes[axis]}, which does not divide {rest} ranks"
-            return Misfit(name, message, f"write one of {fitting}")
+            return Misfit(name, message, f"use one of {fitting}")
         rest //= sizes.get(axis, 1)
     outer = next((axis for axis in (MAIN_AXIS[kind], "fsdp" if kind == "hybrid" else "dp") if axis not in sizes), "dp")
     sizes[outer] = rest
@@ -330,7 +331,7 @@ def regular_mesh(kind: str, sizes: Mapping[str, int], options: Mapping[str, Any]
     if foreign := [axis for axis in written if axis not in AXES[kind]]:
         return Misfit("mesh_shape", f"{kind} has no axis {foreign[0]}", f"its axes are {', '.join(AXES[kind])}")
     order = [axis for axis in AXES[kind] if axis in written or axis in needed]
-    if kind == "pipeline" and written[:2] == ["dp", "pp"]:  # stages that are neighbors instead of replicas
+    if kind == "pipeline" and written[:2] == ["dp", "pp"]:  # neighboring ranks are stages instead of replicas
         order[:2] = ["dp", "pp"]
     if written != [axis for axis in order if axis in written]:
         message = f"the axes of the mesh are in the order {', '.join(written)}: ranks of its last axis are neighbors on a node"
@@ -343,7 +344,7 @@ _SHARDING = ("sharding_strategy", "mixed_precision", "reduce_dtype", "cpu_offloa
 
 
 def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Yield options that exclude each other, that mean nothing without another one, or that do not fit the mesh.
+    """Yield options that exclude each other, that have no effect without another one, or that do not fit the mesh.
 
     ``mesh`` is axis → size; the options are in their normal form.
     """
@@ -351,15 +352,15 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
     if sharding == "NO_SHARD":
         for name in ("cpu_offload", "mixed_precision", "reduce_dtype"):
             if options.get(name, False) not in (False, "none"):
-                yield Misfit(name, f"`{name}` needs shards, and NO_SHARD makes none", "write FULL_SHARD, or leave it out")
+                yield Misfit(name, f"`{name}` needs shards, but NO_SHARD creates none", "write FULL_SHARD, or remove it")
     if kind in ("hybrid", "pipeline") and sharding in ("HYBRID_SHARD", "NO_SHARD"):
-        message = f"{sharding} does not go with {kind}, where the axes dp and fsdp of the mesh define replicas and shards"
+        message = f"{sharding} is not available with {kind}, where the axes dp and fsdp of the mesh define replicas and shards"
         yield Misfit("sharding_strategy", message, "write FULL_SHARD or SHARD_GRAD_OP")
     if kind == "fsdp" and "dp" in mesh and sharding != "HYBRID_SHARD":
-        message = f"a mesh of dp and fsdp is HYBRID_SHARD, not {sharding}"
-        yield Misfit("sharding_strategy", message, "write HYBRID_SHARD, or one axis")
+        message = f"a mesh of dp and fsdp needs HYBRID_SHARD, not {sharding}"
+        yield Misfit("sharding_strategy", message, "write HYBRID_SHARD, or a mesh of one axis")
     if "powersgd_rank" in options and options.get("compression") != "powersgd":
-        yield Misfit("powersgd_rank", "`powersgd_rank` without PowerSGD", "write compression: powersgd")
+        yield Misfit("powersgd_rank", "`powersgd_rank` has no effect without PowerSGD", "write compression: powersgd")
     if options.get("sync_gradients_every", 1) > 1 and options.get("compression", "none") != "none":
         message = "`compression` and `sync_gradients_every` exclude each other: between two averages no gradient is sent"
         yield Misfit("compression", message, "keep one of the two")
@@ -387,20 +388,22 @@ def micro_batches(options: Mapping[str, Any]) -> int:
 def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
     count, schedule = options.get("micro_batches", stages), options.get("schedule")
     if schedule != "gpipe" and count < stages:
-        message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
+        message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches, not {count}"
         yield Misfit("micro_batches", message, f"write micro_batches: {stages} or more, or schedule: gpipe")
     if "stages_per_rank" in options and (schedule != "interleaved_1f1b" or options["stages_per_rank"] == 1):
-        message = "`stages_per_rank` is for at least 2 interleaved stages on each rank"
+        message = "`stages_per_rank` needs an interleaved schedule and at least 2 stages on each rank"
         yield Misfit("stages_per_rank", message, "write schedule: interleaved_1f1b and stages_per_rank: 2 or more")
 
 
 def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
     policy = options.get("auto_wrap_policy")
     if "min_num_params" in options and policy != "size":
-        yield Misfit("min_num_params", "`min_num_params` without wrapping by size", "write auto_wrap_policy: size")
+        yield Misfit(
+            "min_num_params", "`min_num_params` has no effect without wrapping by size", "write auto_wrap_policy: size"
+        )
     if "transformer_layer_cls" in options and policy in ("size", "none"):
-        message = f"`transformer_layer_cls` with auto_wrap_policy: {policy}"
-        yield Misfit("transformer_layer_cls", message, "write transformer_layer")
+        message = f"`transformer_layer_cls` has no effect with auto_wrap_policy: {policy}"
+        yield Misfit("transformer_layer_cls", message, "write auto_wrap_policy: transformer_layer")
 
 
 def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:

@@ -1,7 +1,7 @@
 """Context parallelism: each rank of an axis ``cp`` computes a part of every sequence, with torch's ring attention.
 
-torch replaces ``scaled_dot_product_attention`` meanwhile, which must be causal and without a mask. Every rank gets two pieces
-of a sequence, one from its first and one from its last half, so that all have equally much to compute.
+Meanwhile, torch replaces ``scaled_dot_product_attention``; calls must be causal and without a mask. Every rank gets one piece
+from the first half of a sequence and one from the last half, so that the work is equal.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", and
 https://docs.pytorch.org/tutorials/unstable/context_parallel.html
@@ -26,9 +26,11 @@ __all__ = ["check_sequences", "part_of_sequences"]
 def check_sequences(model: nn.Module, device: str) -> None:
     """Raise ``ValueError`` if context parallelism does not support the model or the device."""
     if hasattr(model, "base_model_prefix"):
-        raise ValueError("context parallelism: torch supports no masks, which models of Hugging Face create")
+        raise ValueError("context parallelism: torch does not support attention masks, which Hugging Face models create")
     if not has_ring_attention(device):
-        raise ValueError(f"context parallelism: torch {torch.__version__} needs GPUs for it: use sequence_parallel with tp")
+        raise ValueError(
+            f"context parallelism: torch {torch.__version__} supports it only on GPUs; use sequence_parallel with tp"
+        )
 
 
 @contextmanager
@@ -36,7 +38,8 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     """Yield this rank's part of a batch: arguments of the model with ``position_ids``, and targets.
 
     All tensors have the shape (samples, time, …), and the same length. ``position_ids`` (samples, time) has the positions of
-    the part, which is not contiguous. The forward and the backward pass run in this context. Raises ``ValueError``.
+    the part, which is not contiguous. Run the forward and the backward pass in this context. Raises ``ValueError`` for tensors
+    that cannot be divided.
     """
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415  it takes a second to import
 
@@ -46,7 +49,7 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     shape, lengths = given[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in given}
     if len(lengths) > 1 or shape[1] % pieces:
         raise ValueError(
-            f"context parallelism: the tensors of a batch need the shape (samples, time, …), and times that are multiples of "
+            f"context parallelism: the tensors of a batch need the shape (samples, time, …) and equal times divisible by "
             f"{pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in given)}"
         )
     positions = torch.arange(shape[1], device=given[0].device).expand(shape[:2])
