@@ -1,4 +1,4 @@
-"""Strategies that the program chooses, without a spec: calls that name no plan follow the last one."""
+"""Strategies that the program chooses, without a spec: calls without a plan use the last one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distflow.train.parallel import parallelize
 from distflow.train.strategies.description import data_shard, forget
 from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, prepared, reference, whole
 
-__all__ = ["told"]
+__all__ = ["calls_without_plan"]
 
 
-def told() -> Found:
-    """How far training is from that of one process, which data each rank took, and what else was said."""
+def calls_without_plan() -> Found:
+    """Return the difference from single-process training, the data of each rank, errors and warnings."""
     forget()
     early, other = Loader(range(BATCH), BATCH), EpochSampler(BATCH, rank=0, world_size=1)
     plan = prepared(new_model(), "hybrid", tp_size=2, gradient_accumulation_steps=2)
@@ -48,13 +48,13 @@ def told() -> Found:
     except ValueError as error:
         found["early"] = str(error)
     parallelize(nn.Linear(2, 2), "none")
-    found["beside a teacher"] = data_shard()
+    found["with a frozen model"] = data_shard()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(nn.Linear(2, 2), "ddp")
         plan.loader(range(BATCH), 2)
         assert not [one for one in caught if "was prepared" in str(one.message)]
-        found["of the last"] = data_shard()
+        found["of the last plan"] = data_shard()
     found["warned"] = [str(one.message) for one in caught if "was prepared" in str(one.message)]
     forget()
     return found

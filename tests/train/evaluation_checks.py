@@ -22,14 +22,14 @@ __all__ = ["EVALUATED", "evaluations"]
 
 
 def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Another mean than that of training."""
+    """A mean other than the training loss."""
     return (logits.argmax(-1) == targets).float().mean()
 
 
 TRAINED = (8, 4, 8)
-"""Sizes of the batches of the steps."""
+"""The batch sizes of the training steps."""
 EVALUATIONS: tuple[tuple[int, Loss], ...] = ((8, loss_of), (7, loss_of), (7, accuracy))
-"""After each step: size and mean. Seven are cut neither into equal shares nor into several micro-batches."""
+"""The batch sizes and means after each step. Seven cannot be divided into equal shares or several micro-batches."""
 EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ddp": {},
@@ -47,7 +47,7 @@ EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def evaluations(world: int) -> dict[str, Callable[[], Found]]:
-    """The checks for so many ranks."""
+    """Return the checks for this number of ranks."""
     found: dict[str, Callable[[], Found]] = {
         f"{name}, evaluated": partial(_between_steps, make_strategy(name.split()[0], world, options))
         for name, options in EVALUATED[world].items()
@@ -56,7 +56,7 @@ def evaluations(world: int) -> dict[str, Callable[[], Found]]:
 
 
 def _between_steps(strategy: Strategy) -> Found:
-    """How far evaluations, and the parameters in the end, are from those of one process that trains and evaluates alike."""
+    """Return the maximum differences of evaluations and of final parameters from those of one process."""
     plan, alone = parallelize(new_model(), strategy, loss=loss_of), new_model()
     model = plan.model
     optimizers = optimizer_of(model), optimizer_of(alone)
@@ -91,7 +91,7 @@ def _between_steps(strategy: Strategy) -> Found:
 
 
 def _mode() -> Found:
-    """Dropout is off meanwhile; afterwards each module is in the mode in which it was, and shards are shards."""
+    """Check that evaluation turns dropout off, and restores the mode of each module and the shards."""
     inputs, targets = batch(0)
     found: Found = {}
     for kind in ("ddp", "fsdp", "pipeline"):
@@ -114,5 +114,5 @@ def _none() -> Found:
     try:
         ParallelPlan(new_model(), make_strategy("none", 1)).evaluate(inputs[:0], targets[:0], loss_of)
     except ValueError as error:
-        return {"said": str(error)}
-    return {"said": "nothing"}
+        return {"error": str(error)}
+    return {"error": "nothing"}

@@ -1,4 +1,4 @@
-"""Models of the meta device in the worlds of ``test_strategies``: each rank gets its part of what one process begins with."""
+"""Models on the meta device in the worlds of ``test_strategies``: ranks get their parts of one process's initial values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILLED: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def first_values(world: int) -> dict[str, Callable[[], Found]]:
-    """The checks for so many ranks."""
+    """Return the checks for this number of ranks."""
     found: dict[str, Callable[[], Found]] = {
         f"{name}, filled": partial(_filled, make_strategy(name.split()[0], world, options))
         for name, options in FILLED[world].items()
@@ -41,7 +41,7 @@ def first_values(world: int) -> dict[str, Callable[[], Found]]:
 
 
 def _filled(strategy: Strategy) -> Found:
-    """How far its first values and those after training are from one process's, and the most that a rank held meanwhile."""
+    """Return the differences from one process before and after training, and the maximum share of the model on a rank."""
     alone, model = _on_meta(), _on_meta()
     torch.manual_seed(0)
     parallelize(alone, "none")
@@ -74,7 +74,7 @@ def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[int]]:
-    """Note how many values the model has on rank 0 whenever a matrix is set there."""
+    """Yield a list of the numbers of values on rank 0 whenever it initializes a matrix."""
     held: list[int] = [0]
     plain = nn.Linear.reset_parameters
 
@@ -91,7 +91,7 @@ def _watching(model: nn.Module) -> Iterator[list[int]]:
 
 
 class _Scale(nn.Module):
-    """A module with a parameter, a table that no state dictionary has, and a child; ``sets`` says which it sets."""
+    """A module with a parameter, a non-persistent buffer and a child; ``sets`` names the tensors that it initializes."""
 
     table: torch.Tensor
 
@@ -111,7 +111,7 @@ class _Scale(nn.Module):
 
 
 def _odd() -> Found:
-    """Modules with tables, statistics and children that they set: alike on all ranks, and complete."""
+    """Check that modules with buffers and children are initialized equally on all ranks, and completely."""
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model = nn.Sequential(_Scale("scale", "table"), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2))

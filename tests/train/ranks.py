@@ -1,4 +1,4 @@
-"""What the ranks of ``test_strategies`` share: a small model, its batches, what one process makes of them, and the report."""
+"""Helpers for the ranks of ``test_strategies``: a small model, its batches, a single-process reference, and the runner."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """The parameters after single-process training on the whole batch, of a new model by default."""
+    """Return the parameters after single-process training on the whole batch, by default those of a new model."""
     model = model or new_model()
     optimizer = optimizer_of(model)
     for step in range(STEPS):
@@ -56,7 +56,7 @@ def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
 def prepared(
     model: nn.Module, strategy: Strategy | str, loss: Any = None, example: Any = None, **options: object
 ) -> ParallelPlan:
-    """A plan for a strategy with more options, by their names in a spec."""
+    """Return a plan for a strategy with these options of a spec."""
     if isinstance(strategy, str):
         strategy = make_strategy(strategy, dist.get_world_size(), options)
     elif options:
@@ -65,7 +65,7 @@ def prepared(
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that this rank knows, put together from their shards."""
+    """Return the whole parameters of this rank's model or stages."""
     inner = model.part if isinstance(model, Pipeline) else model
     return {
         name.removeprefix("module."): (one.full_tensor() if isinstance(one, DTensor) else one).detach()
@@ -74,7 +74,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def answer(checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> None:
-    """Run every check of this world's size in forked ranks, which share the import of torch; exit with 0 if all of them do."""
+    """Run every check of this world's size in forked ranks, which share the import of torch; exit with 0 if all ranks do."""
     ranks = [_fork(rank, checks) for rank in range(int(os.environ["WORLD_SIZE"]))]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     print(f"exit codes of the ranks: {codes}", flush=True)
@@ -94,7 +94,7 @@ def _fork(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Found]]]) ->
 
 
 def _check(rank: int, checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> None:
-    """Run the checks on one rank; one that fails ends the world, because the others wait for it."""
+    """Run the checks on one rank. After a failed check it exits, because the other ranks wait for it."""
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)

@@ -1,7 +1,7 @@
 """Context parallelism in the worlds of ``test_strategies``: torch's own, with an additional kernel for CPUs.
 
-torch 2.13 registers only the attention kernels of GPUs. ``add_cpu_kernel`` registers that of CPUs for torch's ring attention,
-so everything but the kernel is what runs on GPUs.
+torch 2.13 registers only attention kernels of GPUs for its ring attention. ``add_cpu_kernel`` registers that of CPUs, so that
+all code but the kernel is the same as on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Reader(nn.Module):
-    """Takes its positions as an argument."""
+    """A model that takes its positions as an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def divided(**options: Any) -> Callable[[], Found]:
-    """A check that trains on parts of sequences, and compares parameters and losses with one process."""
+    """Return a check that trains on parts of sequences, and compares parameters and losses with one process."""
 
     def check() -> Found:
         world = dist.get_world_size()
@@ -135,19 +135,19 @@ def _compared(strategy: Any) -> Found:
     evaluated = plan.evaluate({"tokens": mine[0]}, mine[1], loss_of)
     worst = max(worst, abs(evaluated.item() - loss_of(alone(inputs), targets).item()))
     target, got = dict(alone.named_parameters()), whole(plan.model)
-    said = []
+    errors = []
     for call in (lambda: plan.model(mine[0]), lambda: plan.evaluate(mine[0][:, :6], mine[1], loss_of)):
         try:
             call()
         except (TypeError, ValueError) as error:
-            said.append(str(error))
+            errors.append(str(error))
     farthest = torch.tensor(max((got[name] - target[name]).abs().max().item() for name in got))
     dist.all_reduce(farthest, dist.ReduceOp.MAX)
-    return {"difference": farthest.item(), "losses": worst, "said": said}
+    return {"difference": farthest.item(), "losses": worst, "errors": errors}
 
 
 def sequences(world: int) -> dict[str, Callable[[], Found]]:
-    """The checks for so many ranks."""
+    """Return the checks for this number of ranks."""
     if world == 2:
         return {"sequences": divided(tp_size=1, cp_size=2)}
     return {"sequences × shards": divided(tp_size=1, cp_size=2), "sequences × tp": divided(tp_size=2, cp_size=2)}

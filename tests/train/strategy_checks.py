@@ -1,4 +1,4 @@
-"""What a rank does in the worlds of ``test_strategies``: each check trains a model, and says how far it is from one process."""
+"""The checks that the ranks of ``test_strategies`` run: most train a model and compare it with single-process training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.train.parallel import ParallelPlan
 from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
-from train.choice_checks import told
+from train.choice_checks import calls_without_plan
 from train.evaluation_checks import evaluations
 from train.meta_checks import first_values
 from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, prepared, reference, whole
@@ -27,14 +27,14 @@ from train.sequence_checks import sequences
 
 
 def trained(strategy: Strategy, **more: Any) -> tuple[ParallelPlan, float]:
-    # Rank 0's parameters count, whatever the others begin with.
+    # The other ranks have to get rank 0's parameters.
     plan = prepared(new_model(seed=dist.get_rank()), strategy, loss=loss_of, **more)
     optimizer = optimizer_of(plan.model)
     index, count = plan.data_shard
     loss = torch.zeros(())
     for step in range(STEPS):
         inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
-        # Also in more passes than one.
+        # Alternate between one and two passes.
         loss = plan.forward_backward(inputs, targets, loss_of, micro_batches=1 + step % 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def compared(strategy: Strategy, **more: Any) -> Found:
 
 
 def made(kind: str, **options: Any) -> Callable[[], Found]:
-    """A check that compares twice: as users train, and with numbers in which another order of sums is next to nothing."""
+    """Return a check that compares in float32, and in float64, where rounding is negligible."""
 
     def check() -> Found:
         strategy = make_strategy(kind, dist.get_world_size(), options)
@@ -77,7 +77,7 @@ def made(kind: str, **options: Any) -> Callable[[], Found]:
 
 
 class Plain(nn.Module):
-    """No nn.Sequential: pipelines trace it."""
+    """A model that pipelines trace, because it is not an ``nn.Sequential``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Plain(nn.Module):
 
 
 class Shifted(nn.Module):
-    """Takes two inputs."""
+    """A model with two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,25 +132,25 @@ def mesh_groups() -> Found:
 
 
 def sequence_parts() -> Found:
-    """The lengths that norms see of a sequence of 12, and what is said of one that cannot be divided."""
+    """Return the lengths of a sequence of 12 in norms, and the errors for invalid inputs."""
     model, lengths = prepared(new_model(), "tp", sequence_parallel=True).model, []
     for norm in (model.get_submodule("block0.mlp_norm"), model.get_submodule("block1.attention_norm")):
         norm.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].to_local().shape[1]))
     whole_length = model(batch(0)[0]).shape[1]
-    said = []
+    errors = []
     for call in (lambda: model(batch(0)[0][:, :7]), lambda: model.get_submodule("block0")(x=torch.zeros(1, 12, 32))):
         try:
             call()
         except ValueError as error:
-            said.append(str(error))
-    return {"parts": lengths[:2], "whole": whole_length, "said": said}
+            errors.append(str(error))
+    return {"parts": lengths[:2], "whole": whole_length, "errors": errors}
 
 
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
 def rank_difference(model: nn.Module) -> float:
-    """How far the ranks' parameters are from each other."""
+    """Return the maximum difference between the parameters of ranks."""
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(others, flat)
@@ -166,7 +166,7 @@ def compression() -> Found:
         loss_of(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # The second pass: DDP has made its final buckets.
+        # DDP has its final buckets only in the second pass.
         with Sent() as monitor:
             loss_of(model(inputs), targets).backward()
         optimizer.step()
@@ -258,7 +258,7 @@ def means() -> Found:
 
 
 def clipped(*strategies: Strategy) -> Found:
-    """The norm of the whole gradient before and after clipping, and what one process has."""
+    """Return the norm of the whole gradient before and after clipping, by strategy and in one process."""
     alone = new_model()
     inputs, targets = batch(0)
     loss_of(alone(inputs), targets).backward()
@@ -287,7 +287,7 @@ def whole_state() -> Found:
 
 
 def fused(name: str, width: int) -> nn.Module:
-    """Query, key and value in one matrix, for attention on vectors of 8."""
+    """Return attention on vectors of 8 with query, key and value in one matrix."""
     model = nn.Module()
     model.add_module(name, nn.Linear(8, width))
     model.add_module("out", nn.Linear(8, 8))
@@ -295,7 +295,7 @@ def fused(name: str, width: int) -> nn.Module:
 
 
 def refusals() -> Found:
-    """Each wrong request, and what is said; all fail before anything is sent."""
+    """Return the errors of invalid calls, which all fail before any communication."""
     wrong: dict[str, Callable[[], object]] = {
         "ranks": lambda: prepared(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
         "loss": lambda: prepared(new_model(), "pipeline"),
@@ -398,7 +398,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
             make_strategy("pipeline", 4, {"stages": 2}),
         ),
         "mesh groups": mesh_groups,
-        "told": told,
+        "calls without a plan": calls_without_plan,
         **sequences(4),
         **evaluations(4),
         **first_values(4),

@@ -90,9 +90,9 @@ def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
 def test_norms_get_parts_of_sequences(worlds: Worlds) -> None:
     found = worlds[2]["sequence parts"]
     assert (found["parts"], found["whole"]) == ([6, 6], 12)
-    too_odd, by_name = found["said"]
+    too_odd, by_name = found["errors"]
     assert "pad sequences of 7 to a multiple of the 2 ranks" in too_odd
-    assert "Block has 0 positional arguments, and needs one" in by_name
+    assert "Block has 0 positional arguments, but needs one" in by_name
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "sequences"), (4, "sequences × shards"), (4, "sequences × tp")])
@@ -101,9 +101,9 @@ def test_parts_of_sequences_train_as_whole_sequences_do(worlds: Worlds, world: i
     assert found["difference"] < TOLERANCE
     assert found["losses"] < TOLERANCE
     assert "only on GPUs" in found["refused"]  # without the kernel that the check adds
-    call, length = found["said"]
+    call, length = found["errors"]
     assert "call plan.forward_backward or plan.evaluate" in call
-    assert "multiples of 4: found (" in length
+    assert "divisible by 4: found (" in length
 
 
 def test_interleaved_stages_of_a_rank_are_apart(worlds: Worlds) -> None:
@@ -128,7 +128,7 @@ def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: Worlds) -> N
     for kind, found in worlds[2]["evaluation mode"].items():
         assert found["difference"] < TOLERANCE, kind
         assert found["modes"] == [True, True], kind
-    assert "every rank needs at least one" in worlds[2]["no samples"]["said"]
+    assert "every rank needs at least one" in worlds[2]["no samples"]["error"]
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in FILLED.items() for name in names])
@@ -154,12 +154,12 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
         ("traced", "a model on the meta device cannot be traced"),
     ],
 )
-def test_what_cannot_be_filled_is_said(worlds: Worlds, name: str, message: str) -> None:
+def test_errors_of_initialization_name_their_cause(worlds: Worlds, name: str, message: str) -> None:
     assert message in worlds[2]["cannot be filled"][name]
 
 
-def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: Worlds) -> None:
-    found = worlds[4]["told"]
+def test_the_strategy_of_parallelize_applies_to_data_and_passes_too(worlds: Worlds) -> None:
+    found = worlds[4]["calls without a plan"]
     assert found["difference"] < TOLERANCE
     assert found["passes"] == 2 * 2
     first, second, third, fourth = found["taken"]
@@ -168,14 +168,14 @@ def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: Worlds) 
     assert sorted(first + third) == list(range(8))
 
 
-def test_shares_that_change_are_not_passed_over(worlds: Worlds) -> None:
-    found = worlds[4]["told"]
+def test_changed_shares_are_reported(worlds: Worlds) -> None:
+    found = worlds[4]["calls without a plan"]
     assert "made for share 0 of 4, but this rank's is 0 of 2 now: make it after init() and parallelize()" in found["early"]
     assert found["given"] == 8
-    assert found["beside a teacher"] == [0, 2]
+    assert found["with a frozen model"] == [0, 2]
     (warning,) = found["warned"]
     assert "for hybrid and another for ddp" in warning
-    assert found["of the last"] == [0, 4]
+    assert found["of the last plan"] == [0, 4]
 
 
 def test_a_traced_model_is_cut_too(worlds: Worlds) -> None:
@@ -277,5 +277,5 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
         ("compression", "compression is 'zip': give one of `none`, `fp16`, `bf16`, `powersgd`"),
     ],
 )
-def test_what_cannot_be_done_is_said(worlds: Worlds, name: str, message: str) -> None:
+def test_errors_of_parallelize_name_their_cause(worlds: Worlds, name: str, message: str) -> None:
     assert message in worlds[2]["refusals"][name]

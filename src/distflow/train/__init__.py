@@ -1,7 +1,7 @@
-"""What a training script imports, and what starts its processes: the only place with torch.
+"""The library for training scripts, and the launcher of their processes.
 
-Imports nothing of the rest of distflow, so that it can be copied to machines that have no distflow. Names are loaded when
-they are used: importing this package costs nothing, and the launcher never imports torch.
+It does not import other packages of distflow, so that it can be copied to machines without distflow. Public names are loaded
+on first use, so that the launcher never imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # so that type checkers and editors know the names
+if TYPE_CHECKING:  # for type checkers and editors
     from distflow.train.checkpoints.checkpoints import CheckpointError as CheckpointError
     from distflow.train.checkpoints.checkpoints import Checkpoints as Checkpoints
     from distflow.train.communication.gradients import all_reduce_mean as all_reduce_mean
@@ -68,7 +68,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name. Raises ``AttributeError`` for any other, as a module does."""
+    """Load a public name. Raises ``AttributeError`` for other names."""
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

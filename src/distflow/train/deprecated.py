@@ -1,4 +1,4 @@
-"""The functions of distflow 0.2 for the model that was prepared last. Each warns, and calls its replacement."""
+"""Deprecated functions of distflow 0.2, which use the strategy of the last plan. Each warns and calls its replacement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Worker"]
 
 
 def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, example: Any = None, **options: Any) -> nn.Module:
-    """Return ``world.parallelize(…).model``; ``options`` are those of the strategy, as a spec has them."""
+    """Return ``world.parallelize(…).model``; ``options`` are those of the strategy in a spec."""
     if options:
         given = strategy if strategy is not None else description.given_strategy() or "ddp"
         world = parallel.world_size()
@@ -27,7 +27,7 @@ def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, ex
     return parallel.parallelize(model, strategy, loss=loss, example=example).model
 
 
-def _old(name: str, replacement: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def _deprecated(name: str, replacement: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that warns, and calls ``function`` or the plan's method in the replacement."""
     method = replacement.removeprefix("plan.").partition("(")[0]
 
@@ -41,7 +41,7 @@ def _old(name: str, replacement: str, function: Callable[..., Any] | None = None
 
 
 class Worker:
-    """A model with its optimizer. Of a pipeline, a batch is a pair of inputs and targets."""
+    """A model with its optimizer. For a pipeline, a batch is a pair of inputs and targets."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, Any], Any]) -> None:
         warnings.warn(
@@ -54,7 +54,7 @@ class Worker:
         self.get_model_state, self.set_model_state = plan.model_state, plan.load_model_state
 
     def train_step(self, batch: Any) -> float:
-        """Take one step on this rank's batch, and return this rank's loss before it."""
+        """Take one step on this rank's batch, and return this rank's loss before the step."""
         self.model.train()
         self.optimizer.zero_grad()
         if isinstance(self.model, Pipeline):
@@ -80,5 +80,5 @@ _FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "data_shard": ("plan.data_shard", description.data_shard),
     "parallelize": ("plan = world.parallelize(model, strategy)", _parallelize),
 }
-globals().update({name: _old(name, replacement) for name, replacement in _PLAN.items()})
-globals().update({name: _old(name, *replacement) for name, replacement in _FUNCTIONS.items()})
+globals().update({name: _deprecated(name, replacement) for name, replacement in _PLAN.items()})
+globals().update({name: _deprecated(name, *replacement) for name, replacement in _FUNCTIONS.items()})

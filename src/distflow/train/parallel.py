@@ -1,4 +1,4 @@
-"""``plan = world.parallelize(model, …)``: one model that all ranks train together, with its share of the data and its state."""
+"""The plan that ``world.parallelize(model, …)`` returns: a model, its share of the data, its training steps and its state."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def parallelize(
     example: tuple[torch.Tensor, ...] | None = None,
     weights: str | Path | None = None,
 ) -> ParallelPlan:
-    """Do what ``World.parallelize`` does, in a process group that the program has created itself."""
+    """Implement ``World.parallelize``, also for process groups that the program created itself."""
     if strategy is None and (strategy := given_strategy()) is None:
-        # With one rank too, so that it takes the options that more ranks will take.
+        # Also with one rank, so that it accepts the same options as several ranks.
         strategy = "ddp"
     placed = place(strategy, world_size())
     if weights is None:
@@ -63,7 +63,7 @@ class ParallelPlan:
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
         self.model = model
-        """The model of this rank: in ``DistributedDataParallel``, with shards as parameters, or a stage of a pipeline.
+        """This rank's model: in ``DistributedDataParallel``, with shards as parameters, or its stages of a pipeline.
 
         Create the optimizer from its parameters. Call it as before, except for a pipeline.
         """
@@ -165,7 +165,7 @@ class ParallelPlan:
                     mean = loss(self._called(arguments), part)
             if not dist.is_initialized():
                 return mean
-            # Each share is held by equally many ranks, so that those who share a tensor or a pipeline change nothing.
+            # Equally many ranks hold each share, so the mean over ranks is the mean over shares.
             total = torch.stack([mean.double() * samples, mean.new_tensor(samples, dtype=torch.float64)])
             dist.all_reduce(total)
             return (total[0] / total[1]).to(mean.dtype)
@@ -195,7 +195,7 @@ class ParallelPlan:
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
         """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.
 
-        Collective in the pass that reduces. The value is true in that pass: then step the optimizer and zero the gradients.
+        Collective in the pass that reduces. The context yields true in that pass; then step the optimizer and zero gradients.
         ``every`` is by default the strategy's ``gradient_accumulation_steps``. Divide the loss by it::
 
             for inputs, targets in micro_batches:
@@ -279,7 +279,7 @@ class ParallelPlan:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each module back into its own; let shards that were gathered go."""
+    """Put a model into evaluation mode; afterwards, restore the mode of each module and free gathered parameters."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -288,6 +288,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         for module in training:
             module.training = True
         for module in (*model.modules(), *(model.stages if isinstance(model, Pipeline) else ())):
-            # Until the backward pass, modules of FSDP2 keep the parameters that they have gathered.
+            # FSDP2 modules keep gathered parameters until a backward pass.
             if (reshard := getattr(module, "reshard", None)) is not None:
                 reshard()

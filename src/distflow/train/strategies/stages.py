@@ -20,17 +20,17 @@ from distflow.train.loading.batching import Batch, as_arguments, sample_count, s
 __all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""From outputs and targets of a micro-batch to its mean loss."""
+"""Maps the outputs and targets of a micro-batch to its mean loss."""
 
 
 _Schedules = Callable[[int, bool], Any]
-"""From the number of micro-batches, and whether they train, to a schedule of torch's for batches of one shape."""
+"""Maps the number of micro-batches, and whether they train, to a torch schedule for batches of one shape."""
 
 
 class Pipeline(nn.Module):
     """This rank's stages, and the schedules by which micro-batches flow through all stages.
 
-    Its parameters are those of the rank's stages. In checkpoints, and in ``part``, their names are those of the whole model.
+    It has the parameters of this rank's stages. In checkpoints and in ``part``, they have their names in the whole model.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class Pipeline(nn.Module):
         self.stages = tuple(stages)
         """The modules of each stage, which FSDP has sharded separately."""
         self.micro_batches = micro_batches
-        """Into how many a batch is cut; fewer where they would not be of one size."""
+        """The micro-batches of a batch. A batch that they do not divide equally has fewer."""
         self.is_first = mesh.get_local_rank("pp") == 0
-        """Whether inputs enter here."""
+        """Whether this rank receives the inputs."""
         self.is_last = mesh.get_local_rank("pp") == mesh["pp"].size() - 1
-        """Whether the loss is computed here."""
+        """Whether this rank computes the loss."""
         axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
         self.is_first_holder = not any(map(mesh.get_local_rank, axes))
         """Whether this is the first of the ranks that hold this stage."""
         self._replicas = mesh["dp"].get_group() if "dp" in axes and "fsdp" not in axes else None
-        """The ranks whose gradients are averaged here, and not by FSDP."""
+        """The ranks over which ``step`` averages gradients; ``None`` with FSDP, which averages them itself."""
         self._shards = mesh["fsdp"].get_group() if "fsdp" in axes else None
         self._group = mesh["pp"].get_group()
         self._schedules, self._device, self._round_size = schedules, device, round_size
-        self._made: dict[bool, tuple[tuple[int, tuple[torch.Size, ...]], Any]] = {}
+        self._cached: dict[bool, tuple[tuple[int, tuple[torch.Size, ...]], Any]] = {}
 
     def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
 
         All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
         the tensors of a tuple one by one, and with those of a mapping by their names. The mean of their gradients is added to
-        those that are there. Raises ``TypeError`` for targets that are not a tensor.
+        the existing gradients. Raises ``TypeError`` for targets that are not a tensor.
         """
         if not isinstance(targets, torch.Tensor):
             raise TypeError("a pipeline takes its targets as one tensor, which torch cuts into micro-batches")
@@ -85,8 +85,8 @@ class Pipeline(nn.Module):
     def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
         """Run the forward pass of a batch without gradients, and return its mean loss on every rank.
 
-        All stages are given the same batch. The ``loss`` sees it as a whole, in the last stage, and may be another than that of
-        training.
+        All stages are given the same batch. The last stage calls ``loss`` with the whole batch; it may differ from the training
+        loss.
         """
         with torch.no_grad():
             given, named = as_arguments(inputs) if self.is_first else ((), {})
@@ -94,21 +94,21 @@ class Pipeline(nn.Module):
             return self._from_last(loss(outputs, targets) if self.is_last else None)
 
     def _schedule(self, inputs: Batch, *, trains: bool) -> Any:
-        """Return the schedule for batches of this shape: torch's expect the shape of their first batch ever after."""
+        """Return a schedule for batches of this shape: a torch schedule accepts only the shape of its first batch."""
         samples = sample_count(inputs)
         if self._shards is not None:
             # Each micro-batch gathers the shards, so ranks that share them need the same number of micro-batches.
             found = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(dist.get_world_size(self._shards))]
             dist.all_gather(found, torch.full_like(found[0], samples), group=self._shards)
             samples = gcd(*(int(one) for one in found))
-        key, schedule = self._made.get(trains, (None, None))
+        key, schedule = self._cached.get(trains, (None, None))
         if key != (samples, shape_of(inputs)):
-            # Of one size, because stages receive into buffers of one size, and so that the mean of their means is the batch's.
-            # torch also divides interleaved ones into rounds of one size.
+            # Micro-batches have one size, as receive buffers do, so that the mean of their losses is the batch's mean loss.
+            # Interleaved schedules also need rounds of one size.
             sizes = [number for number in range(1, self.micro_batches + 1) if samples % number == 0]
             count = max(number for number in sizes if number % max(1, number // self._round_size) == 0)
             schedule = self._schedules(count, trains)
-            self._made[trains] = (samples, shape_of(inputs)), schedule
+            self._cached[trains] = (samples, shape_of(inputs)), schedule
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -124,12 +124,12 @@ class Pipeline(nn.Module):
         return total
 
     def forward(self, *_: Any) -> torch.Tensor:
-        """Refuse: no rank has the whole model. Raises ``TypeError``."""
-        raise TypeError("a pipeline is not called but stepped: loss = model.step(inputs, targets), then optimizer.step()")
+        """Raise ``TypeError``, because no rank has the whole model."""
+        raise TypeError("a pipeline cannot be called: use loss = model.step(inputs, targets), then optimizer.step()")
 
 
 def inner_module(model: nn.Module) -> nn.Module:
-    """Return the module whose names are those of the whole model."""
+    """Return the module inside of a pipeline or of DDP, whose tensors have their names in the whole model."""
     if isinstance(model, Pipeline):
         return model.part
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -149,19 +149,18 @@ def make_pipeline(
 
     An ``nn.Sequential`` is cut between its children, into parts of about equally many parameters or at ``split_points``. Any
     other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``; its stages
-    can only be replicated. Raises ``ValueError``.
+    can only be replicated. Raises ``ValueError`` for a model that cannot be cut.
     """
-    # Import it only for pipelines: this takes as long as the import of torch.
-    from torch.distributed import pipelining  # noqa: PLC0415
+    from torch.distributed import pipelining  # noqa: PLC0415  its import takes as long as that of torch
 
     group, count = mesh["pp"].get_group(), mesh["pp"].size()
     index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
     is_interleaved = options.get("schedule") == "interleaved_1f1b"
     total = count * options.get("stages_per_rank", 2) if is_interleaved else count
     if points and len(points) != total - 1:
-        raise ValueError(f"pipeline: {total} stages begin at {total - 1} split_points; here are {len(points)}")
+        raise ValueError(f"pipeline: {total} stages need {total - 1} split_points, not {len(points)}")
     if isinstance(model, nn.Sequential):
-        parts = _children(model, total, points)
+        parts = _cut_children(model, total, points)
         own = {number: divide(parts[number]) for number in range(index, total, count)}
         part: nn.Module = nn.Sequential(OrderedDict(chain.from_iterable(one.named_children() for one in own.values())))
 
@@ -192,12 +191,12 @@ def make_pipeline(
         def share(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return loss(outputs, targets) / micro_batches
 
-        # Without a loss, torch's schedule ends with the forward pass and gives the outputs. With `scale_grads`, it would divide
-        # the gradients in the end, those of earlier batches with them.
+        # Without a loss, torch's schedule stops after the forward pass and returns the outputs. With `scale_grads`, it would
+        # also divide the gradients of earlier batches.
         settings: dict[str, Any] = {"loss_fn": share if trains else None, "scale_grads": False}
         if is_interleaved:
             return pipelining.ScheduleInterleaved1F1B(stages(), micro_batches, **settings)
-        # torch's 1F1B refuses fewer micro-batches than stages; its gain lies in those beyond.
+        # torch's 1F1B refuses fewer micro-batches than stages.
         is_gpipe = not trains or options.get("schedule") == "gpipe" or micro_batches < count
         schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
         return schedule(stages()[0], micro_batches, **settings)
@@ -207,7 +206,7 @@ def make_pipeline(
 
 
 def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
-    """Return ``count`` consecutive ranges over the weights, none empty, whose heaviest is as light as can be.
+    """Divide the weights into ``count`` non-empty ranges so that the heaviest range is as light as possible.
 
     >>> balanced_parts([4, 1, 1, 1, 1], 2)
     [range(0, 1), range(1, 5)]
@@ -218,7 +217,7 @@ def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # best[end]: the heaviest part, and the cuts, of the layers before `end` in the parts made so far.
+    # best[end]: the weight of the heaviest part, and the cuts, of the best division of the layers before `end`.
     best: list[tuple[int, tuple[int, ...]]] = [(sums[end], (0,)) for end in range(size + 1)]
     for part in range(1, count):
         best = [
@@ -231,7 +230,7 @@ def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
     return [range(first, last) for first, last in pairwise((*best[size][1], size))]
 
 
-def _children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[nn.Sequential]:
+def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[nn.Sequential]:
     children = list(model.named_children())
     names = [name for name, _ in children]
     if points:
@@ -241,7 +240,7 @@ def _children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[n
         parts = [range(first, last) for first, last in pairwise(cuts)]
     else:
         parts = balanced_parts([sum(one.numel() for one in child.parameters()) for _, child in children], count)
-    stages = [nn.Sequential(OrderedDict(children[place] for place in part)) for part in parts]
+    stages = [nn.Sequential(OrderedDict(children[index] for index in part)) for part in parts]
     stage_of: dict[nn.Parameter, int] = {}
     for number, one in enumerate(stages):
         if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):

@@ -1,4 +1,4 @@
-"""The state of a model in parts, and of its optimizer, under the names of the whole model: for checkpoints and files."""
+"""States of divided models and their optimizers under the names of the whole model, for checkpoints and files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["full_state_dict", "load_model_state", "set_training_state", "trainin
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Do what ``ParallelPlan.full_state_dict`` does."""
+    """Implement ``ParallelPlan.full_state_dict``."""
     if isinstance(model, Pipeline):
         own: dict[str, Any] = get_model_state_dict(model.part, options=StateDictOptions(full_state_dict=True))
         return {name: tensor.cpu() for name, tensor in own.items()}
@@ -35,12 +35,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Do what ``ParallelPlan.load_model_state`` does."""
+    """Implement ``ParallelPlan.load_model_state``."""
     held, is_pipeline = inner_module(model), isinstance(model, Pipeline)
     own = [name for name, value in get_model_state_dict(held).items() if isinstance(value, torch.Tensor)]
-    # All ranks check the names: a rank that raised alone would leave the others in the broadcast.
+    # All ranks check the names: if only one rank raised, the other ranks would hang in the broadcast.
     if wrong := set(from_first(list(state))) ^ {name for names in from_all(own) for name in names}:
-        raise RuntimeError(f"the weights are not those of this model: they differ in {', '.join(sorted(wrong))}")
+        raise RuntimeError(f"the weights do not fit this model: unknown or missing names are {', '.join(sorted(wrong))}")
     together = dist.is_initialized() and not is_pipeline
     given: dict[str, Any] = from_first(dict(state)) if is_pipeline else {} if together and dist.get_rank() else dict(state)
     weights = {name: value for name, value in given.items() if name in own}
@@ -54,39 +54,39 @@ def training_state(
     *,
     saved: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return what this rank holds of ``model`` and, if given, ``optimizer``, with names that no strategy changes.
+    """Return this rank's part of the state of ``model`` and ``optimizer``, under names that do not depend on the strategy.
 
-    With ``saved``, the names of all that was saved, it is what to load into: an optimizer has states only of the parameters
-    that it has stepped. Without, it is what this rank is to save. Of a pipeline these are the tensors of its stage, and the
-    optimizer's groups (``param_groups``) of all stages, for which all ranks of ``group`` must call it. Raises ``TypeError``
-    for LBFGS.
+    Without ``saved``, the result is the state for this rank to save. With ``saved``, the names in a checkpoint, it is the
+    state to load into; it has optimizer states only of saved parameters. In a pipeline, it has the tensors of this rank's
+    stage, and the optimizer's ``param_groups`` of all stages: all ranks of ``group`` must call it. Raises ``TypeError`` for
+    LBFGS.
     """
-    # No rank's steps are lost; the optimizer's states stay rank 0's.
+    # Under local SGD, save the mean of the ranks' parameters, but the optimizer states of rank 0.
     means = means_of(model) if saved is None else {}
-    left_out = _left_to_others(model) if saved is None else frozenset()
+    left_out = _buffers_of_others(model) if saved is None else frozenset()
     if optimizer is None:
         return {"model": {**_without(left_out, get_model_state_dict(inner_module(model))), **means}}
     averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
     optimizer = _inner(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
-        # torch makes states to load into by a step without a closure.
+        # torch creates the states to load into by a step without a closure, which LBFGS needs.
         raise TypeError("the state of LBFGS cannot be loaded again: leave the optimizer out, and let it start again")
     is_new = not optimizer.state
     if is_new and saved is not None:
-        optimizer.zero_grad()  # torch makes no states to load into where there are gradients
+        optimizer.zero_grad()  # torch creates states to load into only without gradients
     model_state, optimizer_state = get_state_dict(inner_module(model), optimizer)
     states: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
     if is_new:
-        # torch took a step to make these, which counts: an optimizer that never stepped is saved and continues as such.
+        # torch took a step to create these states. Without them, the optimizer counts as never stepped, as before.
         optimizer.state.clear()
     if saved is not None:
-        there = {name for name, values in states.items() if any(f"optimizer.state.{name}.{key}" in saved for key in values)}
-        optimizer_state["state"] = {name: states[name] for name in states if name in there}
+        stepped = {name for name, values in states.items() if any(f"optimizer.state.{name}.{key}" in saved for key in values)}
+        optimizer_state["state"] = {name: states[name] for name in states if name in stepped}
     elif is_new or (averager is not None and dist.get_rank(group) > 0):
-        # Where ranks take steps of their own, the parts of a state must be those of one of them.
+        # Under local SGD, ranks have different states: only rank 0 saves them.
         optimizer_state["state"] = {}
     if isinstance(model, Pipeline):
-        optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
+        optimizer_state["param_groups"] = _merge_groups(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
     state: dict[str, Any] = {"model": {**_without(left_out, model_state), **means}, "optimizer": optimizer_state}
     if averager is None:
         return state
@@ -96,7 +96,7 @@ def training_state(
 
 
 def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
-    """Take over a state as ``training_state`` has it, with the optimizer's groups as any strategy left them."""
+    """Load a state that ``training_state`` returned under any strategy."""
     held = inner_module(model)
     optimizer_state = dict(state.get("optimizer", {}))
     if optimizer_state and isinstance(model, Pipeline):
@@ -106,7 +106,7 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
             for one in optimizer_state["param_groups"]
             if (names := [name for name in one["params"] if name in own])
         ]
-    # Not strict of parameters without a state of the optimizer, which it has not stepped.
+    # Not strict: parameters that were never stepped have no optimizer state.
     set_state_dict(
         held, _inner(optimizer) if optimizer else (), model_state_dict=state["model"], optim_state_dict=optimizer_state,
         options=StateDictOptions(strict=False),
@@ -117,8 +117,8 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
         optimizer.param_groups = _inner(optimizer).param_groups
 
 
-def _left_to_others(model: nn.Module) -> frozenset[str]:
-    """Return the buffers that another rank saves: statistics such as BatchNorm's differ, and DDP uses the first rank's, too."""
+def _buffers_of_others(model: nn.Module) -> frozenset[str]:
+    """Return the buffers that another rank saves: ranks differ in statistics such as BatchNorm's; DDP uses the first rank's."""
     is_first = model.is_first_holder if isinstance(model, Pipeline) else dist.get_rank() == 0
     return frozenset() if is_first else frozenset(name for name, _ in inner_module(model).named_buffers(remove_duplicate=False))
 
@@ -128,20 +128,20 @@ def _without(names: Collection[str], state: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer itself, where ``local_sgd`` has put one around it."""
+    """Return the optimizer inside of the wrapper of ``local_sgd``, if any."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
 
 
-def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the groups of all stages; those that are alike but for their parameters, and at the same place, become one."""
-    joined: list[tuple[int, dict[str, Any]]] = []
+def _merge_groups(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge the groups of all stages that have the same position, and differ only in their parameters."""
+    merged: list[tuple[int, dict[str, Any]]] = []
     for groups in stages:
-        for place, one in enumerate(groups):
-            for known_place, known in joined:
-                if known_place == place and {**known, "params": ()} == {**one, "params": ()}:
+        for position, one in enumerate(groups):
+            for known_position, known in merged:
+                if known_position == position and {**known, "params": ()} == {**one, "params": ()}:
                     known["params"] = list(dict.fromkeys([*known["params"], *one["params"]]))
                     break
             else:
-                joined.append((place, dict(one)))
-    return [one for _, one in joined]
+                merged.append((position, dict(one)))
+    return [one for _, one in merged]

@@ -39,14 +39,14 @@ FUSED = frozenset(
         *("gate_up", "gate_up_proj", "w12", "w13"),
     }
 )
-"""Names, in small letters, of matrices that hold several at once: cut by columns, ranks would share out their pieces mixed."""
+"""Lowercase names of matrices that consist of several matrices, which a cut by columns would mix on each rank."""
 _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "heads")
 
 
 def derive_plan(model: nn.Module) -> dict[str, str]:
-    """Return a plan from the names of the model's linear layers; empty when no pair has a name that we know.
+    """Return a plan from the names of the model's linear layers; empty if no pair has known names.
 
-    A matrix that holds query, key and value at once stays whole, and so do those next to it: cutting it would mix them.
+    A matrix that consists of query, key and value stays whole, and so do its siblings: a cut would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -61,14 +61,14 @@ def derive_plan(model: nn.Module) -> dict[str, str]:
 
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Names of Hugging Face for a matrix at the end of a model that is cut by columns, and whose outputs every rank gets whole."""
+"""Hugging Face's styles for a matrix at the end of a model: cut by columns, with whole outputs on every rank."""
 
 
 def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return the plan that a model of Hugging Face has (``tp_plan``), by the names of its modules; empty without one.
+    """Return the plan of a Hugging Face model (``tp_plan``) by module names; empty if it has none.
 
-    Embeddings and the head stay whole if they are tied, or cannot be shared out equally. Raises ``ValueError`` for a plan that
-    torch's tensor parallelism does not carry out.
+    Embeddings and the head stay whole if they are tied or cannot be divided equally. Raises ``ValueError`` for a style that
+    torch's tensor parallelism does not support.
     """
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     plan: dict[str, str] = {}
@@ -99,10 +99,10 @@ def _style(name: str) -> parallel.ParallelStyle:
 
 
 def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return how each matrix of a model is cut over ``ranks``, by the name of its module.
+    """Return module name → style for each matrix of a model that is cut over ``ranks``.
 
-    That is the ``plan``, by default the model's own one, else one that follows from common names. Raises ``ValueError`` if
-    there is none, or the matrices cannot be cut so.
+    The styles are those of ``plan``, else of the model's own plan, else of a plan from common names. Raises ``ValueError`` if
+    there is no plan, or if a matrix cannot be cut.
     """
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
@@ -141,17 +141,17 @@ def split_tensors(
 def _divide_sequence(
     layers: Sequence[nn.Module], mesh: DeviceMesh, cut: Mapping[nn.Module, str], styles: dict[str, parallel.ParallelStyle]
 ) -> None:
-    """Let a rank have only its part of the sequence in these layers, but for the matrices and what is between them.
+    """Divide the sequence over the ranks in these layers, except from the first to the second matrix of each pair.
 
-    The matrices at the end of attention and MLP scatter their sums along the sequence. Norms take the parts, and return the
-    whole to the matrices after them. Raises ``ValueError`` for layers of which not every matrix is cut.
+    The second matrix scatters its sums along the sequence. Norms compute on parts, and return the whole sequence for the next
+    matrices. Raises ``ValueError`` for layers without norms, or with a matrix that is not cut.
     """
     for layer in layers:
         norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
         linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         if not norms or not all(module in cut for module in linear):
             raise ValueError(
-                f"sequence_parallel: {type(layer).__name__} needs norms of its own, and all of its linear layers in the plan"
+                f"sequence_parallel: {type(layer).__name__} needs its own norm layers, and a plan for all of its linear layers"
             )
         for module in linear:
             if isinstance(styles[cut[module]], parallel.RowwiseParallel):
@@ -166,8 +166,8 @@ def _divide_sequence(
     def check(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if len(inputs) != 1:
             raise ValueError(
-                f"sequence_parallel: {type(layer).__name__} has {len(inputs)} positional arguments, and needs one, of shape "
-                "(batch, time, …): pass the others by name"
+                f"sequence_parallel: {type(layer).__name__} has {len(inputs)} positional arguments, but needs one, of shape "
+                "(batch, time, …): pass the other arguments by name"
             )
         if (length := inputs[0].shape[1]) % mesh.size():
             raise ValueError(f"sequence_parallel: pad sequences of {length} to a multiple of the {mesh.size()} ranks of tp")
@@ -185,7 +185,7 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     if not isinstance(module, nn.Linear):
         raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; only linear layers can be cut")
     last = name.rpartition(".")[2]
-    # Three times as wide without a name that we know: query, key and value under another name.
+    # An unknown matrix with three times as many outputs is likely query, key and value in one.
     tripled = module.out_features == 3 * module.in_features and last not in COLWISE
     if style == "colwise" and (last.lower() in FUSED or tripled):
         raise ValueError(

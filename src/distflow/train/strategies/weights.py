@@ -1,4 +1,4 @@
-"""Weights in safetensors files, in the layout of Hugging Face: read into a model in parts, and written one file at a time."""
+"""Read and write safetensors files in the layout of Hugging Face: each rank reads its parts, rank 0 writes file by file."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
-    """Return the names of a model's tensors that get their values from the files of a directory.
+    """Return the names of a model's tensors in the safetensors files of a directory.
 
-    Of a tied parameter the files need only one name. Raises ``FileNotFoundError`` for a directory without safetensors files,
-    and ``ValueError`` if they lack a tensor of the model.
+    For a tied parameter, the files need only one of its names. Raises ``FileNotFoundError`` for a directory without
+    safetensors files, and ``ValueError`` if they lack a tensor of the model.
     """
-    there = set(_reader(directory).read_metadata().state_dict_metadata)
-    if not there:
+    stored = set(_reader(directory).read_metadata().state_dict_metadata)
+    if not stored:
         raise FileNotFoundError(f"{directory} has no *.safetensors files: give the directory of a saved model")
     for names in tied_names(model):
-        if not there.isdisjoint(names):
-            there.update(names)
-    if missing := sorted(_states(model).keys() - there):
+        if not stored.isdisjoint(names):
+            stored.update(names)
+    if missing := sorted(_states(model).keys() - stored):
         more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
         raise ValueError(f"the safetensors files in {directory} lack {', '.join(missing[:3])}{more} of the model")
-    return frozenset(there)
+    return frozenset(stored)
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Read this rank's parts of a model from safetensors files, and convert them to its dtypes. Collective.
 
-    Raises ``ValueError`` for tensors of another shape.
+    Raises ``ValueError`` if shapes differ.
     """
     reader = _reader(directory)
-    there = reader.read_metadata().state_dict_metadata
-    # Of a tied parameter, the name that the files have.
-    state: dict[str, Any] = {name: tensor for name, tensor in _states(model).items() if name in there}
+    stored = reader.read_metadata().state_dict_metadata
+    # A tied parameter is read under the name that the files contain.
+    state: dict[str, Any] = {name: tensor for name, tensor in _states(model).items() if name in stored}
     try:
         load(state, storage_reader=reader)
     except CheckpointException as error:
@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
 
 
 def save_weights(model: nn.Module, directory: str | Path, *, max_file_size: int) -> None:
-    """Do what ``ParallelPlan.save_weights`` does."""
+    """Implement ``ParallelPlan.save_weights``."""
     from safetensors.torch import save_file  # noqa: PLC0415  an optional package
 
     folder, is_writer = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
@@ -93,7 +93,7 @@ def save_weights(model: nn.Module, directory: str | Path, *, max_file_size: int)
 
 
 def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
-    """Give complete files their names, write the index of several, and remove the files of an earlier save."""
+    """Rename the complete files, write an index if there are several, and remove the files of an earlier save."""
     index: dict[str, str] = {}
     for number, (path, names) in enumerate(written, 1):
         name = "model.safetensors" if len(written) == 1 else f"model-{number:05d}-of-{len(written):05d}.safetensors"
@@ -110,7 +110,7 @@ def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) ->
 def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
 
-    Of a tied parameter it yields the first name, or all of them. Under ``local_sgd``, parameters are the mean of the ranks.
+    For a tied parameter, it yields the first name, or all names. Under ``local_sgd``, parameters are the mean of the ranks.
     """
     repeated = () if all_names else {name for _, *others in tied_names(inner_module(model)) for name in others}
     state = {**_states(model), **means_of(model)}
@@ -135,7 +135,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what this rank holds of each parameter and buffer, not copied, by their names in the whole model."""
+    """Return this rank's part of each parameter and buffer, not copied, by their names in the whole model."""
     state = get_model_state_dict(inner_module(model))
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
