@@ -280,11 +280,9 @@ def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
     for name in names:
         if name in OPTIONS and kind not in OPTIONS[name].kinds:
             option = OPTIONS[name]
-            yield Misfit(
-                name, f"`{name}` is not available with {kind}", option.instead or f"use it with {', '.join(option.kinds)}"
-            )
+            yield Misfit(name, f"{kind} has no option `{name}`", option.instead or f"use it with {', '.join(option.kinds)}")
         if name in MESH_SIZES and MESH_SIZES[name] not in AXES[kind]:
-            yield Misfit(name, f"`{name}` is not available with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
+            yield Misfit(name, f"{kind} has no option `{name}`", f"{kind} has no axis {MESH_SIZES[name]}")
 
 
 def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: int | None) -> dict[str, int] | Misfit:
@@ -354,7 +352,7 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
             if options.get(name, False) not in (False, "none"):
                 yield Misfit(name, f"`{name}` needs shards, but NO_SHARD creates none", "write FULL_SHARD, or remove it")
     if kind in ("hybrid", "pipeline") and sharding in ("HYBRID_SHARD", "NO_SHARD"):
-        message = f"{sharding} is not available with {kind}, where the axes dp and fsdp of the mesh define replicas and shards"
+        message = f"{kind} does not support {sharding}: the axes dp and fsdp of the mesh define replicas and shards"
         yield Misfit("sharding_strategy", message, "write FULL_SHARD or SHARD_GRAD_OP")
     if kind == "fsdp" and "dp" in mesh and sharding != "HYBRID_SHARD":
         message = f"a mesh of dp and fsdp needs HYBRID_SHARD, not {sharding}"
@@ -398,9 +396,8 @@ def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
 def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
     policy = options.get("auto_wrap_policy")
     if "min_num_params" in options and policy != "size":
-        yield Misfit(
-            "min_num_params", "`min_num_params` has no effect without wrapping by size", "write auto_wrap_policy: size"
-        )
+        message = "`min_num_params` has no effect without wrapping by size"
+        yield Misfit("min_num_params", message, "write auto_wrap_policy: size")
     if "transformer_layer_cls" in options and policy in ("size", "none"):
         message = f"`transformer_layer_cls` has no effect with auto_wrap_policy: {policy}"
         yield Misfit("transformer_layer_cls", message, "write auto_wrap_policy: transformer_layer")
