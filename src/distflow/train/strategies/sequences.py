@@ -28,9 +28,7 @@ def check_sequences(model: nn.Module, device: str) -> None:
     if hasattr(model, "base_model_prefix"):
         raise ValueError("context parallelism: torch does not support attention masks, which Hugging Face models create")
     if not has_ring_attention(device):
-        raise ValueError(
-            f"context parallelism: torch {torch.__version__} supports it only on GPUs; use sequence_parallel with tp"
-        )
+        raise ValueError(f"context parallelism: torch {torch.__version__} needs GPUs for it; use sequence_parallel with tp")
 
 
 @contextmanager
@@ -38,8 +36,8 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     """Yield this rank's part of a batch: arguments of the model with ``position_ids``, and targets.
 
     All tensors have the shape (samples, time, …), and the same length. ``position_ids`` (samples, time) has the positions of
-    the part, which is not contiguous. Run the forward and the backward pass in this context. Raises ``ValueError`` for tensors
-    that cannot be divided.
+    the part, which is not contiguous. Run the forward and the backward pass in this context. Raises ``ValueError`` for other
+    shapes.
     """
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415  it takes a second to import
 

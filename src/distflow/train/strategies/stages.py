@@ -49,7 +49,7 @@ class Pipeline(nn.Module):
         self.stages = tuple(stages)
         """The modules of each stage, which FSDP has sharded separately."""
         self.micro_batches = micro_batches
-        """The micro-batches of a batch. A batch that they do not divide equally has fewer."""
+        """The number of micro-batches; lower for batches that cannot be divided equally."""
         self.is_first = mesh.get_local_rank("pp") == 0
         """Whether this rank receives the inputs."""
         self.is_last = mesh.get_local_rank("pp") == mesh["pp"].size() - 1
@@ -103,8 +103,8 @@ class Pipeline(nn.Module):
             samples = gcd(*(int(one) for one in found))
         key, schedule = self._cached.get(trains, (None, None))
         if key != (samples, shape_of(inputs)):
-            # Micro-batches have one size, as receive buffers do, so that the mean of their losses is the batch's mean loss.
-            # Interleaved schedules also need rounds of one size.
+            # Micro-batches have one size: receive buffers need it, and so does the mean of their losses. Interleaved schedules
+            # also need rounds of one size.
             sizes = [number for number in range(1, self.micro_batches + 1) if samples % number == 0]
             count = max(number for number in sizes if number % max(1, number // self._round_size) == 0)
             schedule = self._schedules(count, trains)

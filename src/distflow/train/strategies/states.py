@@ -57,7 +57,7 @@ def training_state(
     """Return this rank's part of the state of ``model`` and ``optimizer``, under names that do not depend on the strategy.
 
     Without ``saved``, the result is the state for this rank to save. With ``saved``, the names in a checkpoint, it is the
-    state to load into; it has optimizer states only of saved parameters. In a pipeline, it has the tensors of this rank's
+    state to load into; it has optimizer states only if they were saved. In a pipeline, it has the tensors of this rank's
     stage, and the optimizer's ``param_groups`` of all stages: all ranks of ``group`` must call it. Raises ``TypeError`` for
     LBFGS.
     """
