@@ -99,7 +99,7 @@ class _Shards(_Layers):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype in which gradients are reduced."""
     cpu_offload: bool | None = None
-    """Keep shards in the memory of the node."""
+    """Keep shards in CPU memory."""
     auto_wrap_policy: Literal["none", "transformer_layer", "size"] | None = None
     min_num_params: int | None = None
     """Modules with at least this many parameters are gathered separately, with ``auto_wrap_policy="size"``."""
@@ -169,7 +169,7 @@ class PipelineParallel(_Shards, _Tensors):
     """The modules that begin the second and each further stage."""
     micro_batches: int | None = None
     stages: int | None = None
-    """Ranks that the micro-batches flow through."""
+    """Ranks in the axis ``pp``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Option:
     """The valid values, if they are a fixed list; else empty, and ``type`` counts."""
     type: Any
     instead: str
-    """The hint if it is given for another kind; may be empty."""
+    """The hint if the option is given for another kind; may be empty."""
 
 
 _INSTEAD = {

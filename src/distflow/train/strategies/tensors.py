@@ -65,7 +65,7 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
 def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return the plan of a Hugging Face model (``tp_plan``) by module names; empty if it has none.
+    """Return the plan of a Hugging Face model (``tp_plan``), by module name; empty if it has none.
 
     Embeddings and the head stay whole if they are tied or cannot be divided equally. Raises ``ValueError`` for a style that
     torch's tensor parallelism does not support.
@@ -128,8 +128,7 @@ def split_tensors(
 ) -> None:
     """Cut the matrices of a model, or of one of its stages, over a mesh of one axis, in place.
 
-    ``styles`` are those of the whole model. In the layers ``divided``, a rank also has only its part of the sequence (sequence
-    parallelism).
+    ``styles`` are those of the whole model. The layers ``divided`` use sequence parallelism, too.
     """
     modules = dict(model.named_modules())
     own = {name: _style(style) for name, style in styles.items() if name in modules}
