@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["beat"]
@@ -15,8 +16,7 @@ _last = -_EVERY_S
 def beat() -> None:
     """Touch the file that ``DISTFLOW_HEARTBEAT`` names, at most once a second; without the variable, do nothing.
 
-    Call it once per step. No thread does it for you, because a thread would continue while the loop hangs. A file that
-    cannot be touched does not stop the training.
+    Call it once per step: a thread would continue while the loop hangs. A failure to touch the file is ignored.
     """
     global _last  # noqa: PLW0603 (one file per process)
     path = os.environ.get("DISTFLOW_HEARTBEAT")
@@ -24,7 +24,5 @@ def beat() -> None:
     if not path or now - _last < _EVERY_S:
         return
     _last = now
-    try:
+    with suppress(OSError):
         Path(path).touch()
-    except OSError:
-        return

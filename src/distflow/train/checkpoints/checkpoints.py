@@ -1,9 +1,8 @@
-"""Checkpoints that are whole or not there: ``Checkpoints(directory)``, written and read by all ranks together.
+"""Atomic checkpoints: ``Checkpoints(directory)``, written and read by all ranks together.
 
-Tensors go through ``torch.distributed.checkpoint``, which writes each rank's part and loads it on any number of ranks, under
-any strategy. Around it: a directory that gets its name when everything is on the disk, a manifest with sizes and checksums,
-and one choice for all ranks. The ranks communicate about a checkpoint in a separate group, so that saving does not mix with
-the reductions of the training.
+``torch.distributed.checkpoint`` writes each rank's part of the tensors, and loads them on any number of ranks under any
+strategy. This module adds a directory that is renamed when all files are on disk, a manifest with sizes and checksums, and one
+decision for all ranks. The ranks communicate in a separate group, so that saving does not mix with the training's reductions.
 """
 
 from __future__ import annotations
@@ -46,30 +45,30 @@ _EXTRA = "extra.pt"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message names ranks and files. Raised on all ranks alike."""
+    """A checkpoint could not be written or read. All ranks raise it; the message names ranks and files."""
 
 
 class Stateful(Protocol):
-    """Anything whose state is a dictionary: a ``Loader``, a learning rate scheduler, a gradient scaler."""
+    """An object whose state is a dictionary: a ``Loader``, a learning rate scheduler, a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers, texts, tensors, and lists and dictionaries of them."""
+        """Return the state: numbers, strings, tensors, and lists and dictionaries of them."""
 
     def load_state_dict(self, state: Any, /) -> object:
-        """Take over a state."""
+        """Restore a state."""
 
 
 class Checkpoints:
-    """The checkpoints of one training run, in one directory. Every method is a collective, and refused inside of ``join``.
+    """The checkpoints of one training run, in one directory. Every method is a collective, and raises inside ``join``.
 
-    Where machines or tasks see different directories under its name, each gets all files: any one of them suffices later.
+    If the path names different directories on different machines or tasks, each directory gets all files.
     """
 
     def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:
-        """``directory``: default ``DISTFLOW_CHECKPOINT``. ``keep_last``: how many of them are kept.
+        """``directory`` defaults to ``DISTFLOW_CHECKPOINT``. ``keep_last`` is the number of checkpoints to keep.
 
-        Warns when not all ranks see the same directory, unless distflow made it so (a task's ``checkpoint:``): then whatever
-        is saved is sent to all of them. Raises ``ValueError``, and ``CheckpointError`` when a directory cannot be made.
+        Warns if the ranks see different directories, unless the directory is the default (a task's ``checkpoint:``). Raises
+        ``ValueError``, and ``CheckpointError`` if a directory cannot be created.
         """
         if not dist.is_initialized():
             raise CheckpointError("this process has not joined its world yet: call distflow.train.init() first")
@@ -87,9 +86,9 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._places = find_places(self.directory, self._group, self._together)
         if directory and not self._places.is_one and self._rank == 0:
-            blind = [rank for rank, holder in enumerate(self._places.holders) if holder != 0]
+            without = [rank for rank, holder in enumerate(self._places.holders) if holder != 0]
             warnings.warn(
-                f"{self.directory} is not the same directory for ranks {', '.join(map(str, blind))} as for rank 0: each "
+                f"{self.directory} is not the same directory for ranks {', '.join(map(str, without))} as for rank 0: each "
                 "directory gets all files; a file system that all machines share spares that",
                 stacklevel=2,
             )
@@ -97,10 +96,10 @@ class Checkpoints:
         atexit.register(self._leave_at_exit)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
-        """Write a checkpoint; when this returns, it is whole and on the disk.
+        """Write a checkpoint, which is complete and on disk when this returns. It replaces a checkpoint of the same step.
 
-        ``others``, by name: rank 0's state of each is saved. The state of random numbers is saved of every rank. A step that
-        is there already is replaced. Raises ``CheckpointError``; the checkpoints of before are then still there.
+        It contains rank 0's state of each of ``others`` under its name, and the random state of every rank. Raises
+        ``CheckpointError``; earlier checkpoints then remain.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -112,8 +111,8 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        It is whole after ``wait()``, the next call of any method here, ``finish()``, or the end of the process. What goes
-        wrong meanwhile is raised there.
+        The checkpoint is complete after ``wait()``, the next call of a method, ``finish()``, or the end of the process. These
+        also raise the errors of writing.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -126,17 +125,16 @@ class Checkpoints:
         self._pending = self._thread.submit(write)
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is whole. Raises ``CheckpointError`` when it failed."""
+        """Wait until an asynchronous save is complete. Raises ``CheckpointError`` if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> int | None:
-        """Load the newest checkpoint that is whole, and return its step; ``None`` when there is none.
+        """Load the newest complete checkpoint and return its step, or ``None`` if none exists.
 
-        Broken ones are skipped with a warning. Random numbers continue where they were if as many ranks load it as saved it;
-        with another number of ranks they are left as they are. Raises ``CheckpointError`` for a whole checkpoint of another
-        model, or without one of ``others``.
+        Broken checkpoints are skipped with a warning. The random state is restored only on the same number of ranks. Raises
+        ``CheckpointError`` if a complete checkpoint is of another model, or lacks a state of ``others``.
         """
         check_all_answer()
         self.wait()
@@ -156,14 +154,14 @@ class Checkpoints:
         return None
 
     def _leave(self) -> None:
-        """Finish what is being written, and let go of the group, whose threads must have ended before Python does."""
+        """Finish a running save, and release the group, because its threads must end before Python does."""
         try:
             self.wait()
         finally:
             self._group = None
 
     def _leave_at_exit(self) -> None:
-        """End with 1 when the last checkpoint failed: what is raised this late changes no exit code."""
+        """Exit with 1 if the last checkpoint failed: an exception at exit does not change the exit code."""
         try:
             self._leave()
         except RuntimeError as error:
@@ -177,7 +175,7 @@ class Checkpoints:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, others: Mapping[str, Stateful]) -> Path:
-        """Make the directory of a checkpoint, with everything in it but the tensors of model and optimizer."""
+        """Create the directory of a checkpoint, with all files but the tensors of model and optimizer."""
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
         check_all_answer()
@@ -207,7 +205,7 @@ class Checkpoints:
         return folder
 
     def _finish(self, step: int) -> None:
-        """Make a checkpoint whole whose tensors are written."""
+        """Complete a checkpoint whose tensors are written."""
         folder = files.unfinished(self.directory, step)
 
         def describe() -> dict[str, files.FileEntry]:
@@ -233,7 +231,7 @@ class Checkpoints:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _whole(self, folder: Path) -> files.Manifest | None:
-        """Return the manifest of a checkpoint that is whole in some place, after the others were given what they lack.
+        """Return the manifest if a directory has the complete checkpoint, and copy it to directories that lack it.
 
         Each rank checks its share of the files.
         """
@@ -257,12 +255,12 @@ class Checkpoints:
                 self._together(lambda: self._give(folder, chosen, whole[0], lacking))
             return chosen
         if self._rank == 0:
-            said = [problem for part in found for problem in part]
-            warnings.warn(f"{folder} is broken and passed over: {'; '.join(said[:3])}", stacklevel=3)
+            problems = [problem for part in found for problem in part]
+            warnings.warn(f"{folder} is broken and passed over: {'; '.join(problems[:3])}", stacklevel=3)
         return None
 
     def _give(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:
-        """Bring a whole checkpoint from the place of one rank to those that lack it."""
+        """Copy a complete checkpoint from one rank's directory to those of the ``lacking`` ranks."""
         target = files.unfinished(self.directory, manifest.step)
         failed: OSError | None = None
         if self._rank in lacking:
@@ -306,16 +304,16 @@ class Checkpoints:
     # -- all ranks ----------------------------------------------------------------------------------------------------
 
     def _together(self, work: Callable[[], _Result], what: str = "") -> _Result:
-        """Do something on every rank; when it fails on one, raise on all, and name that one."""
+        """Call ``work`` on every rank. If it fails on one rank, raise an error that names this rank on all ranks."""
         problem: str | None = None
         cause: BaseException | None = None
         result: _Result | None = None
         try:
             result = work()
-        except CheckpointException as error:  # torch's own, a BaseException: what failed on which rank
+        except CheckpointException as error:  # torch's own BaseException, with an error for each rank
             failed = [f"{type(one).__name__}: {one}" for one, _ in error.failures.values()]
             cause, problem = error, "; ".join(dict.fromkeys(failed))
-        except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+        except Exception as error:  # noqa: BLE001 (all ranks must raise, whatever the error is)
             cause, problem = error, f"{type(error).__name__}: {error}"
         problems = from_all(problem, self._group)
         by_text: dict[str, list[str]] = {}
@@ -338,7 +336,7 @@ def _write(value: object, path: Path) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, numpy's and torch's generators, and of this rank's GPU. Plain values and tensors only."""
+    """Return the random state of Python, numpy, torch and this rank's GPU, as plain values and tensors."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),

@@ -1,7 +1,6 @@
-"""Directories of checkpoints: their names, their manifests, and whether they are whole. Knows no torch.
+"""Directories of checkpoints: their names, manifests and completeness. This module does not import torch.
 
-``step-12`` is a checkpoint, ``step-12.tmp`` one that is being written or removed, or never was finished, ``step-12.old`` one
-that is being replaced.
+``step-12`` is a checkpoint. ``step-12.tmp`` is being written or removed, or is unfinished. ``step-12.old`` is being replaced.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """What a file of a checkpoint must be."""
+    """The expected size and checksum of a file."""
 
     size: int
     """In bytes."""
@@ -50,7 +49,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a whole checkpoint holds."""
+    """The content of a complete checkpoint."""
 
     step: int
     world_size: int
@@ -59,12 +58,12 @@ class Manifest:
 
 
 def unfinished(directory: Path, step: int) -> Path:
-    """Return where a checkpoint is written before it is whole."""
+    """Return the directory of a checkpoint that is not complete yet."""
     return directory / f"step-{step}.tmp"
 
 
 def found_steps(directory: Path) -> list[int]:
-    """Return the steps of the checkpoints in a directory, newest first, whether they are whole or not."""
+    """Return the steps of the checkpoints in a directory, newest first, complete or broken."""
     try:
         names = [path.name for path in directory.iterdir()]
     except FileNotFoundError:
@@ -73,7 +72,7 @@ def found_steps(directory: Path) -> list[int]:
 
 
 def recover(directory: Path) -> None:
-    """Give a checkpoint its name back whose writer was killed after it took it, and before its replacement had it."""
+    """Restore the name of a checkpoint whose writer was killed while it replaced the checkpoint."""
     for path in directory.glob("step-*.old"):
         place = path.with_suffix("")
         if _NAME.fullmatch(place.name) and not place.exists():
@@ -81,7 +80,7 @@ def recover(directory: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Remove what earlier writers left behind."""
+    """Remove the unfinished checkpoints of earlier writers."""
     recover(directory)
     for path in directory.iterdir():
         if _UNFINISHED.fullmatch(path.name):
@@ -89,15 +88,12 @@ def clear_unfinished(directory: Path) -> None:
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Return what the named files of a checkpoint are now."""
+    """Return the current size and checksum of files."""
     return {name: FileEntry(size=(folder / name).stat().st_size, sha256=_digest(folder / name)) for name in names}
 
 
 def publish(directory: Path, manifest: Manifest) -> Path:
-    """Make an unfinished checkpoint whole: write its manifest, and give it its name in one step. Return its place.
-
-    A checkpoint of the same step is replaced.
-    """
+    """Write the manifest, rename the unfinished checkpoint, replacing one of the same step, and return its path."""
     folder, place = unfinished(directory, manifest.step), directory / f"step-{manifest.step}"
     record = {
         "version": 1,
@@ -121,15 +117,15 @@ def publish(directory: Path, manifest: Manifest) -> Path:
 
 
 def prune(directory: Path, *, newest: int, keep: int) -> None:
-    """Remove checkpoints older than ``newest``, but for the last ``keep`` with it. Newer ones are somebody else's."""
+    """Keep the last ``keep`` checkpoints up to step ``newest``, and remove older ones. Leave newer steps alone."""
     for step in [step for step in found_steps(directory) if step <= newest][keep:]:
         gone = unfinished(directory, step)
-        (directory / f"step-{step}").rename(gone)  # at no moment half of it has its name
+        (directory / f"step-{step}").rename(gone)  # a partly removed checkpoint must not keep its name
         _remove(gone)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises ``OSError``, or ``ValueError`` when it is not one."""
+    """Read the manifest of a checkpoint. Raises ``OSError``, or ``ValueError`` if it is not valid."""
     try:
         record: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {
@@ -141,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """Return what is wrong with the named files of a checkpoint."""
+    """Return the problems of the named files of a checkpoint."""
     problems = []
     for name in names:
         wanted, path = manifest.files[name], folder / name
@@ -157,7 +153,7 @@ def find_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> lis
 
 
 def sync_file(path: Path) -> None:
-    """Have a file, or the names in a directory, reach the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

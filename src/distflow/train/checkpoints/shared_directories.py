@@ -1,4 +1,4 @@
-"""Directories of one name that may be several: which ranks see the same one, and bringing files from one to the others."""
+"""Find which ranks see the same directory under one path, and copy files between the different directories."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _CHUNK = 16 << 20
 
 
 class Places:
-    """Who sees the same directory: one place for all ranks, or one for each machine or task."""
+    """The directories under one path: one for all ranks, or one for each machine or task."""
 
     def __init__(self, holders: Sequence[int]) -> None:
-        """``holders``: for each rank the lowest one that sees the same directory as it does."""
+        """``holders``: for each rank, the lowest rank that sees the same directory."""
         self.holders = tuple(holders)
         self.is_one = len(set(holders)) == 1
         """Whether all ranks see the same directory."""
         self._rank = dist.get_rank()
         self.holder = holders[self._rank]
-        """The rank that does for this rank's place what is done once."""
+        """The rank that creates, publishes and removes checkpoints in this rank's directory."""
         self.is_holder = self.holder == self._rank
-        """Whether this rank does so."""
 
     def share(self, names: Collection[str]) -> list[str]:
-        """Return this rank's part of files that the ranks of a place check together."""
+        """Return the files that this rank checks, when all ranks with the same directory share the work."""
         mates = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
         return sorted(names)[mates.index(self._rank) :: len(mates)]
 
@@ -40,10 +39,10 @@ class Places:
         self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], holders: Collection[int],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
-        """Write files of some ranks below ``target`` in the other places of ``holders``. Collective.
+        """Copy files from ``source`` of their owners to ``target`` in the other directories of ``holders``. Collective.
 
-        ``parts``: by rank, the names and sizes in bytes of the files that it has in ``source``. Raises ``OSError`` when this
-        rank cannot read or write, after it has taken part to the end: the others wait for nothing.
+        ``parts`` maps each owner to the names and sizes (bytes) of its files. If this rank cannot read or write, it raises
+        ``OSError`` only after the last broadcast, so that the other ranks do not wait for it.
         """
         failed: OSError | None = None
         for owner, sizes in sorted(parts.items()):
@@ -68,14 +67,14 @@ class Places:
 
 
 def find_places(directory: Path, group: dist.ProcessGroup | None, together: Callable[[Callable[[], None]], None]) -> Places:
-    """Make the directory where it is missing, and find out who sees the same one. Collective.
+    """Create the directory if it is missing, and find which ranks see the same one. Collective.
 
-    ``together`` does something on every rank, and raises on all when it fails on one.
+    ``together`` calls a function on every rank, and raises on all ranks if it fails on one.
     """
-    rank, word = dist.get_rank(), from_first(uuid.uuid4().hex, group)
+    rank, run_id = dist.get_rank(), from_first(uuid.uuid4().hex, group)
 
     def token(number: int) -> Path:
-        return directory / f".probe-{word}-{number}"
+        return directory / f".probe-{run_id}-{number}"
 
     def mark() -> None:
         directory.mkdir(parents=True, exist_ok=True)

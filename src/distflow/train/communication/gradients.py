@@ -1,9 +1,8 @@
-"""Sending fewer bytes, less often, at better times: what ranks do with their gradients.
+"""Reduce gradients over the ranks: compressed, accumulated, or in buckets.
 
-Everything here ends with the mean over the ranks, never with the sum, and leaves all ranks with equal values: a rank that
-rounds differently from the others drifts away from them.
+Every reduction computes the mean, not the sum, and gives all ranks exactly equal values, so that their models stay equal.
 
-DDP wants the types of a hook's parameters not to be text, so this module does without ``__future__``.
+This module does not import ``annotations`` from ``__future__``: DDP requires that a hook's annotations are types.
 """
 
 import warnings
@@ -33,21 +32,20 @@ __all__ = [
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many backward passes each model has made since its gradients were last reduced."""
+"""Number of backward passes of each model since its gradients were last reduced."""
 _averaged: WeakSet[nn.Module] = WeakSet()
-"""Models that were given to ``local_sgd``, or of which it was said that they should be."""
+"""Models that were given to ``local_sgd``, or about which ``accumulate`` has warned."""
 _averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDictionary()
-"""What averages a model, which DDP wraps, whose parameters differ from rank to rank between two averages."""
+"""The averager of each model under ``local_sgd``. The key is the module that DDP wraps."""
 
 
-# -- fewer bytes ------------------------------------------------------------------------------------------------------
+# -- compression ------------------------------------------------------------------------------------------------------
 
 
 def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 1, start_iteration: int = 10) -> None:
-    """Let DDP send its gradients compressed: ``fp16`` and ``bf16`` are half the bytes, ``powersgd`` a low-rank approximation.
+    """Let DDP compress gradients: ``fp16`` and ``bf16`` halve the bytes, ``powersgd`` sends a low-rank approximation.
 
-    ``rank`` is PowerSGD's; the first ``start_iteration`` steps (2 at the least) are sent as they are. Raises ``ValueError`` for
-    another word.
+    ``rank`` is PowerSGD's. It leaves the first ``start_iteration`` steps (at least 2) uncompressed. Raises ``ValueError``.
     """
     group = model.process_group
     if how == "fp16":
@@ -71,14 +69,14 @@ def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.
     return future
 
 
-# -- less often -------------------------------------------------------------------------------------------------------
+# -- accumulation -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
-    """Do what ``ParallelPlan.accumulate`` does.
+    """Implement ``ParallelPlan.accumulate``.
 
-    Warns once if ``apart``, the strategy's ``sync_gradients_every``, asks for ``local_sgd``, which never got the model.
+    ``apart`` is the strategy's ``sync_gradients_every``. Warns once if it requires ``local_sgd``, which never got the model.
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
@@ -91,7 +89,7 @@ def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool
         )
     done = _passes.get(model, 0) + 1
     is_last = done >= steps
-    # FSDP2's, found by what it can do: its module is imported only where it is used.
+    # Only models in FSDP2 have this method. isinstance would need the import of FSDP2.
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(is_last)
     # torch records a static graph in the first pass, and only if that pass reduces gradients.
@@ -103,7 +101,7 @@ def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool
 
 
 def begin_step(model: nn.Module) -> None:
-    """Restart the count of passes: passes before a failure do not belong to a step."""
+    """Reset the count of passes, because passes before a failure do not belong to the next step."""
     if model in _passes:
         _passes[model] = 0
 
@@ -111,7 +109,7 @@ def begin_step(model: nn.Module) -> None:
 def local_sgd(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int, warmup_steps: int = 0
 ) -> torch.optim.Optimizer:
-    """Do what ``ParallelPlan.local_sgd`` does, for a model in DDP without compression."""
+    """Implement ``ParallelPlan.local_sgd``, for a model in DDP without compression."""
     if every < 1:
         raise ValueError(f"every={every}: give 1 or more")
     _averaged.add(model)
@@ -130,9 +128,9 @@ def local_sgd(
 
 
 def _until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients over the ranks in the first steps, and leave them as they are from then on.
+    """Average gradients over the ranks in the warm-up steps only.
 
-    Unlike torch's own hook it asks the averager which step it is: so both continue together after a checkpoint was loaded.
+    Unlike torch's own hook, it reads the step from the averager, which a checkpoint restores.
     """
     averager, warmup_steps = state
     if averager.step < warmup_steps:
@@ -143,38 +141,35 @@ def _until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -
 
 
 def drifts(model: object) -> bool:
-    """Tell whether ``local_sgd`` averages the model's parameters, in the optimizer's step."""
+    """Return whether ``local_sgd`` averages the model's parameters in the optimizer's step."""
     return isinstance(model, DistributedDataParallel) and model.module in _averagers
 
 
 def means_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the mean over the ranks of parameters that differ now under ``local_sgd``, by their plain names; else nothing.
-
-    All ranks must call it.
-    """
+    """Return the mean parameters by name if ranks differ now under ``local_sgd``, else an empty dictionary. Collective."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     if (averager := _averagers.get(inner)) is None or not _are_apart(averager):
         return {}
-    # Of two names for one parameter both: states have both, too.
+    # If a parameter has two names, a state dictionary contains both.
     means = {name: one.detach().clone() for name, one in inner.named_parameters(remove_duplicate=False)}
     all_reduce_mean(means.values(), group=averager.process_group)
     return means
 
 
 def _are_apart(averager: PeriodicModelAverager) -> bool:
-    """Tell whether the ranks' parameters differ now: the last step was neither an average nor one of the warm-up."""
+    """Return whether the ranks' parameters differ now: the last step was neither an average nor one of the warm-up."""
     last, period = int(averager.step) - 1, int(averager.period)
     return last > int(averager.warmup_steps) - period and (last - int(averager.warmup_steps)) % period != 0
 
 
-# -- at better times --------------------------------------------------------------------------------------------------
+# -- buckets ----------------------------------------------------------------------------------------------------------
 
 
 def all_reduce_mean(tensors: Iterable[torch.Tensor], *, bucket_mb: float = 25.0, group: dist.ProcessGroup | None = None) -> int:
     """Replace tensors (such as gradients of a plain module) by their mean over the ranks, and return the number of reductions.
 
-    Tensors of one dtype and device are sent together, in buckets of about ``bucket_mb`` MiB, and all buckets at the same time.
-    All ranks must call it with tensors of the same shapes in the same order.
+    Tensors of one dtype and device are sent in buckets of about ``bucket_mb`` MiB, all at the same time. Collective: all ranks
+    must give tensors of the same shapes in the same order.
     """
     buckets = _buckets(tensors, int(bucket_mb * _MIB))
     world = dist.get_world_size(group)
@@ -191,13 +186,13 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], *, bucket_mb: float = 25.0,
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's parts of the gradients; those of a ``DTensor`` without the parts of other ranks."""
+    """Return the gradients; of a ``DTensor``, only this rank's part."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Return the tensors in order, in groups of one dtype and device that hold about ``limit`` bytes, and at least one each."""
+    """Return the tensors in order, in buckets of one dtype and device, of about ``limit`` bytes each."""
     closed: list[list[torch.Tensor]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

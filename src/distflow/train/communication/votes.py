@@ -1,4 +1,4 @@
-"""Small questions that all ranks answer together; without a process group a rank answers for itself."""
+"""Votes of all ranks and small exchanged values. Without a process group, a rank uses only its own value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["all_ranks", "any_rank", "channel", "check_all_answer", "from_all", "
 
 _Value = TypeVar("_Value")
 _refused = ""
-"""Why nothing can be asked at the moment."""
+"""The reason why votes are refused now, or an empty string."""
 
 
 @contextmanager
@@ -31,16 +31,16 @@ def without_votes(why: str) -> Iterator[None]:
 
 
 def check_all_answer() -> None:
-    """Raise ``RuntimeError`` where ranks may be done already (``without_votes``)."""
+    """Raise ``RuntimeError`` inside ``without_votes``, where some ranks may have left the loop."""
     if _refused:
         raise RuntimeError(_refused)
 
 
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Return the group that small tensors of all ranks travel on, and the device they must be on.
+    """Return the group for small tensors of all ranks, and the device for these tensors.
 
-    Without a ``group`` that is the control group of ``init``, or torch's default group when the world was made without it.
-    Raises ``RuntimeError`` where ranks may be done already (``without_votes``).
+    The default is the control group of ``init``, or without ``init`` torch's default group. Raises ``RuntimeError`` inside
+    ``without_votes``.
     """
     check_all_answer()
     group = group or control_group()
@@ -50,12 +50,12 @@ def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup |
 
 
 def any_rank(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
-    """Tell whether at least one rank says yes. Collective."""
+    """Return whether the answer of at least one rank is true. Collective."""
     return _vote(answer, dist.ReduceOp.MAX, group)
 
 
 def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> bool:
-    """Tell whether every rank says yes. Collective.
+    """Return whether the answers of all ranks are true. Collective.
 
     Raises ``RuntimeError`` when a rank does not vote within ``timeout``, by default the limit of the group.
     """

@@ -59,17 +59,13 @@ class RecordedFailure(AbstractContextManager[None]):
 
 def prepare_process() -> None:
     """Make this process die with the launcher, use only the CPUs of its rank, and write to the pipe of its rank."""
-    _die_with_launcher()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(os.environ[PARENT]):  # the launcher died before this call
+        os.kill(os.getpid(), signal.SIGKILL)
     # The container or the machine may allow fewer CPUs than the launcher chose.
     if cpus := parse_cpus(os.environ.get(CPUS, "")) & os.sched_getaffinity(0):
         os.sched_setaffinity(0, cpus)
     _redirect_output()
-
-
-def _die_with_launcher() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(os.environ[PARENT]):  # the launcher died before this call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _redirect_output() -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
 from distflow.train.launcher.rank import cpus_near_gpu, threads_per_rank, write_failure
-from distflow.train.launcher.rank_processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
+from distflow.train.launcher.rank_processes import Outcome, RankProcess, Wake, end_now, supervise, woken
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +39,7 @@ class LayoutError(ValueError):
 
 
 class LaunchOptions(TypedDict, total=False):
-    """What a program or a command line may set; distflow's variables give the rest."""
+    """Options that a program or a command line may set; the others come from distflow's variables."""
 
     offset: int | None
     """First global rank of this machine."""
@@ -306,25 +306,21 @@ def _report(outcome: Outcome) -> None:
     """Report on standard error which rank failed first."""
     end = outcome.first
     if end is not None:
-        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {_message(end)}")
+        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}")
         if end.failure and end.failure.report.callstack:
             sys.stderr.write(end.failure.report.callstack)
             sys.stderr.flush()
 
 
 def _leave(outcome: Outcome) -> None:
-    """Write the failure to blame in the last attempt to the launcher's own error file."""
+    """Write the first failure of the last attempt to the launcher's own error file."""
     end, path = outcome.first, os.environ.get(VARIABLE)
     if end is not None and path:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
         if end.code < 0:
             more["signal"] = end.how
         report = end.failure.report if end.failure else ErrorReport(message="")
-        write_failure(Path(path), _message(end), report.callstack, report.raised_at or time.time_ns() / 1e9, more)
-
-
-def _message(end: End) -> str:
-    return end.failure.report.message if end.failure else f"rank {end.rank} ended with {end.how}"
+        write_failure(Path(path), end.message, report.callstack, report.raised_at or time.time_ns() / 1e9, more)
 
 
 def _say(text: str) -> None:

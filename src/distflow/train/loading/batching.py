@@ -42,15 +42,15 @@ _Sample = TypeVar("_Sample")
 
 
 class DynamicBatcher(Generic[_Sample]):
-    """Collects samples until a batch is full; no sample is split, none is lost.
+    """Collects samples until a batch is full. It never splits or drops a sample.
 
-    ``max_tokens`` counts a batch as it is padded: the number of its samples times the longest of them.
+    ``max_tokens`` limits the padded size of a batch: the number of samples times the tokens of the longest sample.
     """
 
     def __init__(
         self, *, max_samples: int | None = None, max_tokens: int | None = None, length: Callable[[Any], int] = len
     ) -> None:
-        """Give at least one limit. ``length`` tells the tokens of a sample. Raises ``ValueError``."""
+        """Give at least one limit. ``length`` returns the number of tokens of a sample. Raises ``ValueError``."""
         if max_samples is None and max_tokens is None:
             raise ValueError("a batch needs a limit: give max_samples, max_tokens, or both")
         for name, value in (("max_samples", max_samples), ("max_tokens", max_tokens)):
@@ -61,10 +61,7 @@ class DynamicBatcher(Generic[_Sample]):
         self._longest = 0
 
     def add(self, sample: _Sample) -> list[_Sample] | None:
-        """Take a sample; return the batch that is full now, if one is.
-
-        Raises ``ValueError`` for a sample that alone is longer than ``max_tokens``.
-        """
+        """Add a sample; return a batch if it is full now. Raises ``ValueError`` if the sample is longer than ``max_tokens``."""
         tokens = self._length(sample) if self._max_tokens is not None else 0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens does not fit max_tokens={self._max_tokens}: cut it, or allow more")
@@ -76,28 +73,26 @@ class DynamicBatcher(Generic[_Sample]):
         return full
 
     def _fits(self, tokens: int) -> bool:
-        count = len(self._waiting) + 1
-        if self._max_samples is not None and count > self._max_samples:
-            return False
-        return self._max_tokens is None or max(self._longest, tokens) * count <= self._max_tokens
+        # A batch with ``max_samples`` samples never waits, so only the tokens can exceed their limit.
+        return self._max_tokens is None or max(self._longest, tokens) * (len(self._waiting) + 1) <= self._max_tokens
 
     def flush(self) -> list[_Sample] | None:
-        """Return what is waiting, if anything is."""
+        """Return the waiting samples as a batch, or ``None`` if there are none."""
         batch, self._waiting, self._longest = self._waiting, [], 0
         return batch or None
 
     def batches(self, samples: Iterable[_Sample]) -> list[list[_Sample]]:
-        """Return the batches of all samples, the last one flushed."""
+        """Return the batches of all samples, including the last, incomplete batch."""
         found = [batch for batch in map(self.add, samples) if batch]
         rest = self.flush()
         return [*found, rest] if rest else found
 
 
 def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | None = None) -> list[list[_Sample]]:
-    """Return these batches, split so that every rank has as many. Collective.
+    """Split batches until every rank has the same number of batches. Collective.
 
-    A rank with fewer splits its largest ones in two. Only a rank that has fewer samples than others have batches gives some
-    of them twice, and warns. Raises ``ValueError``, on all ranks, when one of them has no sample at all.
+    A rank with fewer batches than other ranks splits its largest batches in two. A rank with fewer samples than other ranks
+    have batches repeats some samples, and warns. Raises ``ValueError`` on all ranks if one rank has no sample.
     """
     if any(not batch for batch in batches):
         raise ValueError("a batch is empty: leave it out")
@@ -110,15 +105,15 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
         raise ValueError("a rank has no sample: give every rank at least one")
     result = list(batches)
     while len(result) < count:
-        place = max(range(len(result)), key=lambda index: len(result[index]))
-        largest = result[place]
+        position = max(range(len(result)), key=lambda index: len(result[index]))
+        largest = result[position]
         if len(largest) == 1:
             missing = count - len(result)
             warnings.warn(f"this rank has {len(result)} samples for {count} batches: {missing} come twice", stacklevel=2)
             result += [result[index % len(result)] for index in range(missing)]
             break
         middle = -(-len(largest) // 2)
-        result[place : place + 1] = [largest[:middle], largest[middle:]]
+        result[position : position + 1] = [largest[:middle], largest[middle:]]
     return result
 
 
@@ -130,17 +125,17 @@ class BatchSizes:
     """The sizes of one optimizer step, in samples: ``per_rank * shares * accumulation == total``."""
 
     per_rank: int
-    """What one rank's loader gives at a time; without ``accumulation`` also what ``backward`` takes, which cuts it itself."""
+    """Samples in one batch of a rank's loader. Without ``accumulation``, ``backward`` takes that batch and cuts it itself."""
     total: int
-    """What the gradients of one optimizer step are averaged over."""
+    """Samples over which the gradients of one optimizer step are averaged."""
     shares: int
-    """How many ranks, or groups of ranks, get batches of their own."""
+    """Number of ranks, or groups of ranks, that get different batches."""
     accumulation: int
-    """How many batches each rank takes before the optimizer steps."""
+    """Number of batches that each rank processes before the optimizer steps."""
 
 
 def own_share() -> tuple[int, int]:
-    """Return this rank's share of the data and the number of shares; without a strategy its rank and the number of ranks."""
+    """Return the number of this rank's data share and the number of shares. Without a strategy, each rank has one share."""
     if not dist.is_initialized():
         return 0, 1
     warn_of_conflict()
@@ -149,7 +144,7 @@ def own_share() -> tuple[int, int]:
 
 
 def balanced_split(n: int, parts: int) -> list[int]:
-    """Split ``n`` things into ``parts`` sizes that differ by one at most, larger ones first: 11 over 4 is 3, 3, 3, 2.
+    """Split ``n`` into ``parts`` sizes that differ by at most 1, larger ones first: 11 over 4 is 3, 3, 3, 2.
 
     Raises ``ValueError`` for fewer than one part or a negative ``n``.
     """
@@ -168,12 +163,11 @@ def batch_sizes(
     shares: int | None = None,
     accumulation: int = 1,
 ) -> BatchSizes:
-    """Work out the one batch size from the other, in samples; give both to have them checked, neither for the strategy's.
+    """Compute one batch size from the other, in samples; give both to check them, or neither to use the strategy's.
 
-    ``shares`` is into how many the global batch is divided: default as many as the strategy has (``data_shard``; ranks that
-    share a tensor or a pipeline count once), without one the number of ranks. A loader takes the per-rank size. Warns when that
-    looks as if it had been multiplied by the world size already (``32 * world_size`` in each of N shares is N times that per
-    step). Raises ``ValueError``.
+    ``shares`` is the number of parts of the global batch. The default is the strategy's (``data_shard``; ranks that share a
+    tensor or a pipeline count once), or the number of ranks without a strategy. A loader takes the per-rank size. Warns if the
+    per-rank size seems to be multiplied by the world size already. Raises ``ValueError``.
     """
     if shares is None:
         shares = own_share()[1]
@@ -213,12 +207,12 @@ def batch_sizes(
 
 
 def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Let ranks have different numbers of batches: those that are done first keep up the others' reductions.
+    """Let ranks have different numbers of batches: ranks that finish early still take part in the reductions.
 
-    ``parts``: models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, anything that torch's ``Join`` takes.
-    Raises ``TypeError`` for others: a sharded model needs every rank in every forward pass, so give its loader
-    ``uneven="pad"``. What all ranks do together (``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer``,
-    ``Checkpoints``) raises ``RuntimeError`` inside: ranks that are done first would not answer.
+    ``parts`` are models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, or other ``Joinable`` objects of torch.
+    Raises ``TypeError`` for other objects: a sharded model needs every rank in every forward pass, so give its loader
+    ``uneven="pad"``. Inside, ``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer`` and ``Checkpoints`` raise
+    ``RuntimeError``, because ranks that finished early would not take part.
     """
     for part in parts:
         if not isinstance(part, Joinable):
@@ -236,31 +230,30 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _joined(parts: list[Joinable]) -> Iterator[None]:
-    said = (
+    reason = (
         "inside join(), ranks that finish early do not take part in guards, stop_requested, StepTimer and Checkpoints: "
         'the others would wait forever; use a Loader with uneven="pad", or call them outside'
     )
-    with Join(parts), without_votes(said):
+    with Join(parts), without_votes(reason):
         yield
 
 
 Batch = Any
-"""A tensor, or tensors in tuples, lists and mappings; anything else in there is given to every part as it is."""
-
+"""A tensor, or tensors in tuples, lists and mappings. Every part of a batch gets other values unchanged."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a model."""
 
 
 def as_arguments(batch: Batch) -> Arguments:
-    """Return what a model is called with: a mapping by names, a tuple or a list one by one, else the batch itself."""
+    """Return the arguments for a model: named from a mapping, positional from a tuple or list, else the batch itself."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
 def sample_count(batch: Batch) -> int:
-    """Return the first dimension of the first tensor. Raises ``ValueError`` where there is no tensor of any dimension."""
+    """Return the length of the first tensor. Raises ``ValueError`` if the batch has no tensor with dimensions."""
     first = next((tensor for _, tensor in tensors_of(batch)), None)
     if first is None:
         raise ValueError("the batch holds no tensor: give a tensor, or a tuple, a list or a mapping of tensors")
@@ -268,10 +261,7 @@ def sample_count(batch: Batch) -> int:
 
 
 def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
-    """Return ``count`` parts along the first dimension, in the same structure.
-
-    Raises ``ValueError`` for a tensor of another length than ``samples``.
-    """
+    """Return ``count`` parts along the first dimension. Raises ``ValueError`` if a tensor's length is not ``samples``."""
     if count == 1:
         return [batch]
     for name, tensor in tensors_of(batch):
@@ -280,7 +270,11 @@ def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
                 f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has {len(tensor)} samples, but "
                 f"the first tensor has {samples}: give all tensors the same number of samples"
             )
-    return [_part(batch, count, number) for number in range(count)]
+
+    def part(number: int) -> Batch:
+        return _map_tensors(batch, lambda tensor: tensor.tensor_split(count)[number] if tensor.dim() else tensor)
+
+    return [part(number) for number in range(count)]
 
 
 def shape_of(batch: Batch) -> tuple[torch.Size, ...]:
@@ -289,7 +283,7 @@ def shape_of(batch: Batch) -> tuple[torch.Size, ...]:
 
 
 def tensors_of(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that have samples, each with its place."""
+    """Yield the tensors that have dimensions, each with its path in the batch, such as ``inputs[0]``."""
     if isinstance(batch, torch.Tensor):
         if batch.dim():
             yield name, batch
@@ -303,18 +297,12 @@ def tensors_of(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
 def copy_of(batch: Batch) -> Batch:
     """Return the batch with copies of its tensors."""
-    if isinstance(batch, torch.Tensor):
-        return batch.clone()
-    if isinstance(batch, Mapping):
-        return {key: copy_of(value) for key, value in batch.items()}
-    return tuple(map(copy_of, batch)) if isinstance(batch, tuple | list) else batch
+    return _map_tensors(batch, torch.clone)
 
 
-def _part(batch: Batch, count: int, number: int) -> Batch:
+def _map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     if isinstance(batch, torch.Tensor):
-        return batch.tensor_split(count)[number] if batch.dim() else batch
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {key: _part(value, count, number) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(_part(value, count, number) for value in batch)
-    return batch
+        return {key: _map_tensors(value, function) for key, value in batch.items()}
+    return tuple(_map_tensors(value, function) for value in batch) if isinstance(batch, tuple | list) else batch

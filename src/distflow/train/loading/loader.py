@@ -1,4 +1,4 @@
-"""A loader that knows where it is: epochs, shares of the ranks, and exact resumption in the middle of an epoch."""
+"""A data loader with epochs and one share per rank, which resumes exactly in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["EpochSampler", "Loader", "LoaderOptions", "Samples", "Uneven"]
 
 Uneven = Literal["pad", "keep", "drop"]
-"""What happens when the samples do not divide evenly over the ranks: ``pad``: the first samples of the epoch come again, so
-that all have as many; ``keep``: some ranks have one sample less (use ``join``); ``drop``: the last few are left out."""
+"""How to distribute samples that do not divide evenly over the ranks. ``pad`` repeats the first samples of the epoch, ``keep``
+gives some ranks one sample less (use ``join``), and ``drop`` omits the last samples."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -40,30 +40,28 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class Samples(Protocol):
-    """Anything that has samples by number: a list, a tensor, a ``Dataset`` with a length."""
+    """A collection of numbered samples: a list, a tensor, or a ``Dataset`` with a length."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return one of them."""
+        """Return a sample."""
 
 
 class EpochSampler(Sampler[int]):
-    """Gives this rank its samples of an epoch, in an order that depends on seed and epoch only.
+    """Yields this rank's samples of an epoch, in an order that depends only on seed and epoch.
 
-    The order is one for the whole world, dealt out in turn: so an epoch can be continued after its first ``position``
-    samples by any number of ranks.
+    All ranks share this order and take samples from it in turn, so any number of ranks can resume an epoch at ``position``.
     """
 
     def __init__(
         self, length: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad", rank: int | None = None,
         world_size: int | None = None,
     ) -> None:  # fmt: skip
-        """Take ``rank`` and ``world_size``; default the share of the data that the strategy gives this rank (``data_shard``).
+        """``rank`` and ``world_size`` default to the strategy's data share (``data_shard``), else to the process group's.
 
-        (Ranks that share a tensor take the same samples.) Without a strategy they are those of the process group, else 0 of 1.
-        Raises ``ValueError``.
+        Ranks that share a tensor take the same samples. Raises ``ValueError``.
         """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
@@ -78,13 +76,10 @@ class EpochSampler(Sampler[int]):
             raise ValueError(f"rank={self.rank} is not a rank of a world of {self.world_size}")
         self.epoch = 0
         self.position = 0
-        """How many samples of the epoch all ranks together are past."""
+        """Number of samples of the epoch that all ranks together have taken."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of this rank that are left in the epoch.
-
-        Raises ``ValueError`` when the strategy that gave the share is no longer that of the process.
-        """
+        """Yield this rank's remaining indices. Raises ``ValueError`` if the strategy's share has changed."""
         if self._by_strategy and dist.is_initialized() and (own := own_share()) != (self.rank, self.world_size):
             raise ValueError(
                 f"the loader was made for share {self.rank} of {self.world_size}, but this rank's is {own[0]} of {own[1]} now: "
@@ -93,28 +88,28 @@ class EpochSampler(Sampler[int]):
         return iter(self._left()[self.rank :: self.world_size])
 
     def __len__(self) -> int:
-        """How many indices this rank has left in the epoch."""
+        """Return the number of remaining indices of this rank in the epoch."""
         return len(range(self.rank, self.left, self.world_size))
 
     @property
     def left(self) -> int:
-        """How many samples all ranks together have left in the epoch, with padding or without what is dropped."""
+        """The number of remaining samples of all ranks in the epoch, with padding, and without dropped samples."""
         rest = self.length - self.position
         if self.uneven == "pad":
             return -(-rest // self.world_size) * self.world_size
         return rest // self.world_size * self.world_size if self.uneven == "drop" else rest
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; an epoch that has begun continues."""
+        """Begin an epoch. If it is the current epoch, it continues."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def advance(self, samples: int) -> None:
-        """Say that every rank has taken ``samples`` more, the last ones what was left."""
+        """Record that every rank has taken ``samples`` more samples, or fewer at the end of the epoch."""
         self.position = min(self.length, self.position + samples * self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is; the same on every rank."""
+        """Return the position in the data, which is the same on every rank."""
         return {
             "epoch": self.epoch, "position": self.position, "length": self.length, "seed": self.seed, "shuffle": self.shuffle,
         }  # fmt: skip
@@ -134,26 +129,25 @@ class EpochSampler(Sampler[int]):
         else:
             order = list(range(self.length))
         rest = order[self.position :]
-        # Fewer ranks than padding asks for: the epoch's first samples come again and again.
+        # Padding may need more samples than the epoch has, so it may repeat the first samples more than once.
         while rest and len(rest) < self.left:
             rest += order[: self.left - len(rest)]
         return rest[: self.left]
 
 
 class Loader:
-    """Batches of this rank's samples: ``for batch in loader`` is what is left of an epoch; then the next one begins.
+    """Batches of this rank's samples: ``for batch in loader`` yields the rest of an epoch, and then the next epoch begins.
 
-    A batch counts as taken when it is handed out, whatever the loader's workers have fetched ahead: a state that is saved
-    after a training step continues with the batch after it, also on another number of ranks.
+    The position counts yielded batches, not batches that workers have prefetched. So a state that is saved after a training
+    step resumes with the next batch, also on another number of ranks.
     """
 
     def __init__(
         self, dataset: Dataset[Any] | Samples, batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
         rank: int | None = None, world_size: int | None = None, **options: Unpack[LoaderOptions],
     ) -> None:  # fmt: skip
-        """Take ``batch_size``, which is per rank; ``rank`` and ``world_size`` are those of ``EpochSampler``.
+        """``batch_size`` is per rank. ``rank`` and ``world_size``: see ``EpochSampler``. ``options``: see ``DataLoader``.
 
-        ``options`` go to torch's ``DataLoader``: ``num_workers``, ``collate_fn``, and so on.
         Raises ``ValueError``; ``TypeError`` for a dataset without a length.
         """
         refused = {"sampler", "batch_sampler", "drop_last"} & options.keys()
@@ -165,11 +159,11 @@ class Loader:
             )
         self.sampler = EpochSampler(len(dataset), shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=world_size)
         self.batch_size = batch_size
-        # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.
+        # A separate generator for the seeds of workers leaves the random numbers of the training unchanged.
         self._generator = torch.Generator()
         source, order = cast("Dataset[Any]", dataset), cast("Sampler[Any]", self.sampler)
         if options.get("num_workers"):
-            source, order = _Seeded(source, seed), _Places(self.sampler)
+            source, order = _Seeded(source, seed), _Positions(self.sampler)
             options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         self._batches: DataLoader[Any] = DataLoader(
             source, batch_size=batch_size, sampler=order, generator=self._generator, **options
@@ -181,11 +175,11 @@ class Loader:
         return self.sampler.epoch
 
     def __len__(self) -> int:
-        """How many batches this rank has left in the epoch."""
+        """Return the number of remaining batches of this rank in the epoch."""
         return (len(self.sampler) + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left in the epoch, then begin the next."""
+        """Yield the remaining batches of the epoch, then begin the next epoch."""
         sampler = self.sampler
         epoch, begin, done = sampler.epoch, sampler.position, 0
         self._generator.manual_seed(hash((sampler.seed, epoch, begin, sampler.rank)))
@@ -200,7 +194,7 @@ class Loader:
             sampler.set_epoch(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is; the same on every rank."""
+        """Return the position in the data, which is the same on every rank."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -211,7 +205,7 @@ class Loader:
 # -- random numbers in the loader's workers ---------------------------------------------------------------------------
 
 
-class _Places(Sampler[tuple[int, int, int]]):
+class _Positions(Sampler[tuple[int, int, int]]):
     """Each index with its epoch and its position in the order of the epoch, independent of rank and start."""
 
     def __init__(self, sampler: EpochSampler) -> None:
@@ -227,10 +221,7 @@ class _Places(Sampler[tuple[int, int, int]]):
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset in a worker: what it draws for a sample depends on the place of that alone, as the order of samples does.
-
-    A resumed epoch therefore continues with the same random numbers.
-    """
+    """A dataset that seeds random numbers by a sample's position in the epoch, so a resumed epoch draws the same numbers."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self._seed = dataset, seed
@@ -240,7 +231,7 @@ class _Seeded(Dataset[Any]):
         return self.dataset[place[2]]
 
     def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
-        """Return a batch, by the dataset's own way to do so when it has one."""
+        """Return a batch, with the dataset's own ``__getitems__`` if it has one."""
         together = getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[place] for place in places]
@@ -251,12 +242,12 @@ class _Seeded(Dataset[Any]):
         seed = hash((self._seed, *place[:2])) % 2**32
         torch.manual_seed(seed)
         random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:  # torch has imported it where there is one
+        if (numpy := sys.modules.get("numpy")) is not None:  # torch has imported it if it is installed
             numpy.random.seed(seed)
 
 
 def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Let the program find its own dataset where torch says which one a worker has."""
+    """Make ``get_worker_info`` return the program's own dataset, then call its ``worker_init_fn``."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Seeded):
         set_worker_dataset(info.dataset.dataset)
