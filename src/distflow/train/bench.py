@@ -1,7 +1,6 @@
 """Measure how ranks communicate: ``python -m distflow.train.bench allreduce | scaling``.
 
-Starts its ranks on this machine, or takes part in a world that a launcher made (``RANK`` is set). Sizes are those of gradients;
-times are medians; the first rounds, which make connections, do not count.
+It starts ranks on this machine, or joins the world of a launcher (``RANK`` is set). Times are medians, without warm-up rounds.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ Row = dict[str, Any]
 
 
 def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
-    """Return for messages of each size in bytes the median seconds of an all-reduce, and bandwidths in bytes per second.
+    """Return the median seconds of an all-reduce for each size in bytes, and its bandwidths in bytes per second.
 
-    The bandwidths are those of nccl-tests: the algorithm bandwidth is bytes by time. The bus bandwidth is the part of it that
-    the busiest link carries, which can be compared with the speed of a link for any number of ranks.
+    As in nccl-tests, the algorithm bandwidth is bytes by time, and the bus bandwidth is the traffic of the busiest link.
     """
     device, ranks = world().device, dist.get_world_size()
     rows = []
@@ -46,14 +44,8 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
         timer = Timer("dist.all_reduce(tensor)", globals={"dist": dist, "tensor": tensor})
         seconds = median(timer.timeit(1).mean for _ in range(_ROUNDS))
         bandwidth = tensor.nbytes / seconds
-        rows.append(
-            {
-                "bytes": tensor.nbytes,
-                "seconds": seconds,
-                "algorithm_bandwidth": bandwidth,
-                "bus_bandwidth": bandwidth * 2 * (ranks - 1) / ranks,
-            }
-        )
+        bus = bandwidth * 2 * (ranks - 1) / ranks
+        rows.append({"bytes": tensor.nbytes, "seconds": seconds, "algorithm_bandwidth": bandwidth, "bus_bandwidth": bus})
     return rows
 
 

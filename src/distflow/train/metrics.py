@@ -18,14 +18,14 @@ from distflow.train.world import control_group
 __all__ = ["Pace", "StepTimer", "report"]
 
 Scalar = str | int | float | bool | None
-"""What a metric may be."""
+"""The types of a metric."""
 
 
 def report(*, step: int, **values: object) -> None:
-    """Print one line such as ``{"step": 3, "loss": 0.5, "rank": 0}``, in one write: lines of ranks do not mix.
+    """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}`` in one write, so that lines of ranks do not mix.
 
-    Values are scalars; tensors and numpy numbers of one element are taken for their value. What JSON cannot say (NaN,
-    infinities) is printed as a string. ``rank`` is added. Raises ``TypeError`` for anything else, naming it.
+    Values are scalars, or tensors and numpy arrays of one element. NaN and infinities become strings. ``rank`` is added. Raises
+    ``TypeError``, which names the metric, for other values.
     """
     record: dict[str, Scalar] = {"step": int(step)}
     for name, value in values.items():
@@ -55,19 +55,19 @@ def _scalar(name: str, value: object) -> Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast the ranks were, over the steps since the last look."""
+    """The speed of the ranks in the last ``steps`` steps."""
 
     steps: int
     step_s: tuple[float, ...]
     """Mean time of one step in seconds, by rank, without the waiting time if the loop measures ``work``."""
     samples_per_s: tuple[float, ...]
-    """By rank, over the time that the slowest took with all waiting."""
+    """By rank, over the slowest rank's time including waiting."""
     memory_bytes: tuple[int, ...]
-    """Peak by rank: of the GPU, else of the process."""
+    """Peak memory by rank: of the GPU, or else of the process."""
 
     @property
     def imbalance(self) -> float:
-        """Return the slowest rank's time over the mean: 1.0 is balanced."""
+        """The slowest rank's time divided by the mean; 1.0 is balanced."""
         mean = sum(self.step_s) / len(self.step_s)
         return max(self.step_s) / mean if mean else 1.0
 
@@ -88,7 +88,7 @@ class Pace:
 
     @property
     def of_all(self) -> dict[str, Scalar]:
-        """Return the metrics of all ranks together for ``report``; stragglers as in ``3,1``."""
+        """The metrics of all ranks together for ``report``; stragglers as in ``3,1``."""
         return {
             "slowest_step_s": round(max(self.step_s), 6),
             "total_samples_per_s": round(sum(self.samples_per_s), 3),
@@ -98,40 +98,34 @@ class Pace:
 
 
 class StepTimer:
-    """Measures the steps of every rank; every ``every`` steps each reports its own, and rank 0 those of all together.
+    """Measures steps. Every ``every`` steps, each rank reports its own metrics, and rank 0 also those of all ranks together.
 
-    Wrap the rank's own work in ``with timer.work():``; what is outside it, above all the reductions that wait for the slowest
-    rank, does not count as that rank's time. Then call ``timer.step(samples)``, on all ranks: every ``every``-th call is a
-    collective.
+    Wrap the rank's own work in ``with timer.work():``. Time outside, such as reductions that wait for the slowest rank, does
+    not count. Then call ``timer.step(samples)`` on all ranks; every ``every``-th call is a collective.
     """
 
     def __init__(self, every: int = 50) -> None:
         if every < 1:
             raise ValueError(f"every={every}: give 1 or more")
         self._every = every
-        self._steps = 0
-        self._begin = time.perf_counter()
+        self._steps = self._samples = self._total = 0
+        self._begin = self._entered = time.perf_counter()
         self._work_s: float | None = None
-        self._entered = 0.0
-        self._samples = 0
-        self._total = 0
 
     def work(self) -> StepTimer:
         """Return the context for this rank's own work in a step."""
         return self
 
     def __enter__(self) -> None:
-        """Begin to count."""
         _synchronize()
         self._entered = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        """Stop counting."""
         _synchronize()
         self._work_s = (self._work_s or 0.0) + time.perf_counter() - self._entered
 
     def step(self, samples: int = 0) -> Pace | None:
-        """Say that a step with ``samples`` of this rank is done. Every ``every`` steps report and return the pace."""
+        """End a step with ``samples`` samples of this rank. Every ``every`` steps, report and return the pace."""
         self._steps += 1
         self._total += 1
         self._samples += samples
@@ -163,7 +157,7 @@ def _synchronize() -> None:
 
 
 def _peak_memory() -> int:
-    """Return the most memory that this rank had, in bytes."""
+    """Return the peak memory of this rank in bytes."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     import resource  # noqa: PLC0415 (not on every system that torch runs on)

@@ -26,15 +26,15 @@ __all__ = ["STOPPED", "GradientGuard", "MemoryGuard", "NonFiniteGradients", "Out
 
 
 class OutOfMemory(RuntimeError):
-    """Ranks ran out of memory in too many steps in a row, or where the other ranks could not vote."""
+    """Ranks ran out of memory in too many steps in a row, or when the other ranks could not vote."""
 
 
 class NonFiniteGradients(RuntimeError):
-    """Gradients were infinite or no numbers, and that was not to be passed over."""
+    """Gradients were infinite or NaN in too many steps in a row."""
 
 
 class MemoryGuard:
-    """Lets all ranks skip a step when one of them has no memory for it.
+    """Lets all ranks skip a step when one of them runs out of memory.
 
     In the loop::
 
@@ -57,24 +57,23 @@ class MemoryGuard:
     """
 
     def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None, timeout: float = 300.0) -> None:
-        """Make a guard.
+        """After more than ``limit`` skipped steps in a row, all ranks raise ``OutOfMemory``.
 
-        ``limit``: how many steps in a row may be skipped before ``OutOfMemory`` is raised, on all ranks. ``timeout``: how many
-        seconds a rank that ran out of memory waits for the votes of the others.
+        ``timeout`` (seconds) limits the time that a rank without memory waits for the votes of the other ranks.
         """
         self.skipped = False
-        """Whether the last step is to be skipped, by all."""
+        """Whether all ranks skip the last step."""
         self.count = 0
-        """How many steps were skipped."""
+        """Number of skipped steps."""
         self.mine = 0
-        """How many times it was this rank that ran out of memory."""
+        """Number of steps in which this rank ran out of memory."""
         self._limit, self._group, self._in_a_row = limit, group, 0
         self._timeout = timedelta(seconds=timeout)
         self._is_inside = False
         self._models: list[nn.Module] = []
-        """The models in DDP that begin with a vote, or were seen in this block to need one."""
+        """The models in DDP whose calls begin with a vote; in the first step, the models called so far."""
         self._all_calls: RemovableHandle | None = None
-        """Watches the calls of all modules, until all ranks have completed a step and so have seen the same models."""
+        """The hook on calls of all modules, until all ranks have completed a step and therefore found the same models."""
 
     def __enter__(self) -> MemoryGuard:
         """Begin a step."""
@@ -84,7 +83,7 @@ class MemoryGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Vote, unless another error is raised."""
+        """Vote on the step, unless an error other than lack of memory is raised."""
         self._is_inside = False
         seen, first = self._models, self._all_calls is not None
         if self._all_calls is not None:
@@ -121,7 +120,7 @@ class MemoryGuard:
             raise _SkippedByOthers
 
     def _refuse(self, error: torch.OutOfMemoryError) -> None:
-        """Vote against the step. Raises ``OutOfMemory`` when the others do not vote."""
+        """Vote to skip the step. Raises ``OutOfMemory`` if other ranks do not vote."""
         try:
             all_ranks(False, group=self._group, timeout=self._timeout)
         except RuntimeError as why:
@@ -133,16 +132,16 @@ class MemoryGuard:
 
 
 class _SkippedByOthers(Exception):
-    """Ends the block of a rank that has memory, before its forward pass."""
+    """Ends the block of a rank before its forward pass, because another rank ran out of memory."""
 
 
 class GradientGuard:
-    """Tells on all ranks alike whether the gradients are numbers: ``if guard.finite(model): optimizer.step()``."""
+    """Checks on all ranks together whether gradients are finite: ``if guard.finite(model): optimizer.step()``."""
 
     def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None) -> None:
-        """``limit``: how many steps in a row may be bad before ``NonFiniteGradients`` is raised; 0: the first one raises."""
+        """Raises ``NonFiniteGradients`` after more than ``limit`` steps in a row with gradients that are not finite."""
         self.count = 0
-        """How many steps had bad gradients."""
+        """Number of steps with gradients that are not finite."""
         self._limit, self._group, self._in_a_row = limit, group, 0
 
     def finite(self, parameters: nn.Module | Iterable[nn.Parameter]) -> bool:
@@ -165,31 +164,30 @@ class GradientGuard:
 
 
 STOPPED = 128 + signal.SIGTERM
-"""The exit code by which a rank says that it stopped because it was asked to: ``sys.exit(STOPPED)``."""
+"""The exit code of a rank that stopped on request: ``sys.exit(STOPPED)``."""
 
 _asked = False
 _listening = False
 
 
 def listen_for_stop() -> None:
-    """Take SIGTERM and SIGINT as requests from now on, in place of dying of them. Call it in the main thread."""
+    """Treat SIGTERM and SIGINT as requests to stop, instead of ending. Call it in the main thread."""
     global _listening  # noqa: PLW0603 (a process has one handler)
     if not _listening:
-        signal.signal(signal.SIGTERM, _note)
-        signal.signal(signal.SIGINT, _note)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _record_request)
         _listening = True
 
 
 def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
-    """Tell whether any rank was asked to stop; all ranks get the same answer.
+    """Return whether any rank was asked to stop. Collective: every rank calls it once per step.
 
-    A small collective: every rank calls it at the same place, once per step. From the first call on, SIGTERM no longer
-    ends the process.
+    From the first call on, SIGTERM no longer ends the process.
     """
     listen_for_stop()
     return any_rank(_asked, group=group)
 
 
-def _note(_number: int, _frame: FrameType | None) -> None:
+def _record_request(_number: int, _frame: FrameType | None) -> None:
     global _asked  # noqa: PLW0603
     _asked = True

@@ -24,15 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group, which it would keep: see _leave
+import torch.distributed.nn  # import it before a process group exists, to which it would keep a reference: see _leave
 from torch import nn
-from torch.distributed import (  # type: ignore[attr-defined]
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-    set_debug_level_from_env,
-)
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
 from distflow.train.communication.collectives import answer_collectives
 from distflow.train.strategies.description import Strategy, forget, given_strategy
@@ -45,7 +39,7 @@ __all__ = ["World", "WorldError", "before_leaving", "control_group", "finish", "
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""What ``DISTFLOW_DEBUG=1`` sets unless it is set: checked collectives, and a record of the last of them."""
+"""Defaults of variables with ``DISTFLOW_DEBUG=1``: torch then checks collectives and records the last ones."""
 
 
 class WorldError(RuntimeError):
@@ -101,33 +95,32 @@ class World:
 _joined: World | None = None
 _control: dist.ProcessGroup | None = None
 _left = 0
-"""How many worlds this process has left."""
+"""Number of worlds that this process has left."""
 _leaving: list[Callable[[], None]] = []
-"""What is to be done before this one is left."""
+"""Functions to call before this process leaves its world."""
 _stores: dict[tuple[str, int, int], TCPStore] = {}
-"""Where a rank has met others, by address, port and rank: those who come to the next world first find that of rank 0 there."""
+"""Stores by address, port and rank. Rank 0 keeps its store, so that ranks can join the next world before rank 0 does."""
 
 
 def init(backend: str = "auto", timeout: float | timedelta | None = None, *, start_timeout: float | timedelta = 600.0) -> World:
-    """Join the world, choose this rank's device, and return its place; called again, return the same.
+    """Join the world, choose this rank's device, and return the ``World``. Later calls return the same object.
 
-    ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` where there is CUDA, else ``gloo``. ``timeout`` (seconds) bounds each
-    collective; ``None`` is the ``timeout_s`` of the spec's strategy, without one torch's default. ``start_timeout`` (seconds)
-    bounds the wait for the other ranks. Without any of torch's variables this process is a world of one. The group is left when
-    the process ends well.
+    ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` with CUDA, else ``gloo``. ``timeout`` (seconds) limits each collective. It
+    defaults to ``timeout_s`` of the spec's strategy, or else to torch's default. ``start_timeout`` (seconds) limits the wait
+    for the other ranks. Without torch's variables, the world has one rank. A process that ends without an
+    exception leaves the world at exit.
 
-    SIGUSR1 then prints the stack of every thread on standard error; in a task of distflow, to a file in the attempt's directory
-    from which ``distflow workflow stacks`` reads it, and there the rank says which collective it is at. With
-    ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
+    SIGUSR1 then prints the stack of every thread to standard error. In a task of distflow, ``distflow workflow stacks`` reads
+    the stacks and the current collective of the rank. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
 
-    Raises ``WorldError``, and ``ValueError`` for a ``DISTFLOW_STRATEGY`` that is none.
+    Raises ``WorldError``, and ``ValueError`` if ``DISTFLOW_STRATEGY`` is not valid.
     """
     global _joined, _control  # noqa: PLW0603 (a process is in one world)
     if _joined is not None:
         return _joined
     if dist.is_initialized():
         raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
-    # Do this before the file exists that tells the node that SIGUSR1 does not end this process.
+    # Handle SIGUSR1 first: once the stack file exists, the node may send the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     faulthandler.register(signal.SIGUSR1, file=_stack_file(), all_threads=True, chain=False)
     if is_debug():
@@ -167,30 +160,29 @@ def _stack_file() -> int:
 
 
 def world() -> World:
-    """Return this process's place. Raises ``WorldError`` before ``init``."""
+    """Return this process's ``World``. Raises ``WorldError`` before ``init``."""
     if _joined is None:
         raise WorldError("this process has not joined its world yet: call distflow.train.init() first")
     return _joined
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group on which ranks decide together, apart from the training's reductions; ``None`` before ``init``.
+    """Return the gloo group for votes, separate from the training's reductions, or ``None`` before ``init``.
 
-    The caller must not keep it: a gloo thread that releases a tensor while Python is ending aborts the process, and only a
-    group without references has its threads joined before.
+    Do not keep a reference to it, which would keep its threads running until Python exits (see ``_leave``).
     """
     return _control
 
 
 def before_leaving(work: Callable[[], None]) -> None:
-    """Let ``finish`` call a function while the ranks can still communicate."""
+    """Let ``finish`` call ``work`` while the ranks can still communicate."""
     _leaving.append(work)
 
 
 def finish() -> None:
-    """Leave the world, and its strategy; ``init`` may join another one. Does nothing when there is none.
+    """Leave the world, if this process is in one; ``init`` may then join another one.
 
-    Checkpoints that are being written are waited for. Raises what ``Checkpoints.wait`` raises, when the world is left.
+    Waits for running saves of checkpoints. Raises the errors of ``Checkpoints.wait`` after it has left the world.
     """
     with ExitStack() as last_first:
         last_first.callback(_leave)
@@ -214,12 +206,12 @@ def _leave() -> None:
 
 
 def is_debug() -> bool:
-    """Tell whether ``DISTFLOW_DEBUG`` asks for checks that cost time."""
+    """Return whether ``DISTFLOW_DEBUG`` enables slow checks."""
     return os.environ.get("DISTFLOW_DEBUG", "") not in ("", "0")
 
 
 def _finish_at_exit() -> None:
-    """Leave in good order, but not after an exception: peers may be in a collective that never ends then."""
+    """Leave the world, but not after an exception, because peers may wait in a collective that never ends."""
     if getattr(sys, "last_value", None) is None:
         finish()
 
@@ -229,7 +221,7 @@ def _delta(value: float | timedelta) -> timedelta:
 
 
 def _place(environment: Mapping[str, str], backend: str) -> World:
-    """Read this process's place from torch's variables."""
+    """Return the ``World`` that torch's variables describe."""
     found = [name for name in _VARIABLES if environment.get(name)]
     if "RANK" in found and len(found) < len(_VARIABLES):
         missing = ", ".join(name for name in _VARIABLES if name not in found)
@@ -267,7 +259,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
-    """Return the store at which all ranks have said that they are there."""
+    """Return the store, after all ranks have registered there."""
     if "RANK" not in environment:
         return HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
@@ -298,10 +290,10 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
     """Register this rank at the store, and wait for the others until ``deadline`` (monotonic clock)."""
     # If the store outlives an attempt or a world, the next one must not see the ranks of the previous one.
     store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_left}", tcp)
-    said = store.compare_set("size", "", str(place.size)).decode()
-    if said != str(place.size):
+    expected = store.compare_set("size", "", str(place.size)).decode()
+    if expected != str(place.size):
         raise WorldError(
-            f"rank {place.rank} expects {place.size} ranks, another rank expects {said}: WORLD_SIZE must be the same"
+            f"rank {place.rank} expects {place.size} ranks, another rank expects {expected}: WORLD_SIZE must be the same"
         )
     if store.add(f"rank/{place.rank}", 1) > 1:
         raise WorldError(f"rank {place.rank} joined twice: two machines have the same offset, or an earlier process still runs")

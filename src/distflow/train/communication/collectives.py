@@ -1,8 +1,8 @@
 """Report to the node which collective this rank is in, so that ``distflow workflow stacks`` can compare the ranks.
 
-torch's flight recorder has it: on unless ``TORCH_FR_BUFFER_SIZE`` is 0, for gloo as for NCCL (torch 2.13,
-``torch/csrc/distributed/c10d/FlightRecorderDetail.hpp``). A thread answers from a socket in the attempt's directory: a
-rank that waits in a collective runs no handler of Python's, but lets other threads run.
+torch's flight recorder records collectives of gloo and NCCL unless ``TORCH_FR_BUFFER_SIZE`` is 0 (torch 2.13,
+``torch/csrc/distributed/c10d/FlightRecorderDetail.hpp``). A thread serves a socket in the attempt's directory, because a rank
+that waits in a collective runs no signal handlers of Python, but lets other threads run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _is_answering = False
 
 
 def answer_collectives() -> None:
-    """Answer from now on, in a task of distflow; nothing that goes wrong here ends the rank."""
-    global _is_answering  # noqa: PLW0603 (a process answers once, whatever worlds it joins)
+    """Start to serve the socket, in a task of distflow. Errors do not end the rank."""
+    global _is_answering  # noqa: PLW0603 (a process has one socket for all its worlds)
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if not folder or _is_answering:
         return
     path = f"{folder}/collectives-{os.getpid()}"
     with suppress(OSError):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # The address of a socket must be short; a path through a descriptor always is.
+        # The path of a socket must be short. A path through a descriptor always is.
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with suppress(FileNotFoundError):
@@ -59,10 +59,10 @@ def _serve(listener: socket.socket) -> None:
 
 
 def known_collectives() -> dict[str, Any]:
-    """Return ``rank`` and, of each process group that it is in, ``name``, ``ranks`` and ``where`` it is there.
+    """Return ``rank``, and for each of its process groups ``name``, ``ranks`` and the fields of ``where``.
 
-    Nothing without a world, and where the record does not say whose its entries are: that of gloo with
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does not (torch 2.13).
+    The result is empty without a world, and if entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
+    (torch 2.13).
     """
     if not dist.is_initialized():
         return {}
@@ -83,11 +83,11 @@ def known_collectives() -> dict[str, Any]:
 
 
 def where(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return ``number`` and ``operation`` of where a rank is in one process group, by its record there.
+    """Return the current collective of a rank in one process group, from the group's recorded entries.
 
-    That is the first collective that has not ended, else the last one, which ``is_over``; ``entered`` is the number of the
-    last one that was begun. Numbers count the group's collectives from 1, alike on all of its ranks; 0 is before the first.
-    Sends and receives between two ranks are not among them.
+    ``number`` and ``operation`` describe the first collective that has not ended, or else the last one; then ``is_over`` is
+    true. ``entered`` is the number of the last collective that began. Numbers count from 1 and are equal on all ranks; 0 means
+    that no collective has begun. Sends and receives between two ranks do not count.
     """
     found = sorted((entry for entry in entries if not entry["is_p2p"]), key=lambda entry: int(entry["record_id"]))
     if not found:

@@ -51,7 +51,7 @@ def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup |
 
 def any_rank(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether the answer of at least one rank is true. Collective."""
-    return _vote(answer, dist.ReduceOp.MAX, group)
+    return not all_ranks(not answer, group=group)
 
 
 def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> bool:
@@ -59,17 +59,11 @@ def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None, timeout: 
 
     Raises ``RuntimeError`` when a rank does not vote within ``timeout``, by default the limit of the group.
     """
-    return _vote(answer, dist.ReduceOp.MIN, group, timeout)
-
-
-def _vote(
-    answer: bool, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None, timeout: timedelta | None = None
-) -> bool:
     if not dist.is_initialized():
         return answer
     group, device = channel(group)
     ballot = torch.tensor([int(answer)], dtype=torch.int32, device=device)
-    work = dist.all_reduce(ballot, operation, group=group, async_op=True)
+    work = dist.all_reduce(ballot, dist.ReduceOp.MIN, group=group, async_op=True)
     if work is not None:
         work.wait(*(() if timeout is None else (timeout,)))
     return bool(ballot.item())

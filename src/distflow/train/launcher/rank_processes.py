@@ -106,10 +106,9 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait until all ranks have ended.
 
-    When one rank fails, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, their process groups get SIGKILL. A
-    rank that writes an error file has failed, even if it then hangs before its exit. When this process gets SIGTERM, SIGINT,
-    SIGHUP or SIGQUIT, or when a rank exits with 143, the ranks get SIGTERM and have ``stop_grace_s`` seconds to end. Enter
-    ``woken()``, which yields ``wake``, before you start the first rank, so that a signal during the start also stops the ranks.
+    When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. When
+    this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, or a rank exits with 143, the ranks have ``stop_grace_s`` seconds to
+    end. Enter ``woken()``, which yields ``wake``, before the first rank starts: a signal during the start then stops the ranks.
     """
     watch = _Watch(ranks)
     while watch.running:
@@ -152,11 +151,10 @@ class _Watch:
                 seen_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
                 if failure is not None and self._was_asked and code < 0:
                     code = 1
-                end = End(
+                self.ends.append(End(
                     rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_asked=self._was_asked,
                     was_killed=self._was_killed, failure=failure,
-                )  # fmt: skip
-                self.ends.append(end)
+                ))  # fmt: skip
 
     def has_raised(self) -> bool:
         """Return whether a running rank has already written its error file."""
@@ -183,12 +181,15 @@ class _Watch:
                 _kill(rank)
 
     def first_failure(self) -> End | None:
-        """Return the failure that happened first. Failures that only report the loss of another rank come last.
+        """Return the failure that happened first. Failures that only report the loss of another rank come last."""
 
-        A rank takes a while to end after its exception, and other ranks notice that earlier. Therefore the time counts at which
-        the error file was written.
-        """
-        return min((end for end in self.ends if end.is_failure), key=_order_of_blame, default=None)
+        def order(end: End) -> tuple[bool, int]:
+            if end.failure is None:
+                return False, end.seen_ns
+            # Other ranks may end before a rank that raised first, so compare the times at which error files were written.
+            return is_symptom(end.failure.report.message), end.failure.written_ns
+
+        return min((end for end in self.ends if end.is_failure), key=order, default=None)
 
     def outcome(self) -> Outcome:
         first = self.first_failure()
@@ -200,12 +201,6 @@ class _Watch:
         if any(end.code for end in self.ends):
             return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
         return Outcome(exit_code=0, first=None)
-
-
-def _order_of_blame(end: End) -> tuple[bool, int]:
-    if end.failure is None:
-        return False, end.seen_ns
-    return is_symptom(end.failure.report.message), end.failure.written_ns
 
 
 def _now_ns(folder: Path) -> int:

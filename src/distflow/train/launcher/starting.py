@@ -289,9 +289,9 @@ def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict
 
 @contextlib.contextmanager
 def _port(share: Share, attempt: int) -> Iterator[int]:
-    """Yield the port of an attempt. A socket that never listens reserves a chosen port, so that only torch can use it.
+    """Yield the port of an attempt. A restart uses a free port, because old sockets may still hold the previous one.
 
-    A restart uses another port, because sockets of the previous attempt may still hold the old one.
+    A socket that never listens reserves the free port, so that only torch can use it.
     """
     if share.master_port and attempt == 0:
         yield share.master_port
