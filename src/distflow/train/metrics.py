@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
@@ -73,9 +74,8 @@ class Pace:
 
     def stragglers(self, factor: float = 1.2) -> tuple[int, ...]:
         """Return the ranks that took more than ``factor`` times the median, slowest first."""
-        ordered = sorted(self.step_s)
-        median = ordered[(len(ordered) - 1) // 2]
-        slow = [rank for rank, seconds in enumerate(self.step_s) if seconds > factor * median]
+        limit = factor * median_low(self.step_s)
+        slow = [rank for rank, seconds in enumerate(self.step_s) if seconds > limit]
         return tuple(sorted(slow, key=lambda rank: -self.step_s[rank]))
 
     def of_rank(self, rank: int) -> dict[str, Scalar]:

@@ -1,8 +1,7 @@
 """Decisions that all ranks make together: to skip a step, and to stop.
 
-If only one rank skipped a step, the others would wait forever in a reduction. Therefore all ranks vote when one of them runs
-out of memory or has gradients that are not finite. They also leave the loop after the same step when one of them receives
-SIGTERM. Other errors need no vote: they are raised at once, and the launcher stops the world.
+If only one rank skipped a step or left the loop, the others would wait forever in a reduction. Therefore all ranks vote on
+lack of memory, gradients that are not finite, and SIGTERM. Other errors are raised at once, and the launcher stops the world.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ class MemoryGuard:
                 continue
             loss.backward()
 
-    Every rank enters and leaves the block in every step: leaving it is a vote of all ranks. Each call of a model in
-    ``DistributedDataParallel`` inside the block begins with a vote too, because DDP itself begins with collectives (in the
-    second step, and in every step of a model with buffers). So the block may also hold what comes before the forward pass,
-    such as moving the batch to the GPU.
+    All ranks must enter the block in every step, and vote when they leave it. A model in ``DistributedDataParallel`` also votes
+    before each call in the block, because DDP may begin with collectives. So the block may also move the batch to the GPU.
 
-    A rank that runs out of memory while others wait in a collective of their own (the backward pass, or the forward pass of a
-    sharded model) cannot be voted on. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
+    A rank that runs out of memory while others wait in a collective (the backward pass, or the forward pass of a sharded model)
+    gets no votes. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
     """
 
     def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None, timeout: float = 300.0) -> None:

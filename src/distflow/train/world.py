@@ -1,8 +1,7 @@
 """Joining the world of all ranks, and leaving it: ``world = init()`` at the start of a training script.
 
-The ranks use the variables of torch's ``env://`` (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), but first register with each
-other. Error messages can therefore name a rank that is missing, that joined twice, or that has another world size. torch alone
-would wait, and then report a key of its store.
+The ranks use torch's ``env://`` variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), but first register in a store. Error
+messages can therefore name a rank that is missing, that joined twice, or that has another world size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # import it before a process group exists, to which it would keep a reference: see _leave
+import torch.distributed.nn  # its default arguments would keep a process group: see _leave
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
@@ -62,14 +61,10 @@ class World:
     """As ``torch.distributed`` names it: ``gloo``, or ``cpu:gloo,cuda:nccl``."""
 
     def parallelize(
-        self,
-        model: nn.Module,
-        strategy: Strategy | StrategyOptions | str | None = None,
-        *,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        example: tuple[torch.Tensor, ...] | None = None,
+        self, model: nn.Module, strategy: Strategy | StrategyOptions | str | None = None, *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None, example: tuple[torch.Tensor, ...] | None = None,
         weights: str | Path | None = None,
-    ) -> ParallelPlan:
+    ) -> ParallelPlan:  # fmt: skip
         """Let all ranks train the model together, and return the plan, which has the model of this rank. Collective.
 
         ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``), a ``Strategy`` on a mesh,
@@ -80,12 +75,10 @@ class World:
         under ``ddp`` and ``none``. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model
         is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
-        ``weights`` is a directory with safetensors files in the layout of Hugging Face, which every rank can read. Each rank
-        reads its parts of the tensors from them, and rank 0 draws only the tensors that they lack (such as buffers of a model
-        on the meta device).
+        ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
+        of the tensors, and rank 0 draws only missing tensors (such as buffers of a model on the meta device).
 
-        Raises ``ValueError`` if the model does not fit the strategy, the strategy the number of ranks, or the options each
-        other.
+        Raises ``ValueError`` if the model, the strategy, its options and the number of ranks do not fit together.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 
@@ -136,11 +129,9 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     dist.init_process_group(
         place.backend,
         store=_meet(os.environ, place, _delta(start_timeout)),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=bound,
+        rank=place.rank, world_size=place.size, timeout=bound,
         device_id=place.device if place.device.type == "cuda" else None,
-    )
+    )  # fmt: skip
     _control = dist.new_group(backend="gloo", timeout=bound, group_desc="distflow")
     answer_collectives()
     if is_debug():
@@ -198,9 +189,8 @@ def _leave() -> None:
     atexit.unregister(_finish_at_exit)
     forget()
     if dist.is_initialized():
-        # Gloo's threads must end here: one that frees a tensor while Python exits aborts the process. They end with the last
-        # reference to the group. A model of DistributedDataParallel has one, and is part of a reference cycle. The functions of
-        # `torch.distributed.nn` have the group at the time of its import as a default argument.
+        # Gloo's threads end with the last reference to the group. They must end here, because a thread that frees a tensor
+        # while Python exits aborts the process. A model in DDP refers to the group, and is part of a reference cycle.
         gc.collect()
         dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,8 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def publish(directory: Path, manifest: Manifest) -> Path:
     """Write the manifest, rename the unfinished checkpoint, replacing one of the same step, and return its path."""
     folder, place = unfinished(directory, manifest.step), directory / f"step-{manifest.step}"
-    record = {
-        "version": 1,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(manifest.files.items())},
-    }
+    files = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
+    record = {"version": 1, "step": manifest.step, "world_size": manifest.world_size, "files": files}
     (folder / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     sync_file(folder / MANIFEST)
     sync_file(folder)

@@ -1,10 +1,8 @@
 """The process of one rank, which the launcher starts as ``python -m distflow.train.launcher.rank``.
 
-The process dies with the launcher, uses only its own CPUs, runs the script as ``python`` would, and writes an exception of the
-script to torch's error file (``distflow.protocol.error_file`` has the format). This module never imports torch.
-
-The launcher has no CUDA. To find the CPUs next to a GPU, it reads ``/sys`` and ``/proc/driver/nvidia``, and numbers GPUs by
-their PCI addresses. CUDA has the same order for GPUs of one model, and for all GPUs with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+It runs the script as ``python`` would, and writes an exception to torch's error file (``distflow.protocol.error_file``). This
+module never imports torch. To find the CPUs next to a GPU, it reads ``/sys`` and ``/proc/driver/nvidia``, and orders GPUs by
+PCI address, as CUDA does for GPUs of one model, or with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 """
 
 from __future__ import annotations

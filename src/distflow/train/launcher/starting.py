@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LaunchOptions", "LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
 _LOCAL = "127.0.0.1"
+_SETTINGS = ("max_restarts", "stop_grace_s", "failure_grace_s", "numa")
 
 
 class LayoutError(ValueError):
@@ -85,8 +86,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     world = _number(environment, "DISTFLOW_WORLD_SIZE", options.get("world_size"), first + count)
     address = options.get("master_addr") or environment.get("MASTER_ADDR")
     port = _number(environment, "MASTER_PORT", options.get("master_port"), 0)
-    others = ("max_restarts", "stop_grace_s", "failure_grace_s", "numa")
-    settings: dict[str, Any] = {name: value for name, value in options.items() if name in others}
+    settings: dict[str, Any] = {name: value for name, value in options.items() if name in _SETTINGS}
     share = Share(offset=first, size=count, world_size=world, master_addr=address or _LOCAL, master_port=port, **settings)
     if count < 1:
         raise LayoutError(f"--size {count}: a machine has at least one rank; give --size 1 or more")
@@ -145,13 +145,12 @@ def run_command(share: Share, kind: str, target: str, arguments: Sequence[str]) 
 def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **options: Unpack[LaunchOptions]) -> None:
     """Call ``function(*args)`` in one new process per rank of this machine, and wait for all.
 
-    Missing options are read from distflow's variables; without these, there is one rank. A process that is already a rank
-    calls the function directly, so that a script works under any launcher. ``function`` must be importable (no lambda), as
-    ``multiprocessing`` requires. Call ``launch`` in the main thread, under ``if __name__ == "__main__":``. In a notebook, and
-    in a program from standard input, the function must come from a module.
+    Missing options come from distflow's variables; the default is one rank. A process that is already a rank calls the function
+    directly. ``function`` must be importable; in a notebook, or a program from standard input, it must come from a module. Call
+    ``launch`` in the main thread, under ``if __name__ == "__main__":``.
 
-    Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``;
-    ``TypeError`` for what cannot be pickled.
+    Raises ``LayoutError``, ``TypeError`` if pickling fails, and ``SystemExit`` with the exit code of the first failure, or 143
+    after a request to stop.
     """
     if is_rank(os.environ):
         function(*args)
