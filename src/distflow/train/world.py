@@ -158,10 +158,7 @@ def world() -> World:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group for votes, separate from the training's reductions, or ``None`` before ``init``.
-
-    Do not keep a reference to it, which would keep its threads running until Python exits (see ``_leave``).
-    """
+    """Return the gloo group for votes, or ``None`` before ``init``. Do not keep a reference to it (see ``_leave``)."""
     return _control
 
 
@@ -173,7 +170,7 @@ def before_leaving(work: Callable[[], None]) -> None:
 def finish() -> None:
     """Leave the world, if this process is in one; ``init`` may then join another one.
 
-    Waits for running saves of checkpoints. Raises the errors of ``Checkpoints.wait`` after it has left the world.
+    Waits for running saves of checkpoints, and raises their errors after it has left the world.
     """
     with ExitStack() as last_first:
         last_first.callback(_leave)

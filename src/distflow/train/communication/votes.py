@@ -39,8 +39,7 @@ def check_all_answer() -> None:
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group for small tensors of all ranks, and the device for these tensors.
 
-    The default is the control group of ``init``, or without ``init`` torch's default group. Raises ``RuntimeError`` inside
-    ``without_votes``.
+    The default is the control group, or torch's group without ``init``. Raises ``RuntimeError`` inside ``without_votes``.
     """
     check_all_answer()
     group = group or control_group()
