@@ -42,7 +42,7 @@ def test_a_failure_ends_only_the_groups_that_depend_on_it(cli: Cli) -> None:
         "prepare": "FAILED", "train": "FAILED_UPSTREAM", "rate": "FAILED_UPSTREAM", "aside": "COMPLETED",
     }  # fmt: skip
     shown = cli.run("workflow", "query", "chain-1").out
-    assert "train-group, which it depends on, did not complete: FAILED_UPSTREAM" in shown
+    assert "upstream group train-group did not complete: FAILED_UPSTREAM" in shown
     assert cli.query("chain-1")["status"] == "FAILED"
 
 

@@ -194,14 +194,14 @@ def list_resources(
     ] = None,
     all_pools: Annotated[bool, typer.Option("--all", "-a", help="List the nodes of all pools.")] = False,
     mode: Annotated[Mode, typer.Option("--mode", "-m", help="Show used/total amounts, or free amounts.")] = Mode.USED,
-    live: Annotated[bool, typer.Option("--live", help="Also ask the nodes which users and processes hold resources.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Also show users and processes that hold resources now.")] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """List nodes with their total and used resources.
 
-    Totals come from the configuration, and usage from this user's unfinished workflows. With `--live`, distflow also asks the
-    nodes which attempts of all users hold GPUs, CPUs, memory and ports, and which other processes use a GPU.
+    Totals come from the configuration, and usage from this user's unfinished workflows. With `--live`, the nodes also report
+    the attempts of all users that hold GPUs, CPUs, memory or ports, and other processes that use a GPU.
     """
     if pool and all_pools:
         raise InputError("--pool and --all cannot be combined")

@@ -101,7 +101,7 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
     """
     shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
     if task.node is None or task.output_dir is None:
-        raise InputError(f"{shown} never ran, so it has no output", hint=f"how it ended: distflow workflow query {record.id}")
+        raise InputError(f"{shown} never ran, so it has no output", hint=f"details: distflow workflow query {record.id}")
     uuid = group.kept.uuid if group.kept else record.uuid
     attempt = attempt_name(uuid, group.name, task.name, task.attempt)
     return OutputSource(shown=shown, attempt=attempt, pool=client.store.pool(uuid), node=task.node)

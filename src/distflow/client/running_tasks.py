@@ -135,16 +135,14 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
             hint += f"\nits files: distflow workflow fetch {record.id} --task {task.name}"
         raise InputError(f"{task.name} has ended: {task.status}", hint=hint)
     if task.state not in _RUNNING or task.node is None:
-        raise InputError(
-            f"{task.name} is not running yet: {task.status}", hint=f"why it waits: distflow workflow query {record.id}"
-        )
+        raise InputError(f"{task.name} is not running yet: {task.status}", hint=f"details: distflow workflow query {record.id}")
     store = client.store
     pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
     launch = store.plan(record.uuid).group(group).launch(task.name)
     try:
         secrets = given_secrets(launch, read_secrets(client.directory.secrets, record.uuid))
     except LookupError as error:
-        raise InputError(f"{error.args[0]} is no longer stored") from None
+        raise InputError(f"{error.args[0]} is no longer stored", hint="submit the workflow again") from None
     return RunningTask(
         task=task.name,
         attempt=attempt_name(record.uuid, group, task.name, task.attempt),
@@ -328,9 +326,7 @@ def _running(record: WorkflowRecord, name: str) -> TaskRecord:
     if task.state.is_final:
         raise WorkflowEnded(f"{task.name} has ended: {task.status}")
     if task.state not in (State.RUNNING, State.STOPPING) or task.node is None:
-        raise InputError(
-            f"{task.name} is not running yet: {task.status}", hint=f"why it waits: distflow workflow query {record.id}"
-        )
+        raise InputError(f"{task.name} is not running yet: {task.status}", hint=f"details: distflow workflow query {record.id}")
     return task
 
 

@@ -48,11 +48,11 @@ class _Match:
 
 
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
-    """Return the diagnoses of a case, the most specific first; none if no rule matches.
+    """Return the diagnoses of a case, the most specific first; empty if no rule matches.
 
-    Lines that name a cause come before lines about waiting, and those before lines about a lost peer. The task that failed
-    first comes before all others. If no rule matches its output, the exception that ended it is the cause, and the other
-    tasks only lost their peer.
+    Lines that name a cause come before lines about waiting. Lines about a lost peer come last. The task that failed first comes
+    before all others. If no rule matches its output, the exception that ended it is the cause, because the other tasks
+    only lost the connection to it.
     """
     killed = by_kernel(case)
     if killed is not None:

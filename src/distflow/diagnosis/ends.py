@@ -13,7 +13,7 @@ __all__ = ["END_RULES", "HIDDEN", "by_kernel", "by_other_ends"]
 
 KILLED = Rule(
     key="killed",
-    shows="a task or rank that SIGKILL ended (exit code 137 in a shell), though distflow did not stop it",
+    shows="a task or rank that was killed by SIGKILL (exit code 137 in a shell), but not by distflow",
     cause="something on the node killed a process with SIGKILL",
     remedy="Usually the kernel killed the process for lack of memory, and distflow may not read the kernel's log: check "
     "`dmesg` on the node as root, and give the task more memory or fewer data workers. Otherwise a person, an "
@@ -21,7 +21,7 @@ KILLED = Rule(
 )
 CRASHED = Rule(
     key="crashed",
-    shows="a task or rank that SIGSEGV, SIGABRT, SIGBUS, SIGILL or SIGFPE ended",
+    shows="a task or rank that was ended by SIGSEGV, SIGABRT, SIGBUS, SIGILL or SIGFPE",
     cause="a process crashed in native code",
     remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where it crashed. SIGBUS usually means a full "
     "/dev/shm, SIGILL means a library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes "
@@ -88,7 +88,7 @@ NO_DATA = Rule(
     key="data-transfer",
     shows="the reason DATA",
     cause="an input could not be fetched, or an output could not be written",
-    remedy="Check the URL, that it exists and that the credential for it may read or write there: `distflow data check URL`. "
+    remedy="Check that the URL exists and that its credential may read or write there: `distflow data check URL`. "
     "Outputs that were not written stay in the task's output directory on its node.",
 )
 GUARD_DIED = Rule(
@@ -102,7 +102,7 @@ NO_TURN = Rule(
     key="queue-timeout",
     shows="the reason QUEUE_TIMEOUT",
     cause="the group waited for nodes longer than its queue_timeout",
-    remedy="`distflow workflow events <id>` shows why it waited, and `distflow pool check` shows what the nodes have. Raise "
+    remedy="`distflow workflow events <id>` shows why it waited, and `distflow pool check` shows the resources of the nodes. Raise "
     "`timeout: {queue_timeout: …}`, request less, or submit the workflow with a higher priority.",
 )
 END_RULES = (

@@ -19,7 +19,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     is_printable = all(line.isprintable() for line in text.split("\n"))
-    # PyYAML writes some control characters without quotes, in a way that it does not read back.
+    # PyYAML writes some control characters without quotes, and then cannot read them.
     style = '"' if not is_printable else "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

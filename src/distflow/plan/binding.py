@@ -19,7 +19,7 @@ class TaskBinding(Struct, frozen=True, kw_only=True):
     address: str = ""
     """The node's address on the training network."""
     interface: str = ""
-    """The network interface with that address; empty if none has it."""
+    """The network interface with that address; empty if no interface has it."""
     gpu_ids: tuple[int, ...] = ()
 
 

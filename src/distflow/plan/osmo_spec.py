@@ -33,7 +33,7 @@ from distflow.spec.tokens import RANK_TOKENS
 __all__ = ["OsmoSpec", "osmo_spec"]
 
 _PORT = 29500
-"""The port of a world whose spec names none. A task of OSMO has its own address, so no other world uses it."""
+"""The default port of a world. A task of OSMO has its own address, so no other world uses it."""
 _LEFT_OUT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "retry": ("`retry` is left out", "an administrator of OSMO sets the number of retries"),
@@ -91,7 +91,7 @@ def _heading(warnings: Sequence[Problem]) -> str:
     lines = ["# Not in this spec for OSMO, which `distflow workflow export` wrote:"] if warnings else []
     for one in warnings:
         text = one.message + (f" ({one.hint})" if one.hint else "")
-        # OSMO takes braces in comments for a template, too.
+        # OSMO also evaluates template expressions in comments.
         text = text.replace("{{", "").replace("}}", "")
         lines += textwrap.wrap(text, 118, initial_indent="# * ", subsequent_indent="#   ", break_on_hyphens=False)
     return "\n".join([*lines, "#\n"]) if lines else ""
@@ -313,7 +313,9 @@ class _Conversion:
             WorldTask(group=name, world=world, ranks=ranks, argv=argv, resource=resource, launcher=task.launcher, given=given),
         )
         if task.launcher.kind == "spawn" or group.strategy is not None or framework == "ray":
-            self._notes.add("the image needs distflow, which the command or the script uses", "install it there", task.name)
+            self._notes.add(
+                "the image needs distflow, which the command or the script uses", "install distflow in the image", task.name
+            )
         strategy, _ = group_strategy(group, world)
         variables = {**strategy_environment(strategy), **started.environment}
         return StartCommand(
@@ -346,7 +348,7 @@ class _Conversion:
             if file.is_directory:
                 self._notes.add(
                     f"the directory `{entry['localpath']}` is left out",
-                    "OSMO sends single files: put it into the image",
+                    "OSMO sends only single files: put the directory into the image",
                     task.name,
                 )
                 continue

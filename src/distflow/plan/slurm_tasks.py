@@ -345,7 +345,7 @@ def quoted(text: str) -> str:
 
 
 def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
-    """Return the lines after the command, which change its exit code to its effect on the group."""
+    """Return the lines after the command, which apply ``exitActions`` to its exit code and report the end of the lead."""
     lines: list[str] = []
     for launch in launches:
         actions = launch.exit_actions
@@ -361,7 +361,7 @@ def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
 
 
 def _test(codes: Codes, *, zero_only: bool = False) -> str:
-    """Return an arithmetic condition for exit codes of a command; empty if none is among them."""
+    """Return a shell condition that is true if ``status`` is one of ``codes``; empty if ``codes`` has no possible status."""
     tests = []
     most = 0 if zero_only else 255
     for first, last in ((first, min(last, most)) for first, last in codes if first <= most):

@@ -95,7 +95,7 @@ def _command(task: View) -> tuple[Text, ...]:
         words = shlex.split(joined)
     except ValueError as error:
         what = "a backslash at the end" if "escape" in str(error) else "a quote that is not closed"
-        task.add(f"`command` has {what}", "quote as in a shell, or write the command as a list of words", key="command")
+        task.add(f"`command` has {what}", "use quotes as in a shell, or write the command as a list of words", key="command")
         return ()
     operator = _OPERATOR.search(_QUOTED.sub("_", joined))
     if operator is not None:

@@ -2,7 +2,7 @@
 
 The methods are in the order of a group's states. Commands are repeated at every step until their answer was applied.
 
-A group is retried if the exit actions of the first failed task say so. A retry always restarts the whole gang: the ranks of a
+A group is retried if the exit actions of the first failed task allow it. A retry always restarts the whole gang: the ranks of a
 world cannot continue with a new member, and tasks without a world have each other's addresses. Each attempt gets new leases,
 and its timeouts start again.
 """
@@ -115,7 +115,7 @@ class GroupStep:
         states = {group.name: group.state for group in self.record.groups}
         broken = broken_upstream(self.plan.upstream, states)
         if broken is not None:
-            message = f"{broken}, which it depends on, did not complete: {self.record.group(broken).status}"
+            message = f"upstream group {broken} did not complete: {self.record.group(broken).status}"
             self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
             return
         awaited = still_awaited(self.plan.upstream, states)
@@ -194,7 +194,7 @@ class GroupStep:
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        # No task starts while one cannot be reached: the others would only wait for it, and hold their GPUs.
+        # No task starts while a node is unreachable: the started tasks would only wait, and hold their GPUs.
         waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
         ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:
@@ -285,7 +285,7 @@ class GroupStep:
         if wanted is False or (wanted is None and found.failure.have_met):
             return False
         if self.group is not before:
-            return False  # only the next snapshot contains when the waiting tasks were last active
+            return False  # only the next snapshot has the times of the last activity of the waiting tasks
         active_at = (self.snapshot.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
         quiet_since = max([found.task.ended_at or self.now, *(at for at in active_at if at is not None)])
         if self.now < quiet_since + MISSING_RANKS_S:
@@ -295,7 +295,7 @@ class GroupStep:
         return True
 
     def _report_hangs(self) -> None:
-        """Report a gang that has printed nothing for a long time, and report it again when it continues. Stop nothing."""
+        """Report a gang that has printed nothing for a long time, and report it again when it continues. It is not stopped."""
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
             return
@@ -397,7 +397,7 @@ class GroupStep:
         group = self.group
         cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
-            # No task that counts has failed: a task that could not start is the cause, although its end would not count.
+            # No task has failed whose end counts, so the cause is a task that could not start, although its end does not count.
             cause = first_cause(group.tasks, self._lines())
         if cause is not None or group.stop_reason is Reason.PEER_FAILED:
             cause = hidden_cause(group, cause, self._last_lines)
@@ -462,7 +462,7 @@ class GroupStep:
         self._enter(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
 
     def _retry(self, cause: Cause) -> bool:
-        """Begin the next attempt if the spec asks for one after this failure; return whether it does."""
+        """Begin the next attempt if the spec requires one after this failure. Return whether it has begun."""
         if not is_rescheduled(self.plan, self.group, cause):
             return False
         following = next_attempt(self.plan, self.group, cause, self.now)
@@ -499,7 +499,7 @@ class GroupStep:
         )  # fmt: skip
 
     def _command_task(self, make: Callable[[str, AttemptKey], Command], task: TaskRecord) -> None:
-        """Give the command that ``make`` returns for the pool and the task's attempt, if the task's node can be reached."""
+        """Add the command that ``make`` returns for the pool and the task's attempt, if the task's node is reachable."""
         key, view = attempt_key(self.record, self.group, task), self._node(task)
         if key is not None and view is not None and view.up:
             self._add_commands([make(self.record.pool_key, key)])
@@ -509,7 +509,7 @@ class GroupStep:
 
     @property
     def _waits_for_answer(self) -> bool:
-        """Whether the group's nodes have been asked for a lease and will answer soon. An engine may take days."""
+        """Whether a lease is requested from the group's nodes, which answer soon. False for an engine, which may take days."""
         if self.pool is not None and self.pool.is_allocated:
             return False
         group = AttemptKey(workflow=self.record.uuid, group=self.group.name, task="", attempt=self.group.attempt, node="")
@@ -549,7 +549,7 @@ def _canceled(request: CancelRequest) -> str:
 
 
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
-    """Return whether the spec asks for another attempt after this failure, regardless of the number of attempts."""
+    """Return whether the spec requires another attempt after this failure, regardless of the number of attempts."""
     actions, has_run = plan.launch(cause.task).exit_actions, group.task(cause.task).started_at is not None
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 

@@ -41,13 +41,13 @@ def notices(
 
 
 def next_wait_notice(targets: tuple[NotifyTarget, ...], record: WorkflowRecord, now: float) -> float | None:
-    """Return when the next wait must be reported if nothing changes; ``None`` for never."""
+    """Return the time at which the next wait must be reported if nothing changes; ``None`` if no wait must be reported."""
     times = (due_at for target in targets for _, due_at in _waits(target, record) if due_at > now)
     return min(times, default=None)
 
 
 def _waits(target: NotifyTarget, record: WorkflowRecord) -> Iterator[tuple[str, float]]:
-    """Yield each group that waits for nodes, with its attempt, and when that must be reported.
+    """Yield each group that waits for nodes, with its attempt and the time at which the wait must be reported.
 
     A group that waits for Python environments is not included.
     """

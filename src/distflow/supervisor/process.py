@@ -50,8 +50,8 @@ class Lock:
     """The supervisor's lock: an ``flock`` that vanishes with its process.
 
     The lock is on a directory of the state directory. A lock file alone could be removed while it is locked. The next
-    supervisor would then create another one, and two would work on one store. The lock file is locked as well, for
-    supervisors of earlier versions.
+    supervisor would then create another one, and two supervisors would use one store. The lock file is also locked, because
+    earlier versions of distflow check only that lock.
     """
 
     def __init__(self, directory: StateDirectory) -> None:
@@ -87,7 +87,7 @@ def is_running(directory: StateDirectory) -> bool:
 def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
     """End a running supervisor of an older version of distflow, which would ignore features of newer workflows.
 
-    Tasks continue, and the next supervisor asks the nodes what happened meanwhile.
+    Tasks continue, and the next supervisor reads their status from the nodes.
 
     Returns:
         The version of the ended supervisor, or ``None`` if no older supervisor was running.

@@ -89,7 +89,7 @@ class Attempt:
 
 
 class Attempts:
-    """All attempts, and which of them are watched. Both are indexed by node, because there may be thousands of nodes."""
+    """All attempts, and the watched attempts. Both are indexed by node, because there may be thousands of nodes."""
 
     def __init__(self) -> None:
         """Start without attempts."""

@@ -1,4 +1,4 @@
-"""A cluster engine in memory, whose hosts are all this machine. It implements ``backends.allocated.engine.Engine``.
+"""A cluster engine in memory. All of its hosts are this machine. It implements ``backends.allocated.engine.Engine``.
 
 Tests decide when it grants and ends an allocation. It does not end processes.
 """

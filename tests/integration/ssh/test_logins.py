@@ -83,7 +83,7 @@ def test_default_keys_of_the_home_are_found(server: Sshd, reach: Reach, configur
 
 
 def test_no_key_at_all_says_so(server: Sshd, reach: Reach, configure: Configure) -> None:
-    with pytest.raises(AuthenticationRefused, match=r"there is no usable key for .*: none was found") as caught:
+    with pytest.raises(AuthenticationRefused, match=r"there is no usable key for .*: no key was found") as caught:
         works(reach(server, config_file=configure(server.client_stanza(IdentityFile="/no/such/key"))))
     assert "/no/such/key: file not found" in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_the_named_key_comes_before_an_agent_full_of_others(
     stanza = server.client_stanza(IdentitiesOnly="no", IdentityAgent=agent.socket)
     assert works(reach(server, config_file=configure(stanza)))
     # And without it, the server times out, which is reported.
-    with pytest.raises(AuthenticationRefused, match="too many were tried") as caught:
+    with pytest.raises(AuthenticationRefused, match="too many keys were tried") as caught:
         works(reach(server, config_file=configure(stanza.replace(str(server.user_key), "/no/such/key"))))
     assert "IdentitiesOnly yes" in caught.value.hint
 

@@ -56,7 +56,7 @@ def gang() -> GroupRecord:
 def failed(screen: Screen) -> WorkflowRecord:
     """Store a workflow with the gang, the output of the bystander, and events of unreachable nodes."""
     upstream = replace(running_group(), name="report", state=State.FAILED, reason=Reason.UPSTREAM, tasks=(),
-                       message="training, which it depends on, did not complete: FAILED_EVICTED")  # fmt: skip
+                       message="upstream group training did not complete: FAILED_EVICTED")  # fmt: skip
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
     task_log(screen.directory, record, "bystander", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
     away = [

@@ -87,7 +87,7 @@ def test_failure_ends_all_downstream_groups_while_siblings_continue() -> None:
         one = group(driver, name)
         assert (one.reason, one.status) == (Reason.UPSTREAM, "FAILED_UPSTREAM")
         assert one.tasks[0].status == "FAILED_UPSTREAM"
-        assert one.message.startswith(f"{blamed}, which it depends on, did not complete: FAILED")
+        assert one.message.startswith(f"upstream group {blamed} did not complete: FAILED")
     driver.run()
     assert states(driver)["aside"] is COMPLETED
     assert (driver.record().state, driver.record().reason) == (WorkflowState.FAILED, Reason.EXIT_CODE)

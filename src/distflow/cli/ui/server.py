@@ -306,7 +306,7 @@ def _output_file(request: Request) -> Response:
                 raise error
             copy = (fetched.folders[task] / path).resolve()
             if not copy.is_relative_to(folder.resolve()) or not copy.is_file():
-                raise NotFound(f"`{path}` is not a file")
+                raise NotFound(f"`{path}` is not a file in the output of {task}")
     except DistflowError as error:
         return _Document(documents.error_document(error), status_code=_status_of(error), background=clean)
     attachment = f"attachment; filename*=UTF-8''{quote(copy.name, safe='')}"

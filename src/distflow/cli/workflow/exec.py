@@ -258,7 +258,7 @@ _MAX_PORTS = 30
 def port_forward(
     workflow: WorkflowArgument,
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="The task whose node the ports are on.", autocompletion=complete_task)
+        str, typer.Argument(metavar="TASK", help="The task on whose node the programs listen.", autocompletion=complete_task)
     ],
     port: Annotated[
         str,
@@ -300,7 +300,7 @@ def parse_ports(text: str) -> list[tuple[int, int]]:
     if len(pairs) > _MAX_PORTS:
         raise InputError(f"--port has {len(pairs)} ports, and at most {_MAX_PORTS} can be forwarded")
     if len({local_port for local_port, _ in pairs}) < len(pairs):
-        raise InputError(f"--port {text} has a local port twice")
+        raise InputError(f"--port {text} names a local port twice")
     return pairs
 
 

@@ -263,7 +263,9 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
     chosen = [one for one in running if wanted in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
     if not chosen and (workflow is not None or task is not None):
         what = " ".join(word for word in (workflow, task) if word is not None)
-        raise NotFound(f"there is no background copy to {what}", hint="`distflow workflow rsync status` lists all")
+        raise NotFound(
+            f"there is no background copy to {what}", hint="`distflow workflow rsync status` lists all background copies"
+        )
     for one in chosen:
         syncs.stop(one)
     return chosen

@@ -73,7 +73,7 @@ def _split(command: str, option: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError:
-        raise InputError(f"{option} has a quote that is not closed", hint="quote as in a shell") from None
+        raise InputError(f"{option} has a quote that is not closed", hint="use quotes as in a shell") from None
 
 
 def write_draft(

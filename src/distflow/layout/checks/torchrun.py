@@ -36,7 +36,7 @@ from distflow.layout.ranks import TaskRanks, World
 __all__ = ["is_shared", "torchrun_world"]
 
 _MAX_NAMED = 3
-"""The maximum number of node ranks that a message names. It only counts the other ones."""
+"""The maximum number of node ranks that a message lists. It gives only the number of the others."""
 
 
 def is_shared(members: Sequence[Member]) -> bool:
@@ -86,7 +86,7 @@ def _upper(claim: Claim) -> int | None:
 
 
 def _plain(member: Member) -> Member:
-    """Return the member without claims that are valid although they are not numbers: ``1:4`` nodes, ``gpu`` processes."""
+    """Return the member without its valid claims that are not numbers: ``1:4`` nodes, ``gpu`` processes."""
     if member.invocation is None:
         return member
     words = {"nproc_per_node": r"gpu|auto|cpu|xpu", "nnodes": r"\d+:\d+"}
@@ -153,7 +153,7 @@ def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
 
 
 def _chosen_by_rendezvous(members: Sequence[Member]) -> list[Problem]:
-    """Return a warning if torchrun's dynamic rendezvous numbers the nodes; none for the static one."""
+    """Return a warning if torchrun's dynamic rendezvous numbers the nodes; nothing for the static rendezvous."""
     for member in members:
         backend = member.flags.get("rdzv_backend")
         if backend is not None and backend.value != "static" and len(members) > 1:

@@ -94,7 +94,7 @@ class Advice:
 
     @property
     def chosen(self) -> Choice | None:
-        """The simplest strategy that fits; ``None`` if none does."""
+        """The simplest strategy that fits; ``None`` if no strategy fits."""
         return next((choice for choice in self.choices if choice.fits), None)
 
 

@@ -27,9 +27,9 @@ def publish(file: IO[Any], path: str) -> None:
 
 
 def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
-    """Return how many bytes of the reserve are missing on the disk of a directory, and the size of the reserve.
+    """Return the number of missing bytes in the reserve on the disk of a directory, and the size of the reserve.
 
-    ``coming``: bytes that are still to be written there.
+    ``coming`` is the number of bytes that are still to be written there.
     """
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)

@@ -125,7 +125,7 @@ def _refusal(
 ) -> AuthenticationRefused:
     hints = []
     if tried:
-        suffix = " and closed the connection: too many were tried" if hung_up else ""
+        suffix = " and closed the connection: too many keys were tried" if hung_up else ""
         message = f"{endpoint} refused {'the key' if len(tried) == 1 else f'all {len(tried)} keys'}{suffix}"
         hints.append("tried:\n" + "\n".join(f"  {label}" for label in tried))
         if suffix:
@@ -133,7 +133,7 @@ def _refusal(
     elif keyring.locked:
         message = f"there is no usable key for {endpoint}: {keyring.locked[0]} is protected by a passphrase"
     else:
-        message = f"there is no usable key for {endpoint}: none was found"
+        message = f"there is no usable key for {endpoint}: no key was found"
     if keyring.locked:
         commands = " or ".join(f"`ssh-add {quote([file])}`" for file in keyring.locked)
         lack = "" if keyring.agent is not None else ' (no agent is running: first run `eval "$(ssh-agent)"`)'

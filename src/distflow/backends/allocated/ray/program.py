@@ -63,7 +63,7 @@ class ClusterProgram:
             raise RequestRefused(f"Ray refused the request: {_text(answer)}", hint="change the resources in the spec")
         if "answer" not in answer:
             raise NodeUnreachable(
-                self._login.name, f"Ray failed to answer `{name}`: {_text(answer)}", hint="see `ray status` on that machine"
+                self._login.name, f"Ray failed to answer `{name}`: {_text(answer)}", hint="run `ray status` on that machine"
             )
         return answer["answer"]
 
