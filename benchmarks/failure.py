@@ -220,7 +220,10 @@ def cut(folder: Path) -> bool:
                 far.cut()
                 taken[name] = until_gone(script, begin, WATCHED_S, on_near)
                 far.heal()
-    print(f"from the cut of a host's link to no rank left on the other one (node_lost_after {LOST_AFTER_S} s)")
+    print(
+        "time from the cut of a host's network link to the end of all ranks on the other host "
+        f"(node_lost_after {LOST_AFTER_S} s)"
+    )
     for name, took in taken.items():
         shown = f"{took:>7.2f} s" if took < WATCHED_S else f"still running after {WATCHED_S:g} s"
         print(f"  {name:<34} {shown}", flush=True)

@@ -1,7 +1,7 @@
 """The protocol of a backend: commands go in and return at once, and observations come out.
 
 An observation is a fact with the time at which it was seen. The answer to a command is an observation too.
-``supervisor.decide`` decides what follows from observations.
+``supervisor.decide`` determines the next commands from the observations.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class LeaseRequest:
     master: str
     """The task whose node hosts the rendezvous."""
     port: int | str | None = None
-    """``any`` for a free port, a number for that port, or ``None`` if the group needs none."""
+    """``any`` for a free port, a number for that port, or ``None`` if the group needs no port."""
     workflow_id: str = ""
     """The workflow's id for people, for messages about its leases."""
     start_timeout_s: float = 120.0
-    """Time after which the nodes release the lease if the start does not come."""
+    """Time after which the nodes release the lease if no ``start`` arrives."""
     venvs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → digest of its Python environment, which its node must have. Other tasks need none."""
     platforms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -167,7 +167,7 @@ class NodeDown(_Observed):
     node: str
     error: str
     since: float | None = None
-    """Time of the last message. ``None`` if the node has sent none since it was last reported down, or never."""
+    """Time of the last message. ``None`` if the node never sent one, or none since the last ``NodeDown``."""
     needs_action: bool = False
     """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
     is_engine_away: bool = False

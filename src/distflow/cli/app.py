@@ -98,7 +98,7 @@ class _Root(LazyGroup):
             },
             "Nodes": {
                 "pool": ("distflow.cli.pool:pool_app", "List pools, and check their nodes."),
-                "resource": ("distflow.cli.pool:resource_app", "Show the resources of nodes, and which are in use."),
+                "resource": ("distflow.cli.pool:resource_app", "Show the total and used resources of nodes."),
                 "node": ("distflow.cli.node:app", "Remove leftover processes and files from nodes."),
                 "train": ("distflow.cli.train:app", "Choose a training strategy, and measure communication."),
             },

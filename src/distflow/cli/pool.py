@@ -172,7 +172,7 @@ resource_app = command_app(no_args_is_help=True)
 
 @resource_app.callback()
 def _resource() -> None:
-    """Show the resources of nodes, and which are in use."""
+    """Show the total and used resources of nodes."""
 
 
 @resource_app.command(

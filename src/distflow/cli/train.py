@@ -85,7 +85,7 @@ def advise_strategy(
 ) -> None:
     """Recommend a training strategy for a model size.
 
-    The output shows how much memory each rank needs, and why.
+    The output shows the memory that each rank needs, and how it is computed.
     """
     try:
         parameters, memory = parse_count(params), parse_bytes(gpu_memory)

@@ -102,8 +102,8 @@ NO_TURN = Rule(
     key="queue-timeout",
     shows="the reason QUEUE_TIMEOUT",
     cause="the group waited for nodes longer than its queue_timeout",
-    remedy="`distflow workflow events <id>` shows why it waited, and `distflow pool check` shows the resources of the nodes. Raise "
-    "`timeout: {queue_timeout: …}`, request less, or submit the workflow with a higher priority.",
+    remedy="`distflow workflow events <id>` shows why it waited, and `distflow pool check` shows the resources of the nodes. "
+    "Raise `timeout: {queue_timeout: …}`, request less, or submit the workflow with a higher priority.",
 )
 END_RULES = (
     NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, NO_TURN, TOO_LONG, SLOW_START,

@@ -17,7 +17,7 @@ _RANK = re.compile(r"^(?:\[default\d+\]:)?\[rank ?(\d+)\]", re.IGNORECASE)
 
 
 class Level(IntEnum):
-    """How close a symptom is to the cause. The closest one is reported."""
+    """The distance between a symptom and the cause. The closest symptom is reported."""
 
     CAUSE = 0
     """The symptom names the cause."""
@@ -77,7 +77,7 @@ class Case:
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks the layout has; 0 without a world."""
+        """The number of ranks in the layout; 0 without a world."""
         return max((outcome.ranks.stop for outcome in self.outcomes), default=0)
 
     def holder(self, rank: int) -> TaskOutcome | None:

@@ -17,7 +17,7 @@ LIMIT = 4 << 20
 """The maximum size of a document in bytes."""
 _YAML = "YAML file"
 _MOST_NAMES = 1000
-"""How many names in the directory are compared with the name of a missing file."""
+"""The maximum number of names in the directory that are compared with the name of a missing file."""
 
 _FILE_TYPES: Mapping[int, str] = MappingProxyType(
     {

@@ -40,7 +40,7 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
     """
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
-        raise ValueError(f"`{function!r}` is not a function that `def` defined: pass one as `func`")
+        raise ValueError(f"`{function!r}` is not defined with `def`: pass such a function as `func`")
     name = inner.__name__
     if name == "<lambda>":
         raise ValueError("a lambda cannot be sent to the nodes: define a function with `def`, and pass it as `func`")
@@ -75,11 +75,11 @@ def _source(function: Callable[..., Any]) -> str:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(
-            f"the source of `{function.__name__}` is not a complete definition ({error}): define it in lines of its own"
+            f"the source of `{function.__name__}` is not a complete definition ({error}): put the definition on separate lines"
         ) from error
     defined = body[0].body if isinstance(body[0], ast.If) else body
     if [getattr(one, "name", None) for one in defined] != [function.__name__]:
-        raise ValueError(f"the source of `{function.__name__}` is not one definition: define it in lines of its own with `def`")
+        raise ValueError(f"the source of `{function.__name__}` is not one definition: put one `def` on separate lines")
     return source
 
 

@@ -210,7 +210,7 @@ class GroupPlan:
     smaller: tuple[GroupPlan, ...] = ()
     """Plans with fewer tasks, the largest first. The group may run as one of them while there is no room for all tasks."""
     smaller_after_s: float = 0.0
-    """How long to wait for room for all tasks before a smaller plan is used, in seconds."""
+    """The maximum time to wait for room for all tasks before a smaller plan is used, in seconds."""
     venv: Requirements | None = None
     """The packages of the Python environment of its tasks; ``None``: they use the Python of their nodes."""
 

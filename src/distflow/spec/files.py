@@ -255,7 +255,7 @@ class _Packing:
 
 
 class _Counted:
-    """A file that reports how many bytes are read."""
+    """A file that reports the number of bytes that are read."""
 
     def __init__(self, file: BinaryIO, report: Callable[[int], None]) -> None:
         self._file = file

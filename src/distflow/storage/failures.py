@@ -41,7 +41,7 @@ _R = TypeVar("_R")
 
 
 class TransferCanceled(Exception):
-    """The transfer was canceled, or another file of it failed."""
+    """The transfer was canceled, or another of its files failed."""
 
 
 class Retries:

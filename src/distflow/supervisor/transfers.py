@@ -106,11 +106,11 @@ class GroupTransfers:
     message: str = ""
     """The remaining transfers as a message; empty if there are none."""
     failed: Cause | None = None
-    """Why a transfer can never succeed."""
+    """The reason why a transfer can never succeed."""
     at: float = 0.0
-    """The end of the last finished transfer; 0 without one."""
+    """The time at which the last transfer ended; 0 if none has ended."""
     on_nodes: frozenset[str] = frozenset()
-    """Tasks whose node still has something to write."""
+    """Tasks whose nodes still have outputs to write."""
 
 
 def input_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> GroupTransfers:
@@ -363,11 +363,11 @@ class PendingOutputs:
     message: str = ""
     """The remaining work as a message; empty if there is none."""
     failure: Cause | None = None
-    """Why one of the outputs will never be available."""
+    """The reason why one of the outputs will never be available."""
     saved_at: float = 0.0
-    """When the last output arrived or was written."""
+    """The time at which the last output arrived or was written."""
     wake_at: float | None = None
-    """When a node will have been unreachable for too long."""
+    """The time at which an unreachable node will be considered lost."""
 
 
 def pending_outputs(
@@ -378,7 +378,7 @@ def pending_outputs(
     lost_after_s: float,
     now: float,
 ) -> PendingOutputs:
-    """Return what remains to be done with a group's outputs: fetch them for dependent groups, and write them to URLs."""
+    """Return the remaining work for a group's outputs: fetch them for dependent groups, and write them to URLs."""
     planned = plan.group(group.name)
     passed_on = _wanted(plan, record)
     wanted = passed_on | relayed_tasks(planned, record, group)

@@ -145,7 +145,7 @@ def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
         if can_restart:
             return []
         message = f"`shared` has no effect: the group `{group.name}` is never retried"
-        hint = "define which exit codes cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
+        hint = "define the exit codes that cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
         return [Problem(where=shared.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)]
     if not can_restart or world is None:
         return []

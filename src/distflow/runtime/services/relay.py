@@ -1,4 +1,4 @@
-"""The relay: it runs on an allocated node, and connects its standard input, output and errors to a command or a port there.
+"""The relay: it runs on an allocated node, and connects its standard streams to a command or a port there.
 
 The engine starts a Python interpreter on the node with the text of this file as an argument (``backends/allocated/relay.py``).
 
@@ -35,7 +35,7 @@ ENDED = b"ended"
 """The output of ``end``."""
 _READ = 65536
 _RESIDENT_S = 15.0
-"""How long to wait for the resident program, which starts together with the job."""
+"""The maximum time to wait for the resident program, which starts together with the job."""
 
 
 def main(argv: List[str]) -> int:
@@ -159,7 +159,7 @@ class _Input:
             poll.register(self._pipe, select.POLLOUT if self._data else 0)
 
     def move(self, ready: Set[int]) -> None:
-        """Read and write what can be read and written now. Once the command has closed the pipe, input is discarded."""
+        """Read and write without waiting. Once the command has closed the pipe, input is discarded."""
         is_closed = self._pipe in ready and not self._data  # without data, `poll` reports only an error of the pipe
         if 0 in ready:
             self._data = self._frames.read()

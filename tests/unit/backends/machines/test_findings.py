@@ -424,7 +424,7 @@ def test_nodes_with_the_same_address_must_get_their_own() -> None:
     pairs = [Pair(source="gpu1", target="gpu2", address="127.0.0.1", kind="refused")]
     pairs += [Pair(source="gpu2", target="gpu1", address="127.0.0.1", kind="stranger")]
     (finding,) = judge_pairs(nodes, pairs)
-    assert (finding.nodes, finding.message) == (("gpu1", "gpu2"), "they have the same training address 127.0.0.1")
+    assert (finding.nodes, finding.message) == (("gpu1", "gpu2"), "these nodes have the same training address 127.0.0.1")
     assert finding.hint.startswith("127.0.0.1 is the same on every machine")
 
 

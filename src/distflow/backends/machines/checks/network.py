@@ -138,7 +138,7 @@ def _twins(pairs: Sequence[Pair]) -> Iterator[Finding]:
         if address.startswith("127.") or address == "::1":
             hint = f"{address} is the same on every machine: {hint}"
         nodes = tuple(dict.fromkeys(names))
-        message = f"they have the same training address {address}"
+        message = f"these nodes have the same training address {address}"
         yield Finding(grade=Grade.ERROR, about="reach", nodes=nodes, message=message, hint=hint)
 
 
