@@ -40,7 +40,7 @@ def function_script(function: object, arguments: Mapping[str, Any] | None) -> st
     """
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
-        raise ValueError(f"`{function!r}` is not defined with `def`: pass such a function as `func`")
+        raise ValueError(f"`{function!r}` is not a function defined with `def`: define one, and pass it as `func`")
     name = inner.__name__
     if name == "<lambda>":
         raise ValueError("a lambda cannot be sent to the nodes: define a function with `def`, and pass it as `func`")

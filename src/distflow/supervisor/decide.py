@@ -35,7 +35,7 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
     for workflow in snapshot.workflows:
         uuid = workflow.record.uuid
         view = unchanged.get(uuid)
-        # Of thousands of workflows, most do not change between decisions. Each of those costs only this check.
+        # Of thousands of workflows, most do not change between decisions. An unchanged workflow costs only this check.
         if view is None or view.usage.workflow.record is not workflow.record or view.wake_at <= now or uuid in busy:
             view = _decide_workflow(snapshot, workflow, now, decision, is_busy=uuid in busy)
         elif view.wake_at < math.inf:

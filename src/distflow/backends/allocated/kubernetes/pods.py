@@ -44,7 +44,7 @@ SIZE = "distflow.dev/size"
 MARKER = "distflow.dev/marker"
 """The annotation with the marker of the allocation."""
 CONTAINER = "task"
-NO_VOLCANO = "remove `scheduler: volcano` from the pool's `kubernetes`, or ask for Volcano with scheduling.volcano.sh/v1beta1"
+NO_VOLCANO = "remove `scheduler: volcano` from the pool's `kubernetes`, or install Volcano with scheduling.volcano.sh/v1beta1"
 """The hint if the cluster does not know the objects of ``pod_group_manifest``."""
 _LONGEST_LABEL = 63
 _STOP_S = 30
