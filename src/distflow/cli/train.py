@@ -124,7 +124,7 @@ def bench(
     if importlib.util.find_spec("torch") is None:
         raise InputError(
             "`distflow train bench` needs torch, which is not installed on this machine",
-            hint="pip install 'distflow-cli[train]'",
+            hint="run: pip install 'distflow-cli[train]'",
         )
     command = [sys.executable, "-m", "distflow.train.bench", what.value, "--ranks", str(ranks), "--format", format_type.value]
     code = subprocess.run(command, check=False).returncode

@@ -171,7 +171,9 @@ class Credentials:
         credential has the name, or if the payload is not valid.
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-            hint = f"begin with a letter, end with a letter or digit, use letters, digits, `_` and `-`; at most {_LONGEST_NAME} characters"
+            hint = (
+                f"use at most {_LONGEST_NAME} letters, digits, `_` and `-`; begin with a letter, and end with a letter or digit"
+            )
             raise InputError(f"{name!r} is not a valid name of a credential", hint=hint)
         made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
         with _errors(self._folder), self._locked():

@@ -39,7 +39,7 @@ def serve(
         if error.name is None or error.name.startswith("distflow"):
             raise
         raise InputError(
-            f"`distflow ui` needs a package that is not installed: {error.name}", hint="pip install 'distflow-cli[ui]'"
+            f"`distflow ui` needs a package that is not installed: {error.name}", hint="run: pip install 'distflow-cli[ui]'"
         ) from None
     listener = _listen(port)
     token = make_token()

@@ -1,4 +1,4 @@
-"""The two records of an attempt: ``runner.json`` (its current state) and ``exit.json`` (how it ended).
+"""The two records of an attempt: ``runner.json`` (its current state) and ``exit.json`` (its end).
 
 Both use space that was allocated at ``lease`` and are written in place, so that a full disk does not prevent writing them. They
 are the authoritative state of an attempt.

@@ -84,7 +84,7 @@ class _Check:
         if missing:
             yield error(
                 "rbac", self._at, f"these calls are not allowed in namespace `{self._api.namespace}`: {listed(missing)}",
-                "ask for the role in docs/kubernetes.md",
+                "ask the cluster's administrator for the role in docs/kubernetes.md",
             )  # fmt: skip
         if optional:
             yield note("rbac", self._at, f"{listed(optional)} is not allowed, so some causes of failures remain unknown", "")
@@ -125,7 +125,10 @@ class _Check:
             name = plain(str((one.get("metadata") or {}).get("name", "")))
             if full:
                 yield warning(
-                    "quota", self._at, f"quota `{name}` is used up: {', '.join(full)}", "workflows wait until it is free"
+                    "quota",
+                    self._at,
+                    f"quota `{name}` is used up: {', '.join(full)}",
+                    "workflows wait until other pods release it",
                 )
             else:
                 yield note("quota", self._at, f"quota `{name}` allows more pods", "")

@@ -46,7 +46,7 @@ class RayEngine:
         self._login = login
         self._program = ClusterProgram(login, python=self._settings.python, address=self._settings.address)
         self._state = threading.Lock()
-        """Guards everything below."""
+        """Guards the attributes below."""
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         """The endpoint of each node, by allocation and host."""
         self._over: dict[str, Over] = {}
@@ -70,7 +70,7 @@ class RayEngine:
         return found
 
     def notice(self, allocation_id: str) -> str:
-        """Return a warning about how an allocation was requested; empty if there is none."""
+        """Return a warning about the request for an allocation; empty if there is none."""
         with self._state:
             return self._notices.get(allocation_id, "")
 

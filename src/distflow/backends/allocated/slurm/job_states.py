@@ -166,7 +166,7 @@ _LIMIT = (
 
 
 def pending_text(reason: str) -> str:
-    """Return why a job waits, in plain words and with Slurm's reason."""
+    """Return the reason why a job waits, in plain words and with Slurm's reason."""
     word = re.split(r"[,(\s:]", reason, maxsplit=1)[0]
     text = _PENDING.get(word) or _limit(word)
     shown = plain(reason)[:200]
@@ -189,7 +189,7 @@ def _limit(word: str) -> str | None:
 
 
 def state_text(state: str) -> str:
-    """Return why a job waits in a state other than ``PENDING``."""
+    """Return the reason why a job waits in a state other than ``PENDING``."""
     text = {
         "CONFIGURING": "waits for its nodes to start",
         "POWER_UP_NODE": "waits for its nodes to start",
