@@ -20,7 +20,7 @@ class Notice(Struct, frozen=True, kw_only=True):
     subject: str = ""
     """For ``waiting``: the group and its attempt, such as ``train/0``."""
     at: float
-    """When it became due."""
+    """The time at which it became due."""
 
     @property
     def id(self) -> str:

@@ -48,9 +48,9 @@ class Sync:
     """The maximum size of the log, and of the rotated log, in bytes."""
     pid: int = 0
     synced_at: float | None = None
-    """When the last successful copy ended."""
+    """The time at which the last successful copy ended."""
     error: str = ""
-    """Why the last copy failed; empty if it succeeded."""
+    """The reason why the last copy failed; empty if it succeeded."""
     ended_at: float | None = None
 
 

@@ -74,7 +74,7 @@ def cancel_workflows(
     for failure in failures:
         print_notice(f"error: {failure}")
     if failures:
-        # The JSON document already contains the errors. Raising one would print a second document.
+        # The JSON document already contains the errors. Raising an error would print a second document.
         raise typer.Exit(failures[-1].exit_code)
 
 

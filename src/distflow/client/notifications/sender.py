@@ -106,9 +106,9 @@ class _Delivery:
         self.url = url
         self.tries = 0
         self.next_at = 0.0
-        """When the next try begins, in monotonic seconds."""
+        """The time of the next try, in monotonic seconds."""
         self.give_up_at: float | None = None
-        """When the running try is given up, in monotonic seconds; ``None`` between tries."""
+        """The time at which the running try is given up, in monotonic seconds; ``None`` between tries."""
 
 
 class _Sender:

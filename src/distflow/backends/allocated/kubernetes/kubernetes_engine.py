@@ -322,7 +322,7 @@ def _refusal(error: ApiError, namespace: str) -> Exception:
     if error.status == 404:
         hint = f"create the namespace `{namespace}`, or change `kubernetes.namespace` of the pool"
     elif error.status == 403 and "cannot create" in error.message:
-        hint = "ask for the role in docs/kubernetes.md; `distflow pool check` lists the missing permissions"
+        hint = "ask an administrator for the role in docs/kubernetes.md; `distflow pool check` lists the missing permissions"
     elif "PodSecurity" in error.message:
         hint = "add a `securityContext` to the pod template, or use another namespace"
     return RequestRefused(f"Kubernetes refused the pods: {error.message}", hint=hint)

@@ -214,7 +214,7 @@ class OutputReader:
         while "entries" in (answer := self._stream.line()):
             for name, size, modified_ns, is_executable, link in answer["entries"]:
                 if not 0 < len(name) <= _MAX_NAME or {"", ".", ".."} & set(name.split("/")) or "\0" in name:
-                    raise AgentError(self._node, "malformed", f"it sent an invalid file name: {name[:100]!r}")
+                    raise AgentError(self._node, "malformed", f"the node sent an invalid file name: {name[:100]!r}")
                 found.append(
                     RemoteFile(name=name, size=size, modified_ns=_bounded(modified_ns), is_executable=is_executable, link=link)
                 )
