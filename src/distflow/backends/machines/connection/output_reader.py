@@ -219,7 +219,7 @@ class OutputReader:
                     RemoteFile(name=name, size=size, modified_ns=_bounded(modified_ns), is_executable=is_executable, link=link)
                 )
             if len(found) > _MAX_FILES:
-                raise AgentError(self._node, "malformed", f"it has more than {_MAX_FILES:,} files, the limit of distflow")
+                raise AgentError(self._node, "malformed", f"the node listed more than {_MAX_FILES:,} files, the maximum")
         return tuple(found), int(answer.get("others", 0))
 
 
@@ -296,7 +296,7 @@ class _LocalFile:
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             if at:
-                raise OpError("bad_request", f"it does not continue `{self.file.name}` at the requested byte")
+                raise OpError("bad_request", f"the node did not continue `{self.file.name}` at the requested byte")
             self._digest = hashlib.sha256()
         return self._digest
 
