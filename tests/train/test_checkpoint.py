@@ -326,11 +326,13 @@ def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path
         worker = records["worker", rank]
         assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
         assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
-        assert records["refused", rank]["error"].endswith("this model: they differ in 0.bias, 2.bias, 2.weight, 9.bias")
+        assert records["refused", rank]["error"].endswith(
+            "this model: unknown or missing names are 0.bias, 2.bias, 2.weight, 9.bias"
+        )
         piped = records["piped", rank]
         assert piped["names"] == worker["names"]
         assert (piped["equal"], piped["falls"]) == ("[False, True, True]", True)
-        assert piped["error"].endswith("this model: they differ in 0.bias, 2.bias, 2.weight, 9.bias")
+        assert piped["error"].endswith("this model: unknown or missing names are 0.bias, 2.bias, 2.weight, 9.bias")
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
         for lost in (0, 1):
             apart = records[f"apart without {lost}", rank]

@@ -45,7 +45,8 @@ def test_a_pool_without_mistakes(checked: Check, slurm: Slurm, tmp_path: Path) -
     ):
         assert words in found
     assert list((tmp_path / "root").iterdir()) == []
-    assert slurm.jobs() == []
+    # Slurm may still be completing the job of the check.
+    wait_until(lambda: not slurm.jobs(), 30, "the end of the job of the check")
 
 
 @pytest.mark.parametrize(
