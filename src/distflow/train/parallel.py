@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 
 from distflow.train.communication.gradients import accumulate, begin_step, local_sgd
@@ -43,12 +44,13 @@ def parallelize(
         strategy = "ddp"
     placed = place(strategy, world_size())
     if weights is None:
-        plan = ParallelPlan(prepare(model, placed, loss, example), placed)
+        ready = prepare(model, placed, loss, example)
     else:
         from distflow.train.strategies.weights import load_weights, weight_names  # noqa: PLC0415  it takes a second to import
 
-        plan = ParallelPlan(prepare(model, placed, loss, example, weight_names(weights, model)), placed)
-        load_weights(plan.model, weights)
+        ready = prepare(model, placed, loss, example, weight_names(weights, model))
+        load_weights(ready, weights)
+    plan = ParallelPlan(ready, placed, make_sequence_mesh(placed))
     choose(placed, plan.rank)
     return plan
 
@@ -61,7 +63,7 @@ def world_size() -> int:
 class ParallelPlan:
     """One model that all ranks train together under a strategy."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy, sequence_mesh: DeviceMesh | None = None) -> None:
         self.model = model
         """This rank's model: in ``DistributedDataParallel``, with shards as parameters, or its stages of a pipeline.
 
@@ -71,7 +73,7 @@ class ParallelPlan:
         """The strategy on the mesh of all ranks."""
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         """This process's number among all ranks."""
-        self._sequence_mesh = make_sequence_mesh(strategy)
+        self._sequence_mesh = sequence_mesh
         if self._sequence_mesh is not None:
             self._is_divided = False
             model.register_forward_pre_hook(self._check_divided)
