@@ -271,7 +271,8 @@ def test_a_node_whose_kubelet_is_gone_is_lost(lone_pool: KubernetesPool) -> None
 def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: KubernetesPool) -> None:
     cluster = lone_pool.cluster
     workflow = _runs(lone_pool)
-    task, node = next((name, task["node_name"].partition("_")[0]) for name, task in lone_pool.cli.tasks(workflow).items())
+    nodes = {name: task["node_name"].partition("_")[0] for name, task in lone_pool.cli.tasks(workflow).items()}
+    node = nodes["master"]
     kubelet, settings = node.replace("node", "kubelet"), cluster.folder / node / "kubelet.yaml"
     before = settings.read_text()
     cluster.stop(kubelet)
@@ -285,7 +286,8 @@ def test_a_pod_that_its_node_evicts_for_lack_of_memory_is_named(lone_pool: Kuber
         if cluster.is_up(kubelet):
             cluster.stop(kubelet)
     first = answer["groups"][0]["first_cause"]
-    assert (first["task"], first["reason"]) == (task, "EVICTED"), answer
+    # The scheduler may place both pods on this node, which then evicts either of them first.
+    assert (nodes[first["task"]], first["reason"]) == (node, "EVICTED"), answer
     assert "memory" in first["message"].lower()
 
 
