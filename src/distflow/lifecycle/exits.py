@@ -27,7 +27,6 @@ __all__ = [
     "exit_text",
     "overlap",
     "parse_codes",
-    "signal_name",
 ]
 
 CODES: Mapping[Reason, int | None] = MappingProxyType(
@@ -153,18 +152,8 @@ def action_of(
     return found
 
 
-def signal_name(number: int) -> str:
-    """Return the name of a signal, such as ``SIGKILL``; ``signal 50`` for a number without a name."""
-    import signal  # noqa: PLC0415  takes 1 ms, and few tasks end by a signal
-
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def exit_text(exit_code: int | None, signal: int | None) -> str:
     """Return ``exit code 1`` or ``SIGKILL``, and an empty text if neither is known."""
     if signal is not None:
-        return signal_name(signal)
+        return ends.signal_name(signal)
     return f"exit code {exit_code}" if exit_code is not None else ""

@@ -12,6 +12,7 @@ __all__ = [
     "code_of",
     "counts_as_failure",
     "is_in",
+    "signal_name",
 ]
 
 
@@ -72,6 +73,16 @@ def is_in(code: int, ranges: Ranges) -> bool:
 def code_of(exit_code: Optional[int], signal: Optional[int]) -> Optional[int]:
     """Return the exit code of a command as a shell reports it: 128 + n when signal n ended it."""
     return exit_code if signal is None else 128 + signal
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as ``SIGKILL``; ``signal 50`` for a number without a name."""
+    import signal  # takes 1 ms, and few tasks end by a signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "signal {}".format(number)
 
 
 def counts_as_failure(reason: EndReason, code: Optional[int], success: Ranges, failure: Ranges) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct, field
 
 from distflow.documents.text import plain
-from distflow.lifecycle.exits import signal_name
-from distflow.protocol.ends import EndReason
+from distflow.protocol.ends import EndReason, signal_name
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
 from distflow.state.ends import End, RankText
 

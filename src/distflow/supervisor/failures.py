@@ -18,10 +18,10 @@ from typing import Any
 from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.clocks import Clock
-from distflow.lifecycle.exits import Action, ExitActions, action_of, signal_name
+from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
-from distflow.protocol.ends import EndReason
+from distflow.protocol.ends import EndReason, signal_name
 from distflow.protocol.error_file import is_symptom, parse_error_file
 from distflow.state.ends import RankText
 from distflow.state.record import Cause, End, GroupRecord, HiddenFailure, TaskRecord

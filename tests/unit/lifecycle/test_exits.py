@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.lifecycle.exits import CODES, Action, ExitActions, action_of, exit_code_of, overlap, parse_codes, signal_name
+from distflow.lifecycle.exits import CODES, Action, ExitActions, action_of, exit_code_of, overlap, parse_codes
 from distflow.lifecycle.states import Reason
+from distflow.protocol.ends import signal_name
 
 
 @pytest.mark.parametrize(

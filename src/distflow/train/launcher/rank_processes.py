@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from distflow.protocol.ends import signal_name
 from distflow.protocol.error_file import is_symptom
 from distflow.train.launcher.rank import Failure, read_failure
 
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 
 STOPPED = 128 + signal.SIGTERM
-"""The exit code of a process that stopped on request: 143."""
+"""143: the exit code of a process that stopped on request. A script ends with ``sys.exit(STOPPED)``."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 1.0
 """The launcher checks its ranks this often, in case it misses the signal that a rank has ended."""
@@ -77,7 +78,7 @@ class End:
     @property
     def how(self) -> str:
         """Return a text such as ``exit code 1`` or ``SIGKILL``."""
-        return f"exit code {self.code}" if self.code >= 0 else _signal_name(-self.code)
+        return f"exit code {self.code}" if self.code >= 0 else signal_name(-self.code)
 
     @property
     def message(self) -> str:
@@ -259,10 +260,3 @@ def _kill(rank: RankProcess) -> None:
 def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(pid, number)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
