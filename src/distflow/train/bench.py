@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ __all__ = ["allreduce", "main", "scaling", "step_time"]
 
 _SIZES = tuple(2**power for power in range(10, 27, 4))
 """Bytes: 1 KiB to 64 MiB."""
-_WARM, _ROUNDS = 2, 7
+_ROUNDS = 7
 Row = dict[str, Any]
 
 
@@ -41,8 +40,7 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
     rows = []
     for size in sizes:
         tensor = torch.ones(max(size // 4, 1), device=device)
-        timer = Timer("dist.all_reduce(tensor)", globals={"dist": dist, "tensor": tensor})
-        seconds = median(timer.timeit(1).mean for _ in range(_ROUNDS))
+        seconds = _median_seconds("dist.all_reduce(tensor)", dist=dist, tensor=tensor)
         bandwidth = tensor.nbytes / seconds
         bus = bandwidth * 2 * (ranks - 1) / ranks
         rows.append({"bytes": tensor.nbytes, "seconds": seconds, "algorithm_bandwidth": bandwidth, "bus_bandwidth": bus})
@@ -57,16 +55,19 @@ def step_time(*, batch_size: int = 1024) -> float:
     model = place.parallelize(layers, "ddp").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.randn(batch_size, 256).tensor_split(place.size)[place.rank].to(place.device)
-    times = []
-    for _ in range(_WARM + _ROUNDS):
-        dist.barrier()
-        begin = perf_counter()
+
+    def step() -> None:
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        times.append(perf_counter() - begin)
-    return median(times[_WARM:])
+
+    return _median_seconds("step()", step=step)
+
+
+def _median_seconds(statement: str, **names: Any) -> float:
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+    return median(timer.timeit(1).mean for _ in range(_ROUNDS))
 
 
 def scaling(ranks: int) -> list[Row]:

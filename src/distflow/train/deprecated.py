@@ -44,11 +44,8 @@ class Worker:
     """A model with its optimizer. For a pipeline, a batch is a pair of inputs and targets."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, Any], Any]) -> None:
-        warnings.warn(
-            "distflow.train.Worker is deprecated: use plan.forward_backward, model_state and load_model_state",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        advice = "distflow.train.Worker is deprecated: use plan.forward_backward, model_state and load_model_state"
+        warnings.warn(advice, DeprecationWarning, stacklevel=2)
         plan = parallel.ParallelPlan(model, description.current_strategy())
         self.model, self.optimizer, self._loss_of = model, optimizer, loss_of
         self.get_model_state, self.set_model_state = plan.model_state, plan.load_model_state

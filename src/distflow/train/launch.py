@@ -11,9 +11,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from distflow.train.launcher.starting import LayoutError, read_share, run_command
+from distflow.train.launcher.starting import LaunchOptions, LayoutError, read_share, run_command
 
 __all__ = ["main"]
 
@@ -26,10 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{args.target}: no such script; give the path of a Python file, or -m and the name of a module")
     try:
         share = read_share(
-            os.environ, offset=args.offset, size=args.size, world_size=args.world_size, master_addr=args.master_addr,
-            master_port=args.master_port, max_restarts=args.max_restarts, stop_grace_s=args.stop_grace,
-            failure_grace_s=args.failure_grace, numa=args.numa,
-        )  # fmt: skip
+            os.environ, **{name: value for name, value in vars(args).items() if name in LaunchOptions.__annotations__}
+        )
     except LayoutError as error:
         parser.error(str(error))
     return run_command(share, "module" if args.module else "script", args.target, args.arguments)
@@ -40,21 +39,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m distflow.train.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    add = parser.add_argument
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
     add("--offset", type=int, help="first global rank of this machine (default: DISTFLOW_RANK_OFFSET, else 0)")
     add("--size", type=int, help="number of ranks on this machine (default: DISTFLOW_RANK_SIZE, else 1)")
-    world_help = "number of ranks on all machines (default: DISTFLOW_WORLD_SIZE, else all are here)"
-    add("--world_size", "--world-size", type=int, help=world_help)
+    add("--world_size", "--world-size", type=int, help="ranks on all machines (default: DISTFLOW_WORLD_SIZE, else those here)")
     add("--master-addr", "--master_addr", help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine)")
     add("--master-port", "--master_port", type=int, help="port of rank 0's store (default: MASTER_PORT, else a free one)")
-    restarts_help = "restart all ranks up to this many times after a failure (one machine only)"
-    add("--max-restarts", "--max_restarts", type=int, default=0, help=restarts_help)
-    add("--stop-grace", type=float, default=30.0, metavar="S", help="seconds that ranks have after SIGTERM (default: 30)")
-    add("--failure-grace", type=float, default=3.0, metavar="S", help="the same, when another rank failed (default: 3)")
+    add("--max-restarts", "--max_restarts", type=int, help="restarts of all ranks after failures (one machine only)")
+    add("--stop-grace", dest="stop_grace_s", type=float, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
+    add("--failure-grace", dest="failure_grace_s", type=float, metavar="S", help="the same, after a rank failed (default: 3)")
     add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, where the machine says which")
-    add("-m", "--module", action="store_true", help="the target is the name of a module, as in python -m")
-    add("target", help="script, or module with -m")
-    add("arguments", nargs=argparse.REMAINDER, help="for the script")
+    add("-m", "--module", action="store_true", default=False, help="the target is the name of a module, as in python -m")
+    parser.add_argument("target", help="script, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
     return parser
 
 

@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -108,45 +110,42 @@ class StepTimer:
         if every < 1:
             raise ValueError(f"every={every}: give 1 or more")
         self._every = every
-        self._steps = self._samples = self._total = 0
-        self._begin = self._entered = time.perf_counter()
+        self._steps = self._samples = 0
+        self._begin = time.perf_counter()
         self._work_s: float | None = None
 
-    def work(self) -> StepTimer:
-        """Return the context for this rank's own work in a step."""
-        return self
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Measure this rank's own work in a step."""
         _synchronize()
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        _synchronize()
-        self._work_s = (self._work_s or 0.0) + time.perf_counter() - self._entered
+        entered = time.perf_counter()
+        try:
+            yield
+        finally:
+            _synchronize()
+            self._work_s = (self._work_s or 0.0) + time.perf_counter() - entered
 
     def step(self, samples: int = 0) -> Pace | None:
         """End a step with ``samples`` samples of this rank. Every ``every`` steps, report and return the pace."""
         self._steps += 1
-        self._total += 1
         self._samples += samples
-        if self._steps < self._every:
+        if self._steps % self._every:
             return None
         elapsed = time.perf_counter() - self._begin
         mine = elapsed if self._work_s is None else self._work_s
         check_all_answer()
-        figures = mine / self._steps, elapsed, self._samples, _peak_memory()
+        figures = mine / self._every, elapsed, self._samples, _peak_memory()
         rows = from_all(figures, control_group())
         slowest = max(row[1] for row in rows)
         pace = Pace(
-            steps=self._steps,
+            steps=self._every,
             step_s=tuple(row[0] for row in rows),
             samples_per_s=tuple(row[2] / slowest for row in rows),
             memory_bytes=tuple(row[3] for row in rows),
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        report(step=self._total, **pace.of_rank(rank), **(pace.of_all if rank == 0 else {}))
-        self._steps = self._samples = 0
-        self._work_s = None
+        report(step=self._steps, **pace.of_rank(rank), **(pace.of_all if rank == 0 else {}))
+        self._samples, self._work_s = 0, None
         self._begin = time.perf_counter()
         return pace
 

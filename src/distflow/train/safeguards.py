@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distflow.train.communication.gradients import local_gradients
 from distflow.train.communication.votes import all_ranks, any_rank
+from distflow.train.launcher.rank_processes import STOPPED
 
 __all__ = ["STOPPED", "GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory", "listen_for_stop", "stop_requested"]
 
@@ -159,9 +160,6 @@ class GradientGuard:
             )
         return False
 
-
-STOPPED = 128 + signal.SIGTERM
-"""The exit code of a rank that stopped on request: ``sys.exit(STOPPED)``."""
 
 _asked = False
 _listening = False

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from distflow.protocol.error_file import VARIABLE, ErrorReport
 from distflow.train.launcher import rank as rank_process
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["LaunchOptions", "LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
 _LOCAL = "127.0.0.1"
-_SETTINGS = ("max_restarts", "stop_grace_s", "failure_grace_s", "numa")
 
 
 class LayoutError(ValueError):
@@ -73,11 +72,6 @@ class Share:
     failure_grace_s: float = 3.0
     numa: bool = False
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether this machine has all ranks."""
-        return self.size == self.world_size
-
 
 def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions]) -> Share:
     """Combine the options with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
@@ -86,8 +80,9 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     world = _number(environment, "DISTFLOW_WORLD_SIZE", options.get("world_size"), first + count)
     address = options.get("master_addr") or environment.get("MASTER_ADDR")
     port = _number(environment, "MASTER_PORT", options.get("master_port"), 0)
-    settings: dict[str, Any] = {name: value for name, value in options.items() if name in _SETTINGS}
-    share = Share(offset=first, size=count, world_size=world, master_addr=address or _LOCAL, master_port=port, **settings)
+    layout = {"offset": first, "size": count, "world_size": world, "master_addr": address or _LOCAL, "master_port": port}
+    settings: dict[str, Any] = {**options, **layout}
+    share = Share(**settings)
     if count < 1:
         raise LayoutError(f"--size {count}: a machine has at least one rank; give --size 1 or more")
     if first < 0:
@@ -102,16 +97,16 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
             raise LayoutError(f"{flag} {seconds:g}: give 0 seconds or more")
     if share.max_restarts < 0:
         raise LayoutError(f"--max-restarts {share.max_restarts}: give 0 or more")
-    if share.max_restarts and not share.is_whole:
+    if share.max_restarts and count < world:
         raise LayoutError(
             "--max-restarts: one machine cannot restart a world of several; let distflow try the group again "
             "(exitActions in the spec)"
         )
     if not 0 <= port < 65536:
         raise LayoutError(f"--master-port {port}: give a port from 1 to 65535")
-    if not share.is_whole and not address:
+    if count < world and not address:
         raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
-    if not share.is_whole and not port:
+    if count < world and not port:
         raise LayoutError("--master-port is missing: give a port that is free on the master, the same on every machine")
     return share
 
@@ -165,7 +160,9 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
             f"launch() cannot hand {function!r} and its arguments to other processes ({error}): define the function at the top "
             "of a module, and give it plain values"
         ) from error
-    has_file = _has_file()
+    program = sys.modules["__main__"]
+    # Whether new processes can import this program.
+    has_file = program.__spec__ is not None or os.path.isfile(getattr(program, "__file__", None) or "")
     if not has_file and b"__main__" in bytes(pickled):
         raise TypeError(
             f"launch() starts new processes, which cannot import {function!r} or its arguments: this program has no file (it "
@@ -180,30 +177,20 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(environment)  # libraries read it while the function is being imported
-        program = vars(sys.modules["__main__"])
         # In a program without a file it names a path that does not exist, such as <stdin>, which the process would run first.
-        path = None if has_file else program.pop("__file__", None)
+        path = None if has_file else vars(program).pop("__file__", None)
         try:
             process.start()
         finally:
             os.environ.clear()
             os.environ.update(before)
             if path is not None:
-                program["__file__"] = path
-        pid = process.pid
-        if pid is None:
-            raise RuntimeError("multiprocessing started no process")
-        return pid, lambda: process.exitcode
+                program.__file__ = path
+        return cast("int", process.pid), lambda: process.exitcode
 
     code = _run(share, start)
     if code:
         raise SystemExit(code)
-
-
-def _has_file() -> bool:
-    """Return whether new processes can import this program."""
-    program = sys.modules["__main__"]
-    return program.__spec__ is not None or os.path.isfile(getattr(program, "__file__", None) or "")
 
 
 def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -249,7 +236,9 @@ def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
             end_now(ranks)  # otherwise they would wait for the missing ranks, and this process would wait for them
             raise
         outcome = supervise(ranks, wake, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
-        _report(outcome)
+    if (end := outcome.first) is not None:
+        callstack = f"\n{end.failure.report.callstack}".rstrip("\n") if end.failure else ""
+        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}{callstack}")
     return outcome
 
 
@@ -299,16 +288,6 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield holder.getsockname()[1]
-
-
-def _report(outcome: Outcome) -> None:
-    """Report on standard error which rank failed first."""
-    end = outcome.first
-    if end is not None:
-        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {end.message}")
-        if end.failure and end.failure.report.callstack:
-            sys.stderr.write(end.failure.report.callstack)
-            sys.stderr.flush()
 
 
 def _leave(outcome: Outcome) -> None:

@@ -15,20 +15,8 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from distflow.train.strategies.options import (
-    KINDS,
-    MESH_SIZES,
-    OPTIONS,
-    InvalidValue,
-    Misfit,
-    StrategyOptions,
-    clashes,
-    default_mesh,
-    micro_batches,
-    misfits,
-    normal_value,
-    regular_mesh,
-)
+from distflow.train.strategies import options as known
+from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, InvalidValue, Misfit, StrategyOptions
 
 __all__ = [
     "Strategy",
@@ -73,7 +61,7 @@ class Strategy:
         """The samples of one step over all ranks; ``None`` without ``global_batch_size`` and ``micro_batch_size``."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
-        return int(self.options["micro_batch_size"]) * micro_batches(self.options) * self.data_shard(0)[1]
+        return int(self.options["micro_batch_size"]) * known.micro_batches(self.options) * self.data_shard(0)[1]
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -93,8 +81,8 @@ class Strategy:
     def having(self, options: Mapping[str, Any]) -> Strategy:
         """Return this strategy with some options added or replaced. Raises ``ValueError`` for invalid options."""
         merged = _normal({**self.options, **options}, list(OPTIONS))
-        _refuse(misfits(self.kind, merged))
-        _refuse(clashes(self.kind, self.mesh, merged))
+        _refuse(known.misfits(self.kind, merged))
+        _refuse(known.clashes(self.kind, self.mesh, merged))
         return replace(self, options=MappingProxyType(merged))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
@@ -105,14 +93,11 @@ class Strategy:
         >>> Strategy(kind="hybrid", shape=(2, 2), names=("fsdp", "tp")).data_shard(1)
         (0, 2)
         """
-        index, count, rest = 0, 1, rank
-        coordinates: list[int] = []
-        for size in reversed(self.shape):
-            rest, coordinate = divmod(rest, size)
-            coordinates.append(coordinate)
-        for name, size, coordinate in zip(self.names, self.shape, reversed(coordinates), strict=True):
+        index, count, neighbors = 0, 1, 1
+        for name, size in reversed(self.mesh.items()):
             if name in _DATA_AXES:
-                index, count = index * size + coordinate, count * size
+                index, count = index + rank // neighbors % size * count, count * size
+            neighbors *= size
         return index, count
 
 
@@ -194,7 +179,7 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
     """Return a strategy on a mesh over ``world`` ranks. Raises ``ValueError`` if the ranks or the options do not fit it."""
     if isinstance(given, Strategy):
-        return _on_mesh(given.kind, regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
+        return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())
 
 
@@ -206,8 +191,8 @@ def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = Non
     if kind not in KINDS:
         raise ValueError(f"unknown strategy {kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
-    _refuse(misfits(kind, given))
-    mesh = default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
+    _refuse(known.misfits(kind, given))
+    mesh = known.default_mesh(kind, world, given, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
     return _on_mesh(kind, mesh).having({name: value for name, value in given.items() if name not in MESH_SIZES})
 
 
@@ -217,15 +202,15 @@ def _on_mesh(kind: str, mesh: dict[str, int] | Misfit) -> Strategy:
     return Strategy(kind=kind, shape=tuple(mesh.values()), names=tuple(mesh))
 
 
-def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def _normal(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return options in their normal form. Raises ``ValueError`` for unknown options and invalid values."""
     normal = {}
     for name, value in options.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
             raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         try:
-            normal[name] = normal_value(name, value)
+            normal[name] = known.normal_value(name, value)
         except InvalidValue as invalid:
             raise ValueError(f"{name} is {value!r}: give {invalid}") from None
     return normal

@@ -43,9 +43,7 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )  # fmt: skip
 """The mesh axes of each kind, from the outermost to the innermost: ranks that differ only in the last axis are neighbors."""
-MAIN_AXIS: Mapping[str, str] = MappingProxyType(
-    {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
-)
+MAIN_AXIS: Mapping[str, str] = MappingProxyType({**{kind: axes[-1] for kind, axes in AXES.items()}, "pipeline": "pp"})
 """The axis that every mesh of this kind has."""
 KINDS = tuple(AXES)
 """Replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and an unchanged module."""
