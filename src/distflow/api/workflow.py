@@ -714,7 +714,7 @@ def _overrides(values: Mapping[str, object] | None, secrets: Mapping[str, str] |
 def _priority(text: str | None) -> Any:
     if text is None or str(text).upper() in Priority.__members__:
         return text and Priority[text.upper()]
-    raise InputError(f"`{text}` is not a priority", hint=did_you_mean(text, Priority.__members__))
+    raise InputError(f"`{text}` is not a priority", hint=did_you_mean(text, Priority.__members__, what="priorities"))
 
 
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def upload_data(
     goal = parse_url(url, writes=True)
     files = find_sources(paths, regex)
     if not files:
-        raise NotFound("there are no files to upload" + (f" that match `{regex}`" if regex else ""))
+        raise _no_files(regex)
     with _open_store(client, goal) as store:
         return upload(store, goal, files, at_once=threads, on_progress=on_progress)
 
@@ -200,6 +200,13 @@ def check_data_access(client: Client, url: str, access: str) -> None:
         check_access(store, goal, Access(access))
 
 
+def _no_files(regex: str) -> NotFound:
+    if not regex:
+        return NotFound("there are no files to upload", hint="the paths are empty directories: give paths with files")
+    hint = "the pattern must match names from their start, and names begin with their directory, as in `results/a.json`"
+    return NotFound(f"there are no files to upload that match `{regex}`", hint=hint)
+
+
 @contextmanager
 def _open_store(client: Client, url: StorageUrl) -> Iterator[Store]:
     from distflow.storage.stores import open_store
@@ -283,7 +290,7 @@ def create_version(
     parse_dataset(name)
     files = find_sources(paths, regex)
     if not files:
-        raise NotFound("there are no files to upload" + (f" that match `{regex}`" if regex else ""))
+        raise _no_files(regex)
     with _open_datasets(client) as datasets:
         write = datasets.update if is_update else datasets.add
         at = time.time()  # noqa: TID251  the moment of creation

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["ESCAPES", "did_you_mean", "few", "listed", "most_similar", "plain", "plain_lines", "ranges"]
 
 
-def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
+def did_you_mean(name: str, known: Iterable[str], *, what: str) -> str:
     """Return a hint with the most similar known name, if there is one, and all known names.
 
     ``what`` describes the known names, such as ``pools``.

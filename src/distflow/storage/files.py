@@ -240,7 +240,7 @@ class FolderStore:
         path = Path(_path(key))
         while not path.is_dir() and path != path.parent:
             if path.exists():
-                raise StorageError(f"{path} is not a directory")
+                raise StorageError(f"{path} is not a directory", hint="choose another URL, or remove that file")
             path = path.parent
         with local_errors(path):
             probe = path / part_name(secrets.token_hex(8))

@@ -109,10 +109,11 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
             old, killed = version.partition(" ")[0] or "0.2.0 or older", pid
         if time.monotonic() > deadline:
             pattern = shlex.quote(f"distflow.supervisor {directory.path}")
+            kill = f"kill -KILL {pid}" if pid and _is_supervisor(pid) else f"pkill -KILL -f {pattern}"
             raise SupervisorError(
                 "the supervisor of an older distflow does not end; it would ignore features of this version, so nothing was"
                 " stored",
-                hint=f"end it, and try again (tasks continue without it): pkill -f {pattern}",
+                hint=f"end it, and try again (tasks continue without it): {kill}",
             )
         threading.Event().wait(_END_POLL_S)
 

@@ -131,7 +131,7 @@ def test_no_other_process_is_ended_for_an_old_supervisor(tmp_path: Path, monkeyp
     monkeypatch.setattr("distflow.supervisor.process._END_TIMEOUT_S", 0.1)
     directory = StateDirectory(tmp_path).ensure()
     with holder(directory, "") as process:
-        with pytest.raises(SupervisorError, match=r"nothing was stored\n.*pkill -f"):
+        with pytest.raises(SupervisorError, match=r"nothing was stored\n.*pkill -KILL -f"):
             stop_outdated_supervisor(directory)
         assert process.poll() is None
 

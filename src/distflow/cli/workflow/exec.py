@@ -300,7 +300,7 @@ def parse_ports(text: str) -> list[tuple[int, int]]:
     if len(pairs) > _MAX_PORTS:
         raise InputError(f"--port has {len(pairs)} ports, and at most {_MAX_PORTS} can be forwarded")
     if len({local_port for local_port, _ in pairs}) < len(pairs):
-        raise InputError(f"--port {text} names a local port twice")
+        raise InputError(f"--port {text} names a local port twice", hint="give each local port once: LOCAL:REMOTE,…")
     return pairs
 
 

@@ -140,7 +140,7 @@ def _mesh(draft: Draft, value: object, path: Path) -> None:
     if isinstance(value, Mapping):
         for key in value:
             if key not in ("shape", "axis_names", "names"):
-                hint = did_you_mean(str(key), ["shape", "axis_names"])
+                hint = did_you_mean(str(key), ["shape", "axis_names"], what="keys")
                 draft.add((*path, key), f"`{key}` is not a key of a mesh", hint)
         _axes(draft, value.get("shape"), value.get("names", value.get("axis_names")), path)
         return

@@ -330,7 +330,7 @@ def regular_mesh(kind: str, sizes: Mapping[str, int], options: Mapping[str, Any]
     if kind == "pipeline" and written[:2] == ["dp", "pp"]:  # neighboring ranks are stages instead of replicas
         order[:2] = ["dp", "pp"]
     if written != [axis for axis in order if axis in written]:
-        message = f"the axes of the mesh are in the order {', '.join(written)}: ranks of its last axis are neighbors on a node"
+        message = f"the axes of the mesh are in the wrong order ({', '.join(written)}): ranks of the last axis are neighbors"
         hint = f"write [[{', '.join(str(sizes.get(axis, 1)) for axis in order)}], [{', '.join(order)}]]"
         return Misfit("mesh_shape", message, hint)
     return {axis: sizes.get(axis, 1) for axis in order}

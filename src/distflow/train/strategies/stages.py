@@ -212,7 +212,7 @@ def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
     [range(0, 1), range(1, 5)]
     """
     if not 0 < count <= len(weights):
-        raise ValueError(f"pipeline: {len(weights)} layers cannot be cut into {count} stages")
+        raise ValueError(f"pipeline: {count} stages need at least {count} top-level layers, and the model has {len(weights)}")
     size = len(weights)
     sums = [0]
     for weight in weights:

@@ -199,7 +199,7 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     for attribute in _HEADS:
         heads = getattr(parent, attribute, None)
         if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"tensor parallelism: {name} has {heads} heads ({attribute}), which {ranks} ranks cannot share")
+            raise ValueError(f"tensor parallelism: {name}: {attribute} is {heads}, which {ranks} ranks cannot share equally")
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
         raise ValueError(f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share")
