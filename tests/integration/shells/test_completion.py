@@ -73,6 +73,8 @@ def shell(name: str, folder: Path) -> Iterator[Shell]:
     rc = folder / file
     rc.parent.mkdir(parents=True, exist_ok=True)
     rc.write_text(settings)
+    # Without this directory, fish reads all manual pages of the machine when it starts for the first time.
+    (folder / ".local/share/fish/generated_completions").mkdir(parents=True)
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = dict(os.environ) | {"HOME": str(folder), "PATH": paths, "TERM": "xterm", "SHELL": program}
     install = [program, "-c", "distflow --install-completion; true"]
