@@ -1,1 +1,1 @@
-"""Where plans run: one package per kind of place."""
+"""Backends, which run plans on plain machines (``machines``) or on nodes that a cluster engine allocates (``allocated``)."""

@@ -1,4 +1,4 @@
-"""The protocol of a backend: commands go in and return at once, and observations come out.
+"""The protocol of a backend: commands return at once (except ``deliver``), and observations report their results.
 
 An observation is a fact with the time at which it was seen. The answer to a command is an observation too.
 ``supervisor.decide`` determines the next commands from the observations.
@@ -141,7 +141,7 @@ class CheckpointRef:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Observed:
     at: float
-    """Time of the submitter's clock."""
+    """Time by the submitter's clock (``backends.steady``), in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,8 @@ class LeaseRefused(_Observed):
     group: str
     attempt: int
     nodes: Mapping[str, str]
-    """Node → reason, for each node that refused or did not answer."""
+    """Node → reason, for each node that refused or did not answer, except those in ``without_venv``. The empty name stands for
+    the engine."""
     is_final: bool = False
     """Whether trying again would not help."""
     reason: Reason = Reason.START_ERROR
@@ -245,15 +246,15 @@ class VenvFailed(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging(_OfAttempt):
-    """The task's files are being copied to the node."""
+    """The task's files are being copied to the node, the node fetches an input, or it pulls the container image."""
 
     sent: int
     """Bytes that are on the node."""
     total: int
-    """Bytes of all missing files."""
+    """Bytes of all missing files, or of the input; 0 while an image is pulled."""
     bytes_per_s: float
     image: str = ""
-    """The container image that is being pulled. Its size is unknown."""
+    """The container image that is being pulled, whose size is unknown; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +264,7 @@ class Prepared(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(_OfAttempt):
-    """The attempt cannot be prepared, and trying again would not help."""
+    """The attempt cannot be prepared or started, and trying again would not help."""
 
     message: str
     is_image: bool = False
@@ -378,7 +379,9 @@ class OutputWaits(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered(_OfAttempt):
-    """A command to prepare, start, stop or release got no answer, because the connection broke.
+    """A command to prepare, start, stop or release has no result yet.
+
+    The connection broke, or the agent answered a stop or a release with an error.
 
     The node may or may not have executed it.
     """
@@ -409,7 +412,10 @@ class LogSink(Protocol):
     """Receives the output of attempts. It may be called from several threads, but from one at a time for each file."""
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
-        """Return the newest mirrored file of the output (``log``) or of its index (``idx``), and the file's length in bytes."""
+        """Return the newest mirrored file of a kind, and the file's length in bytes.
+
+        The kinds are ``log`` (the output), ``idx`` (its index) and ``samples`` (the resource samples).
+        """
         ...
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
@@ -437,11 +443,11 @@ class Backend(Protocol):
 
     Contract, held by ``tests/contract/test_backend.py``:
 
-    1. Only ``deliver`` blocks. All observations, answers included, go to the backend's sink.
+    1. Only ``deliver`` and ``close`` block. All observations, answers included, go to the backend's sink.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``, and every ``build_venv`` by ``VenvBuilt`` or
-       ``VenvFailed``, unless it is canceled. Every other command is answered by an observation of its
-       attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the connection broke. All commands may be repeated: a
-       repeated command reports the current state.
+       ``VenvFailed``, unless ``keep`` or ``cancel_venv`` cancels it. ``prepare``, ``start``, ``stop``, ``release`` and
+       ``collect`` are answered by an observation of their attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the
+       connection broke. All commands may be repeated: a repeated command reports the current state.
     3. A lease is all or nothing.
     4. ``Ended`` is reported only when no process of the attempt remains, and again after a reconnection.
     5. The log sink gets all output of every watched attempt in order. Then ``LogComplete`` is reported.

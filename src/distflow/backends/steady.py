@@ -1,7 +1,8 @@
 """The clock of observations and decisions. It never jumps.
 
-It is the machine's clock at the start of this process plus the time that has elapsed since, including suspension. Changes of
-the machine's clock, by a person or a time server, do not affect durations: a wait of ten seconds takes ten seconds.
+It is the machine's clock at the start of this process plus the time that has elapsed since. On Linux, this includes the time in
+which the machine was suspended. Changes of the machine's clock, by a person or a time server, do not affect durations: a wait
+of ten seconds takes ten seconds.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _BUILD_THREADS = 64
 _INLINE = 64 << 10
 """Largest file that is sent within the launch, in bytes. Larger files are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
-"""Timeout for unpacking and copying staged files. A dead node is detected long before, because its heartbeats stop."""
+"""Timeout for placing staged files or pulling an image. A dead node is detected long before, because its heartbeats stop."""
 _REPORT_INTERVAL_S = 5.0
 _PAUSE_S = 1.0
 _TORCH_S = 30.0
@@ -92,7 +92,7 @@ class MachinesBackend:
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
-        """Events of attempts that are being prepared. An event is set if its attempt is stopped or prepared again."""
+        """Events of attempts that are being prepared. An event is set if its attempt is stopped, released or prepared again."""
         self._torch_checked: set[tuple[str | None, ...]] = set()
         """Settings of tasks (see ``_check_torch``) with which the node's Python has torch."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
@@ -152,7 +152,7 @@ class MachinesBackend:
             build.cancel()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Stage large files, then write the launch record, in a thread, because that may take minutes.
+        """Fetch inputs, stage large files, pull the image, then write the launch record, in a thread: it may take minutes.
 
         An earlier try that is still running reports nothing more: its connection broke, or it belongs to an earlier lease.
         """
@@ -203,7 +203,7 @@ class MachinesBackend:
     def collect(
         self, key: AttemptKey, checkpoint: CheckpointRef | None = None, place: str | None = None, *, for_nodes: bool = False
     ) -> None:
-        """Pack and fetch the output of an ended attempt, or a directory of it, in a thread, because that may take minutes."""
+        """Pack and fetch an output, or a checkpoint's directory, in a thread, because that may take minutes."""
         stays, connection = self._is_everywhere if for_nodes else None, self._connections[key.node]
         if self._collector.begin(key, checkpoint):
             self._collecting.submit(self._collector.collect, connection, key, checkpoint, place, stays)
@@ -356,7 +356,7 @@ class MachinesBackend:
     def _bring(
         self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
     ) -> None:
-        """Let the node fetch those inputs that it can fetch itself."""
+        """Let the node fetch its inputs. Raises ``_Relay`` for the first input that it cannot fetch itself."""
         for download in launch.downloads:
             identity = secrets.stores.get(download.number)
             if identity is None:

@@ -50,22 +50,23 @@ class CleanedVenv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaned:
-    """The removed workflows of one node, or why none was removed."""
+    """The removed workflows and Python environments of one node. In a dry run, those that would be removed."""
 
     node: str
     removed: tuple[str, ...] = ()
     """uuids of workflows."""
     kept: int = 0
-    """Number of workflows that are too young or still running."""
+    """Number of workflows that remain: too young, unfinished, or not removed because of an error."""
     venvs: tuple[CleanedVenv, ...] = ()
     """The removed Python environments."""
     kept_venvs: int = 0
-    """Number of Python environments that are in use or were used recently."""
+    """Number of Python environments that remain: in use, used recently, or not removed because of an error."""
     freed_bytes: int = 0
+    """Bytes of the removed directories."""
     free_bytes: int | None = None
     """Free bytes on the node's disk."""
     error: str = ""
-    """Why workflows could not be removed."""
+    """Why the node could not be cleaned, or which removals it refused, with the reasons; otherwise empty."""
 
 
 def clean_node(
@@ -77,9 +78,11 @@ def clean_node(
     is_dry_run: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Cleaned:
-    """Remove the directories of all workflows on a node that are not running and were not written to for ``older_than_s``.
+    """Remove a node's workflows that do not run, and unused Python environments, if both are older than ``older_than_s``.
 
-    Ages are measured with the clock of the node's file system. ``unfinished`` workflows (uuids) are never removed.
+    The age of a workflow is the time since the last change of its files, by the clock of the node's file system. The age of an
+    environment is the time since its last use. ``unfinished`` workflows (uuids) are never removed. With ``is_dry_run``, nothing
+    is removed. ``progress`` gets the node and the next workflow or environment.
     """
     try:
         with link_to(pool, node) as link:
@@ -104,11 +107,12 @@ def clean_node(
                 unused_s = max(0.0, survey["now"] - item["used_at"])
                 if item["in_use"] or unused_s < older_than_s:
                     continue
-                progress(f"{node.name}: the Python environment of {item['file']}")
+                name = f"the Python environment of {item['file']}" if item["file"] else "an incomplete Python environment"
+                progress(f"{node.name}: {name}")
                 try:
                     freed += item["bytes"] if is_dry_run else _clean(link, venv=item["key"])
                 except AgentError as error:
-                    refused.append(f"the Python environment of {item['file']}: {error.detail}")
+                    refused.append(f"{name}: {error.detail}")
                 else:
                     venvs.append(CleanedVenv(file=item["file"], size=item["bytes"], unused_s=unused_s))
     except DistflowError as error:
@@ -150,7 +154,7 @@ class Leftover:
     gpus: tuple[int, ...] = ()
     """GPUs on which it runs, as far as ``nvidia-smi`` reports them."""
     error: str = ""
-    """Why it still exists."""
+    """Why it still exists after it was killed; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +164,12 @@ class Reaped:
     node: str
     found: tuple[Leftover, ...] = ()
     settled: tuple[str, ...] = ()
-    """Attempts without runner and keeper whose end was recorded now."""
+    """Attempts without runner and keeper whose end was recorded now. In a dry run, it would be recorded."""
     error: str = ""
 
 
 def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
-    """Kill every leftover on a node, and check again. With ``is_dry_run``, only report them."""
+    """Kill the leftovers on a node that are ``is_ours``, and check again. With ``is_dry_run``, only report all leftovers."""
     try:
         with link_to(pool, node) as link:
             answer = link.request("reap", dry_run=is_dry_run, timeout_s=_REAP_S)
@@ -274,7 +278,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
     if _ATTEMPT.fullmatch(name) is None or not name.startswith(f"{uuid}/"):
         raise ValueError(f"{name!r} is not an attempt of {uuid}")
     if pid is not None and (type(pid) is not int or pid < 1):
-        raise ValueError(f"the process id of {name} is not a number")
+        raise ValueError(f"the process id of {name} is not a positive integer")
     if started_at is not None and type(started_at) not in (int, float):
         raise ValueError(f"the start of {name} is not a time")
     phase, directory = _text(one["phase"]), _text(one["directory"])
@@ -283,7 +287,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
-        raise ValueError("a name is too long or contains control characters")
+        raise ValueError("a name is not a string, is too long, or contains control characters")
     return value
 
 
@@ -308,7 +312,7 @@ class Uninstalled:
 
 
 def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
-    """Remove distflow from a node without running tasks. Errors are in the result, and never raised."""
+    """Remove distflow from a node. A node with running tasks refuses. Errors are in the result, and never raised."""
     try:
         with link_to(pool, node) as link:
             answer = link.request("uninstall", lease_dir=node.lease_dir, timeout_s=_UNINSTALL_S)

@@ -16,7 +16,7 @@ __all__ = ["GangLease"]
 
 _NO_VENV = "no_venv"
 _TEMPORARY = frozenset({"busy", "unreachable", _NO_VENV})
-"""Kinds of refusals after which another try may succeed."""
+"""Kinds of refusals after which another try may succeed. One such refusal is enough, even if other nodes refuse for good."""
 
 
 class GangLease:
@@ -78,7 +78,7 @@ class GangLease:
         for task in self._request.nodes:
             refusal = refusals.get(task)
             if not isinstance(refusal, AgentError) or refusal.kind == "internal":
-                # A node that did not answer may have leased anyway.
+                # The node granted the lease, or may have granted it although it did not answer or had an internal error.
                 key = self._request.key(task)
                 self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_position else None)
         self._sink(

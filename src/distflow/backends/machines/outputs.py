@@ -31,7 +31,8 @@ __all__ = ["Collector", "Deliverer"]
 
 
 _TRIES = 5
-"""Limit of consecutive connections that transferred nothing although the node's agent was connected."""
+"""After this number of consecutive connections that transferred nothing although the node's agent was connected, and after
+``patience_s``, no further connection is tried."""
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
@@ -53,7 +54,7 @@ class _Transfer(NamedTuple):
 
 
 class Collector:
-    """Collects into one blob store. ``begin`` reserves a transfer, and ``collect`` runs it in its own thread."""
+    """Collects into one blob store. ``begin`` reserves a transfer, and ``collect`` runs it in the caller's thread."""
 
     def __init__(self, blobs: Path, sink: Sink, patience_s: float) -> None:
         """Create the collector. ``patience_s``: how long connections may fail while the node's agent is connected."""
@@ -71,7 +72,7 @@ class Collector:
         self._closing.set()
 
     def begin(self, key: AttemptKey, checkpoint: CheckpointRef | None) -> bool:
-        """Reserve the transfer of an output. Returns False if it is running or waiting for a thread already."""
+        """Reserve the transfer of an output or a checkpoint. Returns False if it is running or waiting for a thread already."""
         transfer = _Transfer(key, checkpoint)
         with self._lock:
             if transfer.slot in self._under_way:
@@ -87,16 +88,16 @@ class Collector:
         place: str | None,
         stays: Callable[[str, int], bool] | None,
     ) -> None:
-        """Copy the output of an attempt, or its directory ``place``, and report to the sink.
+        """Copy the output of an attempt, or its directory ``place``, to the blob store, and report to the sink.
 
-        An archive stays on its node if ``stays(digest, size)`` returns True.
+        The archive stays on its node if ``stays(digest, size)`` returns True.
         """
         transfer = _Transfer(key, checkpoint)
         reports = _ProgressReports(transfer, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, reports.progress, place, stays)
         except NodeUnreachable as error:
-            self._broke_off(transfer, error, is_accident=reports.has_moved or not connection.is_up)
+            self._broke_off(transfer, error, restarts_count=reports.has_moved or not connection.is_up)
         except AgentError as error:
             self._give_up(transfer, error.detail)
         except DistflowError as error:
@@ -115,11 +116,12 @@ class Collector:
                 )
             )  # fmt: skip
 
-    def _broke_off(self, transfer: _Transfer, error: NodeUnreachable, *, is_accident: bool) -> None:
+    def _broke_off(self, transfer: _Transfer, error: NodeUnreachable, *, restarts_count: bool) -> None:
         at = time.monotonic()
         with self._lock:
-            # Other breaks do not count: the supervisor decides how long to wait for an unreachable node.
-            self._broken[transfer.slot] = ends = [] if is_accident else [*self._broken.get(transfer.slot, ()), at]
+            # A break after progress does not count, nor does one while the node is unreachable: the supervisor decides how long
+            # to wait for the node.
+            self._broken[transfer.slot] = ends = [] if restarts_count else [*self._broken.get(transfer.slot, ()), at]
         # While sshd restarts, it refuses new connections, but the agent's connection stays open.
         if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
             self._give_up(transfer, f"it cannot be fetched because the connection ended {len(ends)} times: {error.detail}")
@@ -151,7 +153,7 @@ class _ProgressReports:
         self._pace = Pace()
         self._pace.begin(0)
         self.has_moved = False
-        """Whether this connection transferred anything."""
+        """Whether this connection copied a part of the packed archive."""
 
     def progress(self, is_packed: bool, done: int, total: int) -> None:
         """Record that ``done`` of ``total`` bytes are packed or copied. Aborts the transfer when the collector is closed."""
@@ -186,7 +188,8 @@ class Deliverer:
     ) -> Delivered:  # fmt: skip
         """Return when the whole output is uploaded. Waits for an unreachable node.
 
-        Raises the errors of ``deliver_from_node``, and ``TransferCanceled``.
+        Raises ``RelayRequired`` if the node cannot upload it or its connections fail too often, ``StorageError`` if relaying
+        would not help, and ``TransferCanceled``.
         """
         tries = furthest = 0
         since = time.monotonic()

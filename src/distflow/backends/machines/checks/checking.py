@@ -56,7 +56,7 @@ class Checked:
     nodes: tuple[Measured, ...]
     """In the order of the pool."""
     pairs: tuple[Pair, ...]
-    """The connection from every node to every other node, among nodes that answered."""
+    """The connection from every node that answered to every other node that could listen at its training address."""
     all_reduce: AllReduce | None = None
     """``None`` if it was not requested."""
 
@@ -139,7 +139,9 @@ class _Waiting:
             self._report()
 
     def _report(self) -> None:
-        self._progress(f"{self._total - len(self._left)} of {self._total} nodes; waiting for {few(list(self._left)) or 'none'}")
+        self._progress(
+            f"{self._total - len(self._left)} of {self._total} checked; waiting for {few(list(self._left)) or 'none'}"
+        )
 
 
 def _each(

@@ -57,8 +57,9 @@ class Finding:
 
     grade: Grade
     about: str
-    """The subject: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
-    ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach``, ``all-reduce`` or ``slurm``."""
+    """The subject: ``ssh``, ``python``, ``root``, ``path``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
+    ``clock``, ``gpus``, ``torch``, ``venv``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``. Checks of engines
+    also use ``slurm``, ``container``, ``kubernetes``, ``rbac``, ``quota``, ``platform``, ``pod``, ``image`` and ``ray``."""
     nodes: tuple[str, ...]
     message: str
     hint: str = ""
@@ -217,7 +218,8 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
     elif measured.gpus is None:
         reported = int(measured.facts.get("gpus") or 0)
         if wanted and wanted > reported:
-            message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}: it has no nvidia-smi"
+            message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}"
+            message += "" if reported else ": it has no nvidia-smi"
             hint = (
                 "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_capacity: false` is for\n"
             )
@@ -309,7 +311,8 @@ def _address(measured: Measured) -> Iterator[Finding]:
             for item in measured.facts.get("addresses") or ()
             if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
         ]
-        hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has only loopback addresses'}"
+        hint = f"set `address` to the one that the other nodes reach: {', '.join(others)}"
+        hint = hint if others else "connect the node to the training network: it has only loopback addresses"
         yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
 
 
@@ -444,7 +447,10 @@ def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
 
 
 def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iterator[Finding]:
-    """Yield a finding for each node without torch: an error where it is ``needed``, a warning if other nodes have it."""
+    """Yield a finding for each node without torch.
+
+    It is an error if the node is in ``needed``, a warning if other nodes have torch, and otherwise a note.
+    """
     having = [one.node.name for one in nodes if one.torch and one.torch.version]
     for one in nodes:
         if one.torch is None or not one.torch.python or one.torch.version or one.torch.error:
@@ -458,7 +464,7 @@ def judge_torch(nodes: Sequence[Measured], needed: Collection[str] = ()) -> Iter
 
 
 def _differing(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
-    """Yield a finding when nodes differ in a version."""
+    """Yield a finding if nodes differ in ``what``. ``values``: node → value."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value or "", []).append(name)

@@ -51,7 +51,7 @@ class Interpreter:
     missing: tuple[str, ...] = ()
     """The required modules that it lacks. Empty if its version is not the required one."""
     others: tuple[str, ...] = ()
-    """Other Pythons on the node that have the required version, or torch if that is missing."""
+    """If its version is wrong: another Python with the required version. If torch is missing: other Pythons that have torch."""
 
     def has_version(self, minor: str) -> bool:
         """Return whether its version is ``minor``, such as ``3.11``."""
@@ -67,7 +67,9 @@ def find_interpreters(
     variables: Mapping[str, str],
     venv: Requirements | None = None,
 ) -> list[Interpreter]:
-    """Query nodes in parallel for the ``python3`` of a task. Nodes that do not answer soon are not in the result.
+    """Query nodes in parallel for the ``python3`` of a task.
+
+    Nodes that cannot be reached within a few seconds, or answer with an error, are not in the result.
 
     Args:
         pool: The pool of the nodes.

@@ -64,7 +64,7 @@ class Torch:
     version: str | None = None
     """Version of torch; ``None`` if it is missing or cannot be imported (then ``error`` has the cause)."""
     cuda: str | None = None
-    """CUDA version of torch; ``None`` for a build without GPUs."""
+    """CUDA or HIP version of torch; ``None`` for a build without support for GPUs."""
     is_available: bool = False
     """Whether torch can use a GPU of the node."""
     devices: int = 0
@@ -72,7 +72,7 @@ class Torch:
     """Version of NCCL; ``None`` if torch has no usable one."""
     error: str = ""
     others: tuple[str, ...] = ()
-    """If torch is missing: other Pythons on the node that have it."""
+    """If torch, or a module that it imports, is missing: other Pythons on the node that have torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +91,9 @@ class Measured:
     probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The result of ``probe``."""
     gpus: tuple[Gpu, ...] | None = None
-    """``None`` if the node has no ``nvidia-smi``."""
+    """``None`` if the node has no ``nvidia-smi``, or if that failed (then ``gpu_error`` has the cause)."""
     gpu_error: str = ""
-    """Error message of ``nvidia-smi``."""
+    """Error message of ``nvidia-smi``; empty if it did not fail."""
     apps: tuple[GpuApp, ...] = ()
     torch: Torch | None = None
     """``None`` if its Python was not queried."""
@@ -103,6 +103,7 @@ class Measured:
     """Whether that environment is not built yet."""
     clock: Clock | None = None
     listen_error: str = ""
+    """Why the node cannot listen at its training address; empty if it can."""
     is_address_own: bool = True
     """Whether the training address belongs to the node, as far as an attempt to bind it shows."""
 
@@ -151,7 +152,9 @@ def parse_python(answer: Mapping[str, Any]) -> Torch:
 
 
 def python_trouble(exit_code: int, version: str) -> str:
-    """Return why a Python cannot run an agent, or an empty string if it can.
+    """Return why a Python cannot run an agent; empty if it can, or if that is unknown.
+
+    ``exit_code`` and ``version`` are the result of a command that prints the Python's version.
 
     >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
     ('is Python 2.7.18; 3.8 or newer is needed', '', 'does not exist')

@@ -107,7 +107,7 @@ def _may_have_torch(measured: Measured) -> bool:
 
 
 def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Yield one error for each kind of failed connection between nodes."""
+    """Yield errors about failed connections: one for each node and cause."""
     addresses = {one.node.name: one.address for one in nodes}
     asked = [one.node.name for one in nodes if one.error is None]
     failed = [pair for pair in pairs if pair.kind != "ok"]
@@ -153,7 +153,7 @@ def _finding(nodes: tuple[str, ...], message: str, pair: Pair) -> Finding:
 _MARK = "@@distflow-all-reduce "
 _LIMIT_S = 180.0
 _SLOW = 100e6
-"""Bytes per second of gigabit Ethernet."""
+"""Bytes per second. Gigabit Ethernet reaches a little more."""
 _TAIL = 300
 _SHORTEST_S = 1e-9
 """Lower bound of the times that nodes report, because they are divisors."""
@@ -186,7 +186,7 @@ class AllReduce:
 
     nodes: tuple[str, ...]
     times: tuple[tuple[int, float], ...] = ()
-    """Summed bytes, and the shortest time in seconds."""
+    """For each size of the summed tensor: the bytes, and the shortest time in seconds."""
     skipped: str = ""
     """Why it was skipped."""
     failed: tuple[str, str] | None = None
@@ -218,12 +218,14 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
         return AllReduce(nodes=names, skipped="the Python environment is not built yet")
     without = [measured.node.name for measured, _ in nodes if measured.torch is None or not measured.torch.version]
     if without:
-        return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no torch")
+        return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no usable torch")
     master, link = nodes[0]
     try:
         answer = _run(master, link, [_PORT, master.address], {})
+        why = _failure(answer) or "its output contains no port"
         port = int(str(answer["stdout"]).strip())
-    except (NodeError, ValueError) as why:
+    except (NodeError, ValueError) as error:
+        why = error.detail if isinstance(error, NodeError) else why
         return AllReduce(nodes=names, failed=(names[0], f"it cannot open a port on {master.address}: {why}"))
     return _world(nodes, names, port)
 
@@ -249,7 +251,7 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
             answers[rank] = str(answer["stdout"])
         if why and len(failures) == 1:
             for _, other in nodes:
-                other.close()  # ends the other processes, which would wait forever
+                other.close()  # ends the other processes, which would wait until their timeout
 
     with ThreadPoolExecutor(max_workers=len(nodes)) as workers:
         list(workers.map(run, range(len(nodes))))

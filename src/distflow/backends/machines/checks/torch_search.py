@@ -40,7 +40,9 @@ print("\\n{_MARK}" + json.dumps(answer))
 
 
 def why_no_torch(answer: Mapping[str, Any], *, in_venv: bool = False) -> str:
-    """Return why torchrun cannot run, from the answer to ``TORCH_PROBE``; empty if it can, or if that is unknown.
+    """Return why torchrun cannot run, and the remedy. The result is empty if torchrun can run, or if that is unknown.
+
+    ``answer``: the agent's answer to ``run`` with ``TORCH_PROBE``.
 
     ``in_venv``: the Python belongs to an environment that distflow built.
     """
@@ -58,7 +60,7 @@ def why_no_torch(answer: Mapping[str, Any], *, in_venv: bool = False) -> str:
 
 
 def other_pythons(listed: Any) -> tuple[str, ...]:
-    """Return the first valid paths in a node's list of Pythons. The node is not trusted."""
+    """Return the first three valid paths in a node's list of Pythons. The node is not trusted."""
     paths = [path for path in listed if isinstance(path, str)] if isinstance(listed, list) else []
     return tuple(path for path in paths if is_program(path) and len(path) < _LONGEST_PATH)[:_MOST_OTHERS]
 
