@@ -57,8 +57,8 @@ class Exit:
 class Session:
     """A command that runs on a node.
 
-    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), and finally an ``Exit``. It
-       raises ``NodeUnreachable`` if the connection ends first.
+    1. ``events`` yields pairs: ``(False, data)`` for standard output, ``(True, data)`` for standard error, and finally an
+       ``Exit``. It raises ``NodeUnreachable`` if the connection ends first.
     2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. They
        never raise: ``events`` reports that the command is gone.
     3. ``close`` ends the command if it still runs.
@@ -90,7 +90,7 @@ class Session:
                 return
 
     def next_frame(self) -> tuple[int, bytes]:
-        """Wait for a frame. Raises ``NodeUnreachable``."""
+        """Wait for a frame, and return its kind and its data. Raises ``NodeUnreachable``."""
         head = self._stream.read(FRAME.size)
         if len(head) < FRAME.size:
             raise self._stream.broken_error()
@@ -159,11 +159,14 @@ def open_session(
     timeout_s: float,
     is_plain: bool = False,
 ) -> Session:
-    """Start a command next to an attempt. ``terminal`` is a terminal's size and its kind (``TERM``).
+    """Start a command next to an attempt.
+
+    ``secrets`` are variables of the command. ``terminal`` is a terminal's size and its kind (``TERM``); ``None``: no terminal.
+    ``timeout_s`` limits the wait for the node's first answer.
 
     ``is_plain``: run it on the node itself, not in the task's container, and without ``setup``, which may print text.
 
-    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` if the attempt does not run.
+    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` if the attempt does not run or the node refuses.
     """
     transport = transport_of(pool, node)
     try:

@@ -1,8 +1,8 @@
-"""Start a distflow service on a node, by one exec of ``python3``.
+"""Start a distflow service on a node, by one exec of the node's Python.
 
-``STUB`` is the program that ``python3`` runs. It requests an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the
-node does not have it yet. Archives are named by the SHA-256 of their files, and each is unpacked to its own directory.
-``explain_report`` and ``explain_exit`` return the message and the remedy if the service does not start.
+``STUB`` is the program that this Python runs. It requests an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the
+node does not have it yet, or has it damaged. Archives are named by the SHA-256 of their files, and each is unpacked to its own
+directory. ``explain_report`` and ``explain_exit`` return the message and the remedy if the service does not start.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ RUNTIME: Final = Bundle(package="distflow.runtime")
 STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)
 
 
-# Everything before `import` must parse on any Python version, so that an old one can report its version. Nothing is imported
-# from a directory that another user could replace, or whose files differ from those that were sent.
+# The whole stub must parse on old versions of Python, so that they can report their version. Nothing is imported from a
+# directory that another user could replace, or whose files differ from those that were sent.
 STUB: Final = (
     r"""
 import gc,os,signal,sys
@@ -243,7 +243,10 @@ _MOST_NOISE: Final = 4 * 1024 * 1024
 
 
 def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
-    """Return the command that is executed on a node. ``service``: a module of the bundle with a ``serve(root, umask)``."""
+    """Return the command that is executed on a node.
+
+    ``service`` is a module of ``bundle.package`` that has a function ``serve(root, umask)``.
+    """
     return [*python_argv(python), "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
 
 
@@ -381,7 +384,7 @@ class _Greeting:
             data = self._channel.read()
             if not data or len(self.rest) > _MOST_NOISE:
                 self._add_noise(self.rest)
-                raise self._failure()
+                raise self._failure() if not data else self._too_noisy()
             self.rest += data
 
     def other_output(self) -> str:
@@ -391,6 +394,10 @@ class _Greeting:
 
     def _add_noise(self, text: bytes) -> None:
         self.noise = (self.noise + text.decode("utf-8", "replace"))[-_NOISE:]
+
+    def _too_noisy(self) -> BootstrapFailed:
+        what = f"the login printed a line of more than {_MOST_NOISE >> 20} MiB before `{self._python}` answered"
+        return BootstrapFailed(self._node, what, hint=f"correct the startup files of the login's shell.\n{self.other_output()}")
 
     def _failure(self) -> NodeUnreachable | BootstrapFailed:
         if self._is_late:
@@ -431,7 +438,7 @@ _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     """Return message and remedy for an error that the stub reported. The remedy may be empty.
 
-    ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (the nearest existing path above that),
+    ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (that path, or its nearest parent that exists),
     ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (a key of ``_REFUSED``), ``user``, ``root``, ``home``,
     ``has_home``, ``python``, ``version``. Any of them may be missing.
     """

@@ -46,7 +46,8 @@ class AgentLink:
        is called once with that error.
     4. A malformed message ends the connection, because its content is lost, and so does an exception in ``on_event``. A
        malformed answer counts as a refusal of the kind ``malformed``.
-    5. A ping is sent at once and every ``ping_s``. A node that sends nothing for three intervals is unreachable. ``clock`` is
+    5. A ping is sent at once and every ``ping_s``. A node that has sent nothing for more than three intervals is
+       unreachable, which is checked once in each interval. ``clock`` is
        measured by the pings, and is known before any later request is answered.
     """
 
@@ -214,7 +215,9 @@ class AgentLink:
         if "event" in message:
             check_event(message)
             if self._on_event is not None and not self._call(self._on_event, message):
-                raise ValueError(f"the event `{str(message['event'])[:_LONGEST_TEXT]}` could not be handled")
+                kind = str(message["event"])[:_LONGEST_TEXT]
+                self._fail(NodeUnreachable(self.node, f"the agent's event `{kind}` could not be handled"))
+                raise ValueError(kind)  # ends the reader; the error above remains the reason
             return
         with self._state:
             waiting = self._waiting.pop(message["id"], None)
@@ -268,7 +271,10 @@ class AgentLink:
 
 
 _SAMPLES = 8
-"""Number of latest pings, of which the fastest counts: enough for one without delay, few enough to follow a drift."""
+"""Number of latest pings, of which the fastest counts.
+
+They are enough that one of them has no delay, and few enough to follow a drift of the clock.
+"""
 
 
 class ClockWatch:
@@ -280,7 +286,7 @@ class ClockWatch:
 
     @property
     def clock(self) -> Clock | None:
-        """Return the current estimate of the node's clock."""
+        """Return the current estimate of the node's clock; ``None`` before the first answer."""
         return best_clock(tuple(self._samples))
 
     def ping(self) -> Callable[[object], None]:

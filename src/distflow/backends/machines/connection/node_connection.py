@@ -1,7 +1,7 @@
 """One node's connection, which is kept open and reopened. It reports observations and passes output to the log sink.
 
-One thread per node connects and waits. Messages of the agent arrive in the link's reader thread. Every ``hello`` names all
-watched attempts, and the node answers with their statuses, so a broken connection loses nothing.
+One thread per node connects and waits. Messages of the agent arrive in the link's reader thread. The first ``hello`` of each
+connection names all watched attempts, and the node answers with their statuses, so a broken connection loses nothing.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class Connection:
     def stage(self, blobs: Sequence[Blob], progress: Callable[[int, int], None]) -> None:
         """Copy missing blobs to the node. ``progress`` gets the copied and the total bytes.
 
-        Calls run one at a time, so that several tasks on a node send no file twice. Raises the errors of ``send_blobs``.
+        Calls run one at a time, so that several tasks on a node send no file twice. Raises the errors of ``send_blobs``, and
+        ``NodeError`` if neither the node nor this machine has a blob.
         """
         with self._staging:
             wanted = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
@@ -308,7 +309,7 @@ class Connection:
         return self._link.clock if self._link is not None else None
 
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
-        """Turn an attempt's status on its node into observations."""
+        """Turn an attempt's status on its node into observations, and mirror the output of an attempt that has started."""
         phase, at, clock = status.get("phase"), now(), self.clock
         if phase == "absent":
             self.forget(key)
@@ -336,7 +337,7 @@ class Connection:
     def _keep_connected(self) -> None:
         tries = Reconnecting(self._pool.node_lost_after_s)
         while True:
-            self._broken.clear()  # first, because `close` sets it last
+            self._broken.clear()  # before the check: `close` sets `_closing` and then `_broken`
             if self._closing.is_set():
                 return
             is_refused, needs_action, heard_at = False, False, None
@@ -376,7 +377,7 @@ class Connection:
             self._closing.wait(tries.pause_s(is_refused=is_refused))
 
     def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
-        """Start an agent. The caller's ``with`` block closes it, because pings would keep it alive.
+        """Start an agent. The caller's ``with`` block closes the link, whose pings would otherwise keep the agent alive.
 
         If this try is still running when the last try must begin (``Reconnecting.last_try_in_s``), it is aborted.
         """

@@ -31,13 +31,13 @@ from distflow.transports.base import Transport
 __all__ = ["FetchCounts", "OutputReader", "Place", "RemoteFile"]
 
 Place = Literal["output", "work"]
-"""``output``: the task's ``{{output}}``. ``work``: the files that its command wrote to its working directory."""
+"""``output``: the task's ``{{output}}``. ``work``: its working directory, without files from before the command's start."""
 
 _MAX_FILES = 500_000
 _MAX_NAME = 4096
 _MAX_TIME_NS = 2**32 * 10**9
 _AHEAD_FILES, _AHEAD_BYTES = 64, 1 << 20
-"""Limits of the number and the size of files that are requested before earlier files have arrived."""
+"""Limits of the number of files, and of their total bytes, that are requested before earlier files have arrived."""
 _HASHED_AT_ONCE = 1 << 20
 
 
@@ -59,21 +59,24 @@ class FetchCounts:
     """The result of ``OutputReader.fetch``."""
 
     files: int = 0
-    """Number of copied files."""
+    """Number of copied files and created links."""
     size: int = 0
     """Bytes of the copied files."""
     unchanged: int = 0
-    """Number of files that existed already with the same size and modification time."""
+    """Number of files that existed already with the same size and modification time, and of links with the same target."""
     left_out: int = 0
     """Number of links that would lead out of the local directory, and were not created."""
     problems: list[str] = field(default_factory=list)
     """Files that the node could not send, each with the reason."""
     finished: set[str] = field(default_factory=set)
-    """Names of finished files and links, which the next call skips."""
+    """Names of files and links that the next call skips: copied, unchanged, left out, or in ``problems``."""
 
 
 class OutputReader:
-    """The files of one attempt, as a context manager. Use it from one thread."""
+    """The files of one attempt, as a context manager. Use it from one thread.
+
+    ``files`` lists them. ``others`` is the number of entries that cannot be fetched, such as sockets.
+    """
 
     def __init__(
         self, transport: Transport, root: str, python: str, attempt: str, *, place: Place = "output", timeout_s: float
@@ -132,9 +135,9 @@ class OutputReader:
             counts: The counts to update. After a broken connection, pass the same object again.
 
         Raises:
-            AgentError: if the node's messages are malformed.
+            AgentError: if the node's messages are malformed, or if a received file is damaged.
             NodeUnreachable: if the connection breaks.
-            StorageError: if a file cannot be written here.
+            StorageError: if a file cannot be written here, or its path leads through a link out of ``folder``.
 
         """
         files, known = [one for one in files if one.name not in counts.finished], set[str]()
@@ -258,7 +261,7 @@ class _LocalFile:
         self._fd = -1
 
     def is_unchanged(self) -> bool:
-        """Return whether the file exists already."""
+        """Return whether the file exists already with the same size and modification time."""
         try:
             info = os.lstat(self._path)
         except OSError:

@@ -1,7 +1,8 @@
 """The times of tries to reconnect to a node.
 
-While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart. The last of them comes just
-before the wait ends, so that a node that returns in time is found. After that, tries become rare.
+While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart, or up to 30 s after a refused
+login. The last of them comes just before the wait ends, so that a node that returns in time is found. After that, tries become
+rare.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Reconnecting:
     def was_connected(self, silent_s: float, lasted_s: float = math.inf) -> None:
         """Restart: the node answered until ``silent_s`` seconds ago, and the connection lasted ``lasted_s`` seconds.
 
-        After a short connection, the pauses keep growing, in case every connection of the node breaks at once.
+        After a short connection, the pauses keep growing, because the next connection may break just as soon.
         """
         self._lost_at = self._clock() - silent_s + self._lost_after_s
         if lasted_s >= _STABLE_S:

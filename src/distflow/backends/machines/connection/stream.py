@@ -83,7 +83,11 @@ class ServiceStream:
                 self._channel.write(self._keepalive)
 
     def line(self) -> dict[str, Any]:
-        """Wait for the next line. Raises ``AgentError`` if it is a refusal, and ``NodeUnreachable`` if the connection ends."""
+        """Wait for the next line.
+
+        Raises ``AgentError`` if it is a refusal or malformed, and ``NodeUnreachable`` if the connection ends or the line is too
+        long.
+        """
         while b"\n" not in self._buffer:
             data = self._channel.read()
             if not data or len(self._buffer) > MAX_LINE:

@@ -42,7 +42,7 @@ def choose_address(
     The first of these addresses that exists:
 
     1. ``configured``
-    2. ``reached``: the address to which the transport connected
+    2. ``reached``: the address to which the transport connected, unless that is a forwarded port on this machine
     3. an address of the host's name (``named``) that the node owns
     4. the address at which sshd accepted the connection (``facts.ssh_server``)
     5. the node's only IPv4 address

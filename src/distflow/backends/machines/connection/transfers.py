@@ -1,6 +1,7 @@
-"""Transfers from and to a node, each on a separate connection. An interrupted transfer is resumed.
+"""Transfers from and to a node, and builds of Python environments there, each on a separate connection.
 
-``send_blobs`` and ``fetch_output`` use ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use
+If a transfer is interrupted, the next call resumes it. ``send_blobs``, ``fetch_output`` and ``build_venv_on_node`` use services
+of ``runtime.services``. ``deliver_from_node`` and ``fetch_on_node`` use
 ``storage.node_service``, whose connection carries only control messages. docs/agent-protocol.md describes the formats.
 """
 
@@ -101,16 +102,16 @@ _SHA_256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A task's files as a blob of this machine."""
+    """A task's files as a blob of this machine, or of its node (``is_here``)."""
 
     digest: str
     """SHA-256, hexadecimal."""
     size: int
     """Bytes of the archive."""
     files: int
-    """Files, directories and links in it."""
+    """Number of files, directories and links in the archive."""
     left_out: tuple[str, ...]
-    """Names of files that it cannot contain (sockets, pipes, devices)."""
+    """Names of files that an archive cannot contain (sockets, pipes, devices)."""
     is_here: bool = True
     """False if it stayed on its node."""
 
