@@ -120,7 +120,7 @@ class _Held:
     is_leasing: bool = False
     """Whether the nodes have got the lease request."""
     connects_until: float = 0.0
-    """The time by which all nodes must be connected."""
+    """The time by which all nodes must be connected (monotonic clock); 0 before they are granted."""
     attempts: dict[AttemptKey, bool] = field(default_factory=dict)
     """Attempt on its nodes → whether its end was reported."""
     stopped: set[AttemptKey] = field(default_factory=set)
@@ -202,7 +202,7 @@ class AllocatedBackend:
         ended: Collection[str] | None = None,
         exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
     ) -> None:
-        """Release all other allocations, including leftover allocations of ended workflows."""
+        """Release the allocations of all gangs that are not in ``gangs``, and leftover allocations of ``ended`` workflows."""
         kept = {_allocation_of(key) for key in gangs}
         codes = {_allocation_of(key): code for key, code in exit_codes.items()}
         with self._changed:
@@ -224,7 +224,7 @@ class AllocatedBackend:
         self._machines.build_venv(key, venv)
 
     def cancel_venv(self, key: AttemptKey) -> None:
-        """Stop a ``build_venv``."""
+        """Stop a ``build_venv`` that is no longer needed."""
         self._machines.cancel_venv(key)
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
@@ -486,11 +486,13 @@ class AllocatedBackend:
             return
         if not held.connects_until:
             held.connects_until = time.monotonic() + self._pool.start_barrier_s
+            held.last_message = ""  # it described the wait for nodes
             held.nodes = {task: node_name(host, held.id) for task, host in state.hosts.items()}
             self._machines.connect([self._pool.node(name) for name in held.nodes.values()])
         if not self._lease_if_connected(held) and time.monotonic() > held.connects_until:
             away = [name for name in held.nodes.values() if name not in self._up]
-            self._refuse(held, {name: f"{name} did not answer ({held.last_message})" for name in away}, is_final=False)
+            why = f" ({held.last_message})" if held.last_message else ""
+            self._refuse(held, {name: f"{name} did not answer in time{why}" for name in away}, is_final=False)
 
     def _allocation_ended(self, held: _Held, state: Over) -> None:
         if held.request is not None:
@@ -697,7 +699,10 @@ def _key(held: _Held, task: str) -> AttemptKey:
 
 
 def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
-    """Return whether the engine may have caused an end: not if the command succeeded, and not if distflow stopped it."""
+    """Return whether the engine may have caused an end: a failure of the command, or an end that looks like a stop or a kill.
+
+    The caller excludes attempts that distflow has stopped.
+    """
     reason = EndReason.of(end.get("reason", EndReason.EXITED))
     return reason in _GUESSED or (reason is EndReason.EXITED and end.get("exit_code") != 0)
 

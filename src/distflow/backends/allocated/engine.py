@@ -161,7 +161,10 @@ class QueryLimit:
 
 
 class Engine(Protocol):
-    """A cluster engine. All methods may block, and raise ``NodeUnreachable`` if the engine does not answer."""
+    """A cluster engine.
+
+    All methods may block, and raise ``NodeUnreachable`` if the engine does not answer or its answer is malformed.
+    """
 
     query_limit: ClassVar[QueryLimit]
 
@@ -179,13 +182,16 @@ class Engine(Protocol):
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
         """Return the state of each allocation, with one query to the engine.
 
-        ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are numbers. An
-        allocation that the engine no longer knows is ``Over``.
+        ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are ``"0"``, ``"1"`` and
+        so on. An allocation that the engine no longer knows is ``Over``.
         """
         ...
 
     def allocations(self) -> Mapping[str, Allocation]:
-        """Return all allocations of this user that carry a marker and have not ended, by id."""
+        """Return all allocations that carry a marker and have not ended, by id.
+
+        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, and Ray those of the whole cluster.
+        """
         ...
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:

@@ -28,8 +28,8 @@ _AT_ONCE = 32
 def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collection[str], is_dry_run: bool) -> Reaped:
     """Release the allocations of workflows that have ended, and report those of other submitters.
 
-    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. ``node``
-    of the result is the name of the pool. An error of the engine is in the result and is not raised.
+    ``ended`` and ``unfinished`` are uuids of workflows. Allocations of unfinished workflows are ignored. With ``is_dry_run``,
+    nothing is released. ``node`` of the result is the name of the pool. An error of the engine is in the result, not raised.
     """
     found: list[Leftover] = []
     try:

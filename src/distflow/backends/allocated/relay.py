@@ -33,9 +33,9 @@ class RelayTransport:
     """Runs commands in an allocation, on one of its nodes (contract: ``transports.base.Transport``).
 
     Each command and each connection uses a relay, which another transport (the carrier) starts. On Slurm, a relay is a step of
-    the job, started from the login node. On Kubernetes, it is a process in the pod. The resident program starts the commands,
-    so they do not end with the relay. ``hang_up`` and ``close`` affect only this node: the carrier may be shared, and belongs
-    to the caller.
+    the job, started from the login node. On Kubernetes, it is a process in the pod. The resident program starts the commands.
+    Those of ``run`` end with their relay, and those of ``open`` do not. ``hang_up`` and ``close`` affect only this node: the
+    carrier may be shared, and belongs to the caller.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""The commands of an allocation that start the resident program on each node."""
+"""The commands that start the resident program on each node of an allocation.
+
+The resident program (``runtime/services/resident.py``) runs as long as the allocation, and starts distflow's commands on its
+node.
+"""
 
 from __future__ import annotations
 

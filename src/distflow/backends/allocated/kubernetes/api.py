@@ -41,8 +41,9 @@ class ApiError(Exception):
 class KubernetesApi:
     """Calls of the API server, in one namespace. Safe to use from several threads.
 
-    All calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, and ``ApiError``
-    for its other refusals. Objects are mappings (their JSON).
+    All calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, ``ApiError``
+    for its other refusals, and ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be used. Objects are
+    mappings (their JSON).
     """
 
     def __init__(self, settings: KubernetesSettings) -> None:
@@ -81,8 +82,10 @@ class KubernetesApi:
                 data = json.loads(answer.read(_LARGEST))
         except ApiException as error:
             raise self._refused(int(error.status or 0), str(error.body or error.reason or "")) from None
-        except (HTTPError, OSError, ValueError) as error:
+        except (HTTPError, OSError) as error:
             raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
+        except ValueError as error:
+            raise NodeUnreachable(self.name, f"the response of the API server is not JSON: {plain(str(error))[:300]}") from None
         if not isinstance(data, dict):
             raise NodeUnreachable(self.name, "the response of the API server is not a JSON object")
         return data
@@ -145,7 +148,10 @@ class KubernetesApi:
             self._client = None
 
     def _refused(self, status: int, body: str) -> ApiError:
-        """Return the error for a refused call. Raises ``NodeUnreachable`` if the same call may succeed later."""
+        """Return the error for a refused call.
+
+        Raises ``NodeUnreachable`` if the same call may succeed later, perhaps after a new login.
+        """
         message = body
         with contextlib.suppress(ValueError, AttributeError):
             message = str(json.loads(body).get("message") or body)
@@ -153,7 +159,8 @@ class KubernetesApi:
         if status == 401:
             raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
         if status in (0, 408, 429) or status >= 500:
-            raise NodeUnreachable(self.name, f"the API server did not answer: {message or status}")
+            what = f"failed with HTTP status {status}" if status else "did not answer"
+            raise NodeUnreachable(self.name, f"the API server {what}{f': {message}' if message else ''}")
         return (_NotFound if status == 404 else ApiError)(status, message)
 
     def _opened(self) -> Any:

@@ -1,4 +1,4 @@
-"""Kubernetes as a cluster engine: pods that belong to one owner object."""
+"""Kubernetes as a cluster engine: the pods of an allocation belong to one owner object."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KubernetesEngine:
     """Allocates nodes as pods (contract: ``allocated.engine.Engine``).
 
     1. An allocation is a ConfigMap that owns its pods. Deleting it deletes the pods, even if distflow never runs again.
-    2. One query lists the pods of all allocations of the pool.
+    2. One query lists the pods of all allocations in the namespace.
     3. If only a part of a gang's pods has got nodes within ``start_barrier``, all are deleted, because they could block another
        gang.
     """
@@ -78,7 +78,8 @@ class KubernetesEngine:
     ) -> None:
         """Use the cluster of the pool, without connecting.
 
-        ``command(python, allocation, host, idle_release_s)`` returns the command of a container, the resident program.
+        ``command(python, allocation, host, idle_release_s)`` returns the command of a container, which is the resident program
+        (``allocated.engine``).
         ``relay(carrier, allocation, host, python)`` returns a transport to that program. ``carrier`` is a transport into the
         container.
         """
@@ -160,7 +161,9 @@ class KubernetesEngine:
         try:
             pod = pod_name(allocation_id, index_of_host(host))
         except ValueError:
-            raise NodeUnreachable(name, "it is not a host of distflow's pods, which have names such as `node1_0`") from None
+            raise NodeUnreachable(
+                name, "this is not the host of a distflow pod; such hosts have names like `node1_0`"
+            ) from None
         connect = partial(self._api.exec, name, pod, CONTAINER)
         return self._relay(PodTransport(name, python, connect, close=self._api.close), allocation_id, host, python)
 
@@ -308,7 +311,7 @@ def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:
     reason = failed[worst].reason
     return Over(
         reason=reason,
-        message=f"pod {worst} {failed[worst].message}" if failed[worst].phase is Phase.FAILED else failed[worst].message,
+        message=f"pod {worst} {failed[worst].message}",
         hosts=tuple(pods[pod].host for pod in failed if failed[pod].reason is reason and pods[pod].node),
         is_failure=failed[worst].is_final,
     )

@@ -2,8 +2,8 @@
 
 The connection is a WebSocket with the subprotocol ``v4.channel.k8s.io``, which all releases of Kubernetes have. The first byte
 of each message is its channel (0 standard input, 1 output, 2 errors, 3 the status at the end). Source: ``remotecommand`` of
-Kubernetes. Arguments are part of the URL, whose length proxies limit. Therefore, a short program is started in the container,
-which reads the real command from its standard input. The protocol cannot close standard input without closing the connection.
+Kubernetes. Arguments are part of the URL, whose length proxies limit. Therefore, the container starts a short program, which
+reads the real command from its standard input. The protocol cannot close standard input without closing the connection.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ except OSError as error:
 """Reads a command from the beginning of its standard input, and executes it."""
 _PIECE = 64 * 1024
 _MOST_OUT = 1 << 20
-"""Limit of bytes that wait to be sent. A writer waits while it is reached."""
+"""Limit of bytes that wait to be sent. A writer waits while the limit is reached."""
 _MOST_IN = 4 << 20
-"""Limit of bytes that wait to be read. While it is reached, nothing is received."""
+"""Limit of bytes that wait to be read. Nothing is received while the limit is reached."""
 _LARGEST_MESSAGE = 64 << 20
 _TAIL = 64 * 1024
 _KEEPALIVE_S = 30
@@ -82,7 +82,7 @@ class PodTransport:
         self._connect = connect
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
-        """Run a command to its end. After ``timeout_s`` its connection is closed."""
+        """Run a command to its end. After ``timeout_s``, close its connection and raise ``NodeUnreachable``."""
         deadline = Deadline(timeout_s)
         channel = self._start(argv, keeps_errors=True)
         late = threading.Timer(timeout_s, channel.close)
@@ -102,9 +102,9 @@ class PodTransport:
         """Start a command and keep a channel to it."""
         return self._start(argv, keeps_errors=False)
 
-    def dial(self, port: int, *, timeout_s: float) -> Stream:
+    def dial(self, port: int, *, timeout_s: float) -> Stream:  # noqa: ARG002
         """Raise ``NodeUnreachable``, because only relays connect to ports."""
-        raise NodeUnreachable(self.name, f"port {port} cannot be reached directly within {timeout_s:g} s")
+        raise NodeUnreachable(self.name, f"port {port} of the pod cannot be reached directly, but only through a relay")
 
     def hang_up(self) -> None:
         """Do nothing: each command has its own connection."""

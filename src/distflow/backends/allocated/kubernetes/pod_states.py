@@ -1,7 +1,7 @@
 """Kubernetes' reports about pods, and their meaning for distflow: phases, container states, conditions and reasons.
 
-The reasons are those of Kubernetes 1.20 to 1.37 (``pkg/kubelet``, ``pkg/scheduler`` and ``api/core/v1`` in its sources). For
-unknown reasons, the phase decides.
+The reasons are those of Kubernetes 1.20 to 1.37 (``pkg/kubelet``, ``pkg/scheduler`` and ``api/core/v1`` in its sources). If a
+reason is not known, the phase of the pod decides.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Phase(Enum):
     RUNNING = "running"
     ENDING = "ending"
     DONE = "done"
-    """Its resident program ended by itself, because it was idle."""
+    """Its program ended by itself with exit code 0. A resident program does that when it is idle."""
     FAILED = "failed"
 
 
@@ -56,7 +56,7 @@ class PodState:
     message: str = ""
     """Why it waits, or how it ended."""
     reason: Reason | None = None
-    """Why it failed, or why it is ending; ``None`` if the pod does not contain the reason."""
+    """Why it failed, is ending, or cannot start yet; ``None`` if the pod does not contain the reason."""
     is_final: bool = False
     """Whether another pod would fail in the same way."""
 
@@ -126,7 +126,10 @@ WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
         "PostStartHookError": (Reason.START_ERROR, "a hook of its container failed", True),
     }
 )
-"""Reason of a waiting container → distflow's reason (``None``: normal), the end of a sentence, and whether it is final."""
+"""Reason of a waiting container → distflow's reason (``None``: normal), a text, and whether the failure is final.
+
+With a reason, the text is a clause after ``cannot start:``. Otherwise, it is the end of a sentence about the pod.
+"""
 
 _MISSING_IMAGE = re.compile(
     r"(?i)not found|manifest unknown|does not exist|pull access denied|authorization failed|authentication required"
@@ -318,7 +321,7 @@ def _starting(pod: Pod) -> PodState:
     elif reason is Reason.IMAGE_PULL:
         text += f": `{pod.image}`"
         is_final = is_final or _MISSING_IMAGE.search(detail) is not None
-    message = f"{text} ({word}: {detail})" if detail else f"{text} ({word})"
+    message = f"cannot start: {text} ({word}: {detail})" if detail else f"cannot start: {text} ({word})"
     return PodState(phase=Phase.FAILED if is_final else Phase.STARTING, message=message, reason=reason, is_final=is_final)
 
 

@@ -67,7 +67,7 @@ def host_name(node: str, index: int) -> str:
 
 
 def index_of_host(host: str) -> int:
-    """Return the position of the pod of a host. Raises ``ValueError`` for other names."""
+    """Return the position of the pod of a host. Raises ``ValueError`` if the text does not end in a number."""
     return int(host.rpartition("_")[2])
 
 
@@ -286,7 +286,8 @@ def _platform(pool: str, settings: KubernetesSettings, name: str | None) -> Kube
 def _merged(below: Any, above: Any) -> Any:
     """Return two values of a pod as one: mappings are merged, lists are joined, and other values come from ``above``.
 
-    The first container of a template is merged with distflow's container. Further containers are sidecars.
+    A ``command`` is not joined: it comes from ``above``. The first container of a template is merged with distflow's container.
+    Further containers are sidecars.
     """
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         found = dict(below)
@@ -304,7 +305,10 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _drop_duplicates(spec: dict[str, Any]) -> None:
-    """Let the volumes and mounts of the template replace distflow's volumes and mounts with the same name or directory."""
+    """Let the volumes and mounts of the template replace distflow's volumes and mounts with the same name or directory.
+
+    Also removes the ``args`` of the template, and those volumes of distflow that are no longer mounted.
+    """
     container = spec["containers"][0]
     container.pop("args", None)
     container["volumeMounts"] = _unique(container["volumeMounts"], "mountPath")

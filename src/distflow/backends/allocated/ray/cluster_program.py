@@ -140,7 +140,7 @@ class NodeActor:
             resident.sendall(request)
 
     def _release_when_idle(self) -> None:
-        """Remove the placement group once all of its actors have been idle for some time."""
+        """Remove the placement group once all of its actors have been idle for ``idle_release_s``."""
         while True:
             self._timer.wait(max(0.5, self._idle_release_s - self.idle_s()))
             if self.idle_s() >= self._idle_release_s and all(self._is_idle(name) for name in self._others):
@@ -213,7 +213,10 @@ class Cluster:
         self, marker: str, bundles: list[dict[str, float]], strategy: str, excluded: list[list[str]], resident: str,
         idle_release_s: float,
     ) -> dict[str, Any]:  # fmt: skip
-        """Create a placement group with its actors, unless they exist. Returns its id. ``excluded``: node names, by bundle."""
+        """Create a placement group with its actors, unless they exist.
+
+        Returns its ``id``, and a warning (``notice``), which may be empty. ``excluded``: node names, by bundle.
+        """
         group = self._existing(marker)
         notice = ""
         if group is None:
@@ -361,7 +364,7 @@ class Cluster:
         return {}
 
     def probe(self, python: str, root: str) -> list[dict[str, Any]]:
-        """Run ``python`` on each node. Return its version, and whether ``root`` is writable."""
+        """Run ``python`` on each node. Return, for each node, the result of ``_probe``, or an ``error`` of Ray."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         nodes = sorted((node for node in self._ray.nodes() if node["Alive"]), key=_node_name)
         task = self._ray.remote(_probe)
@@ -393,7 +396,11 @@ class Cluster:
 
 
 def _probe(python: str, root: str) -> dict[str, Any]:
-    """Run the pool's Python on this node."""
+    """Run the pool's Python on this node.
+
+    Returns its exit code (``code``), its output (``said``), which is its version or an error, and whether ``root`` is writable.
+    If Python does not start, ``root`` is not checked.
+    """
     code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
     try:
         done = subprocess.run(

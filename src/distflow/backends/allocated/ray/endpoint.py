@@ -60,11 +60,11 @@ class EndpointTransport:
         return channel
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
-        """Not supported: commands run over a channel."""
+        """Not supported: ``MultiplexedTransport`` runs commands over its channel."""
         raise NotImplementedError
 
     def dial(self, port: int, *, timeout_s: float) -> Stream:
-        """Not supported: connections are made over a channel."""
+        """Not supported: ``MultiplexedTransport`` connects over its channel."""
         raise NotImplementedError
 
     def hang_up(self) -> None:

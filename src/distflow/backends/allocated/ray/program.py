@@ -27,7 +27,7 @@ _SHOWN = 1000
 
 
 class RayMissing(NodeUnreachable):
-    """The machine's Python does not have Ray."""
+    """The configured Python on the login node does not have Ray."""
 
 
 class ClusterProgram:
@@ -109,7 +109,9 @@ class ClusterProgram:
                         self._login.name, f"{who} did not answer within {deadline.seconds:g} s",
                         hint="`ray status` on that machine shows whether its cluster runs",
                     )  # fmt: skip
-                if not data or len(self._received) > _LONGEST_ANSWER:
+                if len(self._received) > _LONGEST_ANSWER:
+                    raise NodeUnreachable(self._login.name, f"{who} sent an answer of more than {_LONGEST_ANSWER >> 20} MiB")
+                if not data:
                     tail = plain(channel.stderr_tail().strip())[-_SHOWN:]
                     raise NodeUnreachable(
                         self._login.name, f"`{self._python}` ended without an answer: {tail or 'no message'}",

@@ -44,7 +44,7 @@ def _cluster(
         return
     totals = {name: sum(float(one["total"][name]) for one in nodes) for name in ("CPU", "GPU", "memory")}
     yield note(
-        "ray", at, f"{count(len(nodes), 'node')} with {totals['CPU']:g} CPUs, {totals['GPU']:g} GPUs and"
+        "ray", at, f"{count(len(nodes), 'node')} with {_amount(totals['CPU'], 'CPU')}, {_amount(totals['GPU'], 'GPU')} and"
         f" {bytes_text(int(totals['memory']))} memory: {few([plain(str(one['name'])) for one in nodes])}", "",
     )  # fmt: skip
     if not totals["GPU"]:
@@ -64,8 +64,13 @@ def _cluster(
     duplicates = sorted({plain(name) for name in names if names.count(name) > 1})
     if duplicates:
         yield warning(
-            "name", at, f"several nodes have the name {listed(duplicates)}", "give them names with `ray start --node-name`"
+            "name", at, f"several nodes have the same name: {listed(duplicates)}",
+            "give them names with `ray start --node-name`",
         )  # fmt: skip
+
+
+def _amount(number: float, word: str) -> str:
+    return f"{number:g} {word}{'' if number == 1 else 's'}"
 
 
 def _python(python: str, root: str, found: Mapping[str, Any]) -> Iterator[Finding]:

@@ -57,6 +57,7 @@ _OTHER_DEATHS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
         "creation_task_failure_context": (Reason.START_ERROR, "its actor could not start"),
     }
 )
+"""As ``DEATHS``, by the kind of Ray's ``ActorDeathCause``. These kinds come first, because they have no such reason."""
 _PREEMPTED = "AUTOSCALER_DRAIN_PREEMPTED"
 _AMOUNTS = ("CPU", "GPU", "memory")
 

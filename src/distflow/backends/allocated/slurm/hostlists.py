@@ -16,7 +16,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     >>> expand_hosts("gpu[01-03,07],x1")
     ('gpu01', 'gpu02', 'gpu03', 'gpu07', 'x1')
 
-    Raises ``ValueError`` if the text is not such a list, or has more than ``MOST_HOSTS`` hosts.
+    An empty text is an empty list. Raises ``ValueError`` if the text is not such a list, or has more than ``MOST_HOSTS`` hosts.
     """
     hosts: list[str] = []
     if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+(?:,(?:[^\[\],\s]|\[[^\[\]\s]*\])+)*", text or "-"):

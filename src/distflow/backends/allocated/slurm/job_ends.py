@@ -75,7 +75,7 @@ class JobEnd:
     accounting: str
     """Output of ``sacct``; empty on clusters without accounting."""
     canceled_by: str
-    """User that canceled it; empty if that is unknown."""
+    """Name or ``user <uid>`` of the user that canceled it; empty if that is unknown."""
     log: str
     """The last messages of its script; empty unless the script failed and the file can be read on the login node."""
 

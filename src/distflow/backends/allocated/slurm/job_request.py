@@ -198,15 +198,16 @@ def shell_path(root: str, name: str) -> str:
 
 
 def log_path(root: str, job: str) -> str:
-    """Return the file with the messages of a job's script, as shell text. ``job`` is shell text."""
+    """Return the path of the file with the messages of a job's script, as shell text. ``job`` is shell text."""
     return shell_path(root, f"distflow-job-{job}.log")
 
 
 def container_options(pool: Pool, wanted: AllocationRequest) -> tuple[str, ...]:
     """Return the options by which ``srun`` starts the resident programs in the image of the tasks, as shell text.
 
-    The result is empty without an image. ``$root`` in the options is the pool's root. Raises ``RequestRefused`` if the tasks
-    have different images. Options: https://github.com/NVIDIA/pyxis/wiki/Usage
+    The result is empty without an image, and if Slurm does not start the pool's containers. ``$root`` in the options is the
+    pool's root. Raises ``RequestRefused`` if the tasks have different images. Options:
+    https://github.com/NVIDIA/pyxis/wiki/Usage
     """
     images = {node.image for node in wanted.nodes}
     if pool.template is None or pool.template.container != "engine" or images == {None}:

@@ -1,4 +1,4 @@
-"""Slurm's reports about jobs, and their meaning for distflow: states, reasons for waiting, and ends.
+"""Slurm's reports about jobs, and their meaning for distflow: states, reasons for waiting, ends, and limits of partitions.
 
 The names are those of Slurm 22.05 to 25.05 (``job_state_string`` and ``job_reason_string`` in its sources). A job in an unknown
 state counts as waiting.
@@ -37,7 +37,7 @@ class Phase(Enum):
     QUEUED = "queued"
     GRANTED = "granted"
     ENDING = "ending"
-    """Slurm is ending its processes. The state does not contain the reason yet."""
+    """Slurm is ending the job's processes. The state does not contain the reason yet."""
     OVER = "over"
 
 
@@ -206,7 +206,7 @@ def phase_of(state: str) -> Phase:
 
 
 def parse_limit(text: str) -> float | None:
-    """Return a time limit such as ``1-12:00:00`` in seconds; ``None`` for no limit."""
+    """Return a time limit such as ``1-12:00:00`` in seconds; ``None`` for ``UNLIMITED`` and any other text."""
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)", text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Slurm as a cluster engine: ``sbatch``, ``squeue`` and ``scancel`` on the login node."""
+"""Slurm as a cluster engine: ``sbatch``, ``squeue``, ``scancel`` and other commands of Slurm on the login node."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ _LARGEST_SHAPE = (
 class SlurmEngine:
     """Allocates nodes as jobs of Slurm (contract: ``allocated.engine.Engine``).
 
-    1. One ``squeue`` lists all jobs of the user. Each ended job needs one further command, once.
+    1. One ``squeue`` lists all jobs of the user. When jobs have ended, one further command reads the causes of all of them.
     2. A submission whose answer was lost is found by its marker. If Slurm accepts such a submission later, two jobs have the
        same marker. Then ``states`` cancels the job that the caller does not know.
     """
 
     query_limit: ClassVar = QueryLimit(at_once=4.0, every_s=8.0)
-    """At most 11 queries a minute, and one before the first request, which an earlier process may have made already."""
+    """At most 11 queries of states a minute. Requests and releases may also list the jobs, but not for each job."""
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ def _state_of(components: Sequence[Component], tasks: Sequence[str]) -> Allocati
     if phases <= {Phase.OVER}:
         return None
     if phases & {Phase.OVER, Phase.ENDING}:
-        return Queued(why="is ending: Slurm stops its processes (COMPLETING)")
+        return Queued(why="is ending: Slurm stops its processes")
     waiting = [one for one in components if phase_of(one.state) is Phase.QUEUED]
     if waiting:
         first = next((one for one in waiting if one.reason != "None"), waiting[0])
