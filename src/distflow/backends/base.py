@@ -349,7 +349,8 @@ class Collected(_OfAttempt):
     size: int
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
-    """Names of files that an archive cannot contain (sockets, pipes, devices)."""
+    """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also links that lead out of its
+    directory and files that kept changing."""
     is_everywhere: bool = False
     """Whether it stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
 

@@ -192,7 +192,7 @@ class AllocatedBackend:
         with self._changed:
             held = self._held.setdefault(allocation, _Held(allocation=allocation))
             held.request, held.is_leasing, held.last_message = request, False, ""
-            self._lease_if_connected(held)  # it has nodes already if they refused an earlier lease
+            self._lease_if_connected(held)  # the allocation has nodes already if they refused an earlier lease
             self._pace.hurry()
             self._changed.notify()
 
@@ -435,7 +435,7 @@ class AllocatedBackend:
                     held.retry_at = time.monotonic() + _pause_s(held.failures)
                     self._report_waiting(held, error.message)
                     if self._held.get(held.allocation) is not held:
-                        self._find_leftovers([held.allocation.workflow])  # it may exist although it was canceled
+                        self._find_leftovers([held.allocation.workflow])  # the canceled allocation may exist
                 if isinstance(error, NodeUnreachable):
                     return
                 continue

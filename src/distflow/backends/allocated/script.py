@@ -15,7 +15,7 @@ __all__ = ["resident_command", "resident_script"]
 
 
 def resident_script(python: str, idle_release_s: float, components: int) -> str:
-    """Return a shell script that starts the resident program on all nodes of its Slurm job, with one task per node.
+    """Return a shell script that starts the resident program on all nodes of its Slurm job, with one Slurm task per node.
 
     The script needs no other file. The script and its job end when no node had a process or a connection for
     ``idle_release_s``. ``python`` is the value in the configuration. ``components`` is the number of components of a

@@ -78,11 +78,12 @@ def clean_node(
     is_dry_run: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Cleaned:
-    """Remove a node's workflows that do not run, and unused Python environments, if both are older than ``older_than_s``.
+    """Remove old workflows that no longer run, and old Python environments that are not in use, from a node.
 
-    The age of a workflow is the time since the last change of its files, by the clock of the node's file system. The age of an
-    environment is the time since its last use. ``unfinished`` workflows (uuids) are never removed. With ``is_dry_run``, nothing
-    is removed. ``progress`` gets the node and the next workflow or environment.
+    They are old if their age is at least ``older_than_s``. The age of a workflow is the time since the last change of its files,
+    and the age of an environment is the time since its last use, both by the clock of the node's file system. ``unfinished``
+    workflows (uuids) are never removed. With ``is_dry_run``, nothing is removed. ``progress`` gets the node and the next
+    workflow or environment.
     """
     try:
         with link_to(pool, node) as link:
@@ -282,7 +283,7 @@ def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAtt
     if started_at is not None and type(started_at) not in (int, float):
         raise ValueError(f"the start of {name} is not a time")
     phase, directory = _text(one["phase"]), _text(one["directory"])
-    return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_ours(started_at, clock), directory=directory)
+    return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_local_time(started_at, clock), directory=directory)
 
 
 def _text(value: object) -> str:
@@ -291,7 +292,7 @@ def _text(value: object) -> str:
     return value
 
 
-def _ours(at: float | None, clock: Clock | None) -> float | None:
+def _local_time(at: float | None, clock: Clock | None) -> float | None:
     return at if at is None or clock is None else clock.ours(at)
 
 

@@ -227,10 +227,10 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     except (NodeError, ValueError) as error:
         why = error.detail if isinstance(error, NodeError) else why
         return AllReduce(nodes=names, failed=(names[0], f"it cannot open a port on {master.address}: {why}"))
-    return _world(nodes, names, port)
+    return _run_on_all(nodes, names, port)
 
 
-def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], port: int) -> AllReduce:
+def _run_on_all(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], port: int) -> AllReduce:
     lock, failures, answers = threading.Lock(), list[tuple[str, str]](), dict[int, str]()
 
     def run(rank: int) -> None:

@@ -89,8 +89,11 @@ class Connection:
         self._facts: Mapping[str, Any] = {}
         self._watched: dict[str, AttemptKey] = {}
         self._streams: dict[int, tuple[AttemptKey, str]] = {}
+        """Number of a stream → the attempt and the kind of file that it mirrors."""
         self._tailed: set[str] = set()
+        """Attempts whose output is requested on this connection."""
         self._drained: dict[str, set[str]] = {}
+        """Attempt → the parts of its data that are complete on this connection (``_mark_complete``)."""
         self._waiting: set[tuple[AttemptKey, str]] = set()
         """Output (attempt and kind of file) that stays on its node, because this machine had no room for it."""
         self._losing: set[str] = set()
@@ -123,7 +126,7 @@ class Connection:
             self._watched[key.name] = key
             link = self._link
         if not known and link is not None:
-            self.send("hello", lambda answer: self._greeted(answer, [key]), watch=[key.name])
+            self.send("hello", lambda answer: self._report_statuses(answer, [key]), watch=[key.name])
 
     def forget(self, key: AttemptKey) -> None:
         """Stop observing an attempt."""
@@ -407,6 +410,7 @@ class Connection:
         )
 
     def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
+        """Handle the answer to the first ``hello`` of a connection, which named the watched attempts ``keys``."""
         facts = self._facts = answer["facts"]
         self._link = link
         self._give_back_all(link)  # leases that became unwanted during the hello
@@ -416,13 +420,13 @@ class Connection:
                 memory=facts.get("memory"), platform=self.node.platform, machine=str(facts.get("machine") or ""),
             )
         )  # fmt: skip
-        self._greeted(answer, keys)
+        self._report_statuses(answer, keys)
         with self._lock:
             late = [key for key in self._watched.values() if key not in keys]
         if late:
-            self.send("hello", lambda answer: self._greeted(answer, late), watch=[key.name for key in late])
+            self.send("hello", lambda answer: self._report_statuses(answer, late), watch=[key.name for key in late])
 
-    def _greeted(self, answer: Mapping[str, Any] | DistflowError, keys: list[AttemptKey]) -> None:
+    def _report_statuses(self, answer: Mapping[str, Any] | DistflowError, keys: list[AttemptKey]) -> None:
         if isinstance(answer, DistflowError):
             return
         for key in keys:

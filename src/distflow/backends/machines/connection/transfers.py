@@ -111,7 +111,7 @@ class Fetched:
     files: int
     """Number of files, directories and links in the archive."""
     left_out: tuple[str, ...]
-    """Names of files that an archive cannot contain (sockets, pipes, devices)."""
+    """As in ``backends.base.Collected``."""
     is_here: bool = True
     """False if it stayed on its node."""
 
