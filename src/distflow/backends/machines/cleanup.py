@@ -80,8 +80,8 @@ def clean_node(
 ) -> Cleaned:
     """Remove old workflows that no longer run, and old Python environments that are not in use, from a node.
 
-    They are old if their age is at least ``older_than_s``. The age of a workflow is the time since the last change of its files,
-    and the age of an environment is the time since its last use, both by the clock of the node's file system. ``unfinished``
+    They are old if their age is at least ``older_than_s``. The age of a workflow is the time since the last change of its files
+    and the age of an environment the time since its last use, both by the clock of the node's file system. ``unfinished``
     workflows (uuids) are never removed. With ``is_dry_run``, nothing is removed. ``progress`` gets the node and the next
     workflow or environment.
     """
