@@ -9,6 +9,7 @@ from typing import Any
 
 from distflow.backends.base import Leased, LeaseRefused, LeaseRequest, Sink
 from distflow.backends.machines.connection.node_connection import Connection, now
+from distflow.documents.quantities import count_text
 from distflow.errors import AgentError, DistflowError
 from distflow.plan.model import Binding, TaskBinding
 
@@ -35,7 +36,9 @@ class GangLease:
         for task, node in request.nodes.items():
             wanted, granted = request.gpus.get(task, 0), self._connections[node].granted_gpus
             if granted is not None and len(granted) < wanted:
-                self._answered(task, AgentError(node, "too_few", f"it was allocated with {len(granted)} of {wanted} GPUs"))
+                self._answered(
+                    task, AgentError(node, "too_few", f"it was allocated with {len(granted)} of {count_text(wanted, 'GPU')}")
+                )
                 continue
             self._connections[node].send(
                 "lease",

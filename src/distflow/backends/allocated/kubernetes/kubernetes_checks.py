@@ -145,6 +145,9 @@ class _Check:
                 yield note("gpus", self._at, "the GPUs of the nodes were not checked: listing nodes is not allowed", "")
             return
         nodes = [one for one in answer.get("items") or [] if isinstance(one, dict)]
+        if not nodes and not selector:
+            yield error("platform", self._at, "the cluster has no node", "add nodes, or choose another cluster")
+            return
         if not nodes:
             yield error(
                 "platform", self._at, f"no node has the labels `{selector}`{_of(platform)}",
@@ -157,7 +160,7 @@ class _Check:
         known = sorted(
             {plain(str(name)) for amount in amounts for name in amount if "/" in str(name) and "hugepages" not in str(name)}
         )
-        has = f"its nodes have {listed(known)}" if known else "its nodes have no extended resources"
+        has = f"the nodes have {listed(known)}" if known else "the nodes have no extended resources"
         yield warning(
             "gpus",
             self._at,

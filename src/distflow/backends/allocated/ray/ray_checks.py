@@ -92,5 +92,8 @@ def _python(python: str, root: str, found: Mapping[str, Any]) -> Iterator[Findin
         yield note("python", at, f"`{python}` is Python {output}", "")
     if not found["is_writable"]:
         yield error(
-            "root", at, f"`{root}` cannot be created", "set `root` of the pool to a directory that Ray's user may write"
+            "root",
+            at,
+            f"`{root}` is not writable or cannot be created",
+            "set `root` of the pool to a directory that Ray's user may write",
         )

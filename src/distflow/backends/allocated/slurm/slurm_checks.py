@@ -175,7 +175,7 @@ class _Check:
         message = (
             f"no node{f' of partition `{partition}`' if partition else ''} has the generic resource `{wanted}`{_of(platform)}"
         )
-        known = f"its nodes have {listed(sorted(kinds))}" if kinds else "its nodes have none"
+        known = f"the nodes have {listed(sorted(kinds))}" if kinds else "the nodes have none"
         if ":" in wanted:
             yield error("gpus", self._at, message, f"change `gres`; {known}")
         else:
