@@ -1,7 +1,8 @@
 """The Python API of distflow: typed functions that the command line and other programs call.
 
-Most functions take a ``Client`` first. They return frozen values or iterators, and raise the errors of ``distflow.errors``.
-They do not print, parse arguments or exit the process. They report progress and warnings through callbacks. ::
+Most functions take a ``Client`` first. They return frozen objects, collections of them, or iterators, and raise the errors of
+``distflow.errors``. They do not print, parse arguments or exit the process. They report progress and warnings through
+callbacks. ::
 
     from distflow.client import Client, SubmitRequest, find_workflow, plan, submit, wait
 

@@ -52,8 +52,8 @@ def _ignore(_: str) -> None:
 class Client:
     """This user's workflows on this machine, as a context manager. Most functions of ``distflow.client`` take it first.
 
-    It opens files only when they are needed. Use a client from one thread only. Functions start a background supervisor if
-    there is unfinished work and no supervisor is running.
+    It opens files only when they are needed. Use a client from one thread only. Functions that read or change workflows start
+    a background supervisor if there is unfinished work and no supervisor is running.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the store, and end a supervisor that was loaded and not needed."""
+        """Close the store. End the supervisor that ``load_supervisor`` started, unless ``ensure_supervisor`` has used it."""
         preloaded, self._preloaded = self._preloaded, None
         if preloaded is not None:
             preloaded.stop()
@@ -97,7 +97,7 @@ class Client:
 
     @property
     def directory(self) -> StateDirectory:
-        """The state directory, for reading. It is created if it does not exist.
+        """The state directory, for reading. It is created if it has no store.
 
         A store of another user is accepted only if it is read-only. This prevents work with this user's permissions in a
         directory that another user can write. Raises ``StateError``.
@@ -144,7 +144,7 @@ class Client:
             names_only: Whether to read only the names of pools and nodes, which is faster. Other values are not checked.
 
         Raises:
-            InputError: if the working directory does not exist.
+            InputError: if the client has no ``folder`` and the working directory no longer exists.
             ProblemsFound: if the configuration is wrong.
             StateError: if the profile cannot be read.
 
@@ -240,8 +240,8 @@ class Client:
     def load_supervisor(self, configuration: Configuration, *, with_hosts: bool) -> None:
         """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
 
-        This hides the start time of the supervisor behind the check of a spec. If ``ensure_supervisor`` is never called, the
-        process ends when the client is closed.
+        Do nothing if a supervisor is already running. The new process starts while the caller checks a spec, which saves time.
+        If ``ensure_supervisor`` is never called, the process ends when the client is closed.
 
         Args:
             configuration: The pools whose backends the supervisor imports.

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def set_credential(client: Client, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
-    """Store a credential, replacing an existing one of the same name.
+    """Store a credential. A DATA or REGISTRY credential replaces the existing one for the same profile.
 
     Args:
         client: The client whose state directory stores the credential.
@@ -43,7 +43,7 @@ def set_credential(client: Client, name: str, kind: CredentialType, payload: Map
         The stored credential.
 
     Raises:
-        InputError: if the name or the payload is not valid for this type.
+        InputError: if the name or the payload is not valid for this type, or if another credential has the name.
         StateError: if the state directory is not writable.
 
     """
@@ -79,12 +79,12 @@ _UNFIT: Mapping[CredentialType, str] = {
 
 
 def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
-    """Return a problem for each credential in a spec that this machine does not have or whose type does not fit.
+    """Return a problem for each credential of a spec that is missing on this machine, lacks a key, or has an unfit type.
 
     Args:
         client: The client whose credentials the spec may use.
         spec: The spec.
-        is_tolerant: Whether to report problems as warnings if this machine has no credentials at all, like most CI machines.
+        is_tolerant: Whether problems are only warnings if this machine has no credentials at all, like most CI machines.
 
     Raises:
         StateError: if the credentials cannot be read.

@@ -42,8 +42,9 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
 
     Args:
         client: The client whose configuration, credentials and workflows the spec may use.
-        request: The spec, the values for its template, and the settings of the nodes. Its pool must have ``backend: slurm``.
-            The pool contains the options of jobs. Default: the pool of the spec, if it has this backend.
+        request: The spec, the values for its template, and the settings of the nodes. If it names a pool,
+            the pool must have ``backend: slurm``. The pool contains the options of jobs. Default: the pool of the spec or the
+            default pool, if it has this backend. Otherwise the script has no options of a pool.
         file: The file to write. Files of the spec that are too large for a script are written to the directory ``FILE.files``.
             Default: no file is written, and such files are an error.
         force: Whether to replace an existing file.
@@ -75,16 +76,16 @@ def export_to_kubernetes(
     """Write a spec as manifests for Kubernetes that need no distflow in the cluster.
 
     Args:
-        client: The client whose configuration the spec may use.
-        request: The spec, the values for its template, and the settings of the nodes. Its pool must have
-            ``backend: kubernetes``. The pool contains the settings of pods. Default: the pool of the spec, if it has this
-            backend.
+        client: The client whose configuration, credentials and workflows the spec may use.
+        request: The spec, the values for its template, and the settings of the nodes. If it names a pool, the pool must have
+            ``backend: kubernetes``. The pool contains the settings of pods. Default: the pool of the spec or the default pool,
+            if it has this backend. Otherwise the manifests have no settings of a pool.
         kind: ``jobset``, ``job`` for plain Indexed Jobs, or ``trainjob`` for a TrainJob of Kubeflow Trainer.
         file: The file to write. Default: no file is written.
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the pool is not a Kubernetes pool, or the file cannot be written.
+        InputError: if the pool is not a Kubernetes pool, the file cannot be written, or the spec cannot become manifests.
         NotFound: if the pool or the workflow to export does not exist.
         ProblemsFound: if the spec has errors, or manifests cannot express it.
 
@@ -161,7 +162,10 @@ def _planned(
 
 
 def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:
-    """Return the Slurm pool of the request or the spec, or else a pool without options of jobs."""
+    """Return the pool of the request, or else that of the spec, or else the default pool.
+
+    Raise ``InputError`` if the request names a pool without Slurm. Replace any other such pool by one without options of jobs.
+    """
     configuration = client.configuration()
     wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
     pool = choose_pool(configuration, given=request.pool, wanted=wanted)
@@ -174,7 +178,7 @@ def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) ->
 
 
 def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> list[Path]:
-    """Write a script and copy its large files. Raises ``InputError``."""
+    """Write the exported text and copy large files next to it. Raises ``InputError``."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w" if force else "x", encoding="utf-8") as target:

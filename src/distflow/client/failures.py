@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from distflow.client.client import Client
 from distflow.client.workflows import group_of
 from distflow.diagnosis.model import Diagnosis
+from distflow.documents.text import listed
 from distflow.errors import NotFound
 from distflow.lifecycle.states import State
 from distflow.state.mirror import LAST_LINES
@@ -122,7 +123,8 @@ def _failed_groups(record: WorkflowRecord, names: Sequence[str], attempt: int | 
     existing = [group for group in chosen if attempt <= group.attempt]
     if not existing:
         last = max((group.attempt for group in chosen), default=0)
-        raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last one is {last}")
+        message = f"{record.id} has no attempt {attempt}" + (f" of {listed(names)}" if names else "")
+        raise NotFound(message, hint=f"attempts are counted from 0; the last one is {last}")
     # Groups kept from another workflow ran there, so the other workflow explains them.
     return [group for group in existing if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
 
@@ -144,8 +146,8 @@ def diagnose_groups(
 ) -> list[DiagnosedGroup]:
     """Diagnose groups that failed, that may hang, or that wait for ranks whose failure was not detected.
 
-    This reads the store and the mirrored logs. It does not connect to a node. It skips groups that were kept from another
-    workflow, because they ran there.
+    This reads the store and the mirrored logs. It does not connect to a node. It skips groups that do not have the attempt,
+    and groups that were kept from another workflow, because they ran there.
 
     Args:
         client: The client whose store has the workflow.

@@ -58,7 +58,7 @@ PoolNode = tuple[Pool, Node]
 T = TypeVar("T")
 
 _MOST_GPUS = 1024
-"""The maximum number of GPUs of a node that are shown."""
+"""GPUs of a node with this number or a higher one are not shown."""
 _AT_ONCE = 32
 """The maximum number of nodes that are queried in parallel."""
 # The pattern does not match inside a path, because paths must not be changed.
@@ -90,7 +90,8 @@ def choose_nodes(
     for name in names or ():
         if all(node.name != name for _, node in nodes):
             known = [node.name for _, node in nodes]
-            raise NotFound(f"there is no node {name!r}", hint=did_you_mean(name, known, what="nodes"))
+            where = f" of pool {pool!r}" if pool is not None else ""
+            raise NotFound(f"there is no node {name!r}{where}", hint=did_you_mean(name, known, what="nodes"))
     return [one for one in nodes if not names or one[1].name in names]
 
 
@@ -127,7 +128,7 @@ def reap_jobs(
         is_dry_run: Whether to only find the jobs.
 
     Returns:
-        One result for each such pool, with the name of the pool as its node.
+        One result for each of these pools whose nodes an engine chooses, with the name of the pool as its node.
 
     Raises:
         NotFound: if the pool does not exist.
@@ -180,12 +181,13 @@ def _allocated_pools(client: Client, pool: str | None, hosts: Sequence[Host] | N
 def clean_nodes(
     client: Client, nodes: Sequence[PoolNode], *, older_than_s: float | None = None, is_dry_run: bool = False
 ) -> list[Cleaned]:
-    """Delete the logs, outputs and files of ended workflows from nodes.
+    """Delete the logs, outputs and files of workflows from nodes, except those of workflows that run there.
 
     Args:
-        client: The client whose store has the workflows. Files of its unfinished workflows are kept.
+        client: The client whose store has the workflows. Files of its unfinished workflows are kept, too.
         nodes: The nodes (see ``choose_nodes``).
-        older_than_s: Delete only files that were not modified for this many seconds. Default: the retention of the pool.
+        older_than_s: Delete only the files of workflows that were not modified for this many seconds. Default: the retention of
+            the pool.
         is_dry_run: Whether to delete nothing and only report what would be deleted.
 
     Returns:

@@ -71,7 +71,7 @@ class TaskOutputs:
     files: tuple[OutputFile, ...] = ()
     """Sorted by path."""
     left_out: int = 0
-    """The number of entries that cannot be fetched: sockets, pipes, devices, and links to directories outside."""
+    """The number of entries that cannot be fetched: sockets, pipes, devices, and links to directories outside or to nothing."""
     error: DistflowError | None = None
     """Why the files are unknown: the node is unreachable, or the directory was removed."""
 
@@ -113,7 +113,7 @@ class FetchedFiles:
     moved: Path | None = None
     """The directory to which the results of an earlier workflow were moved; ``None`` if there were none."""
     is_mixed: bool = False
-    """Whether the directory also has files that distflow did not fetch, so it was not marked as the results of one workflow."""
+    """Whether the directory had files and no marker, so distflow did not mark it as the results of one workflow."""
 
 
 def list_output_files(
@@ -136,7 +136,7 @@ def list_output_files(
 
     Raises:
         InputError: if one of the named tasks has not run, or if no task has run.
-        NotFound: if the workflow does not have one of the tasks.
+        NotFound: if the workflow does not have one of the tasks, or if a task does not have the attempt.
 
     """
     with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
@@ -184,12 +184,14 @@ def fetch_output_files(
         on_progress: Called with the progress in bytes. See ``OnOutputProgress``.
 
     Returns:
-        The counts, which are 0 if the tasks have no files, and the errors of nodes, which are not raised.
+        The counts, which are 0 if the tasks have no files, and an error for each task whose files could not be fetched. These
+        errors are not raised. Reasons are an unreachable node, or too little space for the files in ``folder``.
 
     Raises:
         InputError: if one of the named tasks has not run, or if no task has run.
-        NotFound: if the workflow does not have one of the tasks, or if no file matches one of ``paths``.
-        StorageError: if ``folder`` cannot be created or does not have enough space.
+        NotFound: if the workflow does not have one of the tasks, if a task does not have the attempt, or if all nodes have
+            answered and no file matches one of ``paths``.
+        StorageError: if ``folder`` cannot be created.
 
     """
     with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
@@ -215,12 +217,12 @@ def fetch_output_files(
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
-    """A task, with the files that its node reported."""
+    """A task and its files."""
 
     source: OutputSource
     outputs: TaskOutputs
     files: tuple[RemoteFile, ...] = ()
-    """The chosen files."""
+    """The files that the node reported. After ``_choose``: only the chosen ones."""
 
     @property
     def size(self) -> int:
@@ -248,7 +250,10 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
 
 
 def _choose(tasks: Sequence[_Task], paths: Sequence[str], command: str) -> list[_Task]:
-    """Return the tasks with files that match ``paths``, with these files. Raises ``NotFound``. ``command`` lists all files."""
+    """Return the tasks that have files that match ``paths``, and keep only these files.
+
+    Raise ``NotFound`` if no file matches a path and all nodes have answered. ``command`` is for the hint, and lists all files.
+    """
     patterns = [(path, path.removeprefix("{{output}}").lstrip("/").removeprefix("./").rstrip("/")) for path in paths]
     matched = set()
     for task in tasks:

@@ -30,7 +30,7 @@ class GpuState(Struct, frozen=True, kw_only=True):
     state: str | None = None
     """``free``, ``mine``, ``other`` or ``foreign`` (see ``GpuUse``); ``None`` if the node did not answer."""
     by: str = ""
-    """The task or program that uses it, as the node reports it."""
+    """The task or program that uses it, as the node reports it; empty if ``task`` is set or if it is free."""
     values: Mapping[str, float]
     """The latest recorded values, such as ``utilization`` and ``power``; empty if unknown."""
 
@@ -58,13 +58,14 @@ class Overview(Struct, frozen=True, kw_only=True):
 def read_overview(
     client: Client, pools: Collection[str] = (), answers: Mapping[tuple[str, str], Holders] | None = None
 ) -> Overview:
-    """Return the unfinished workflows of this user, and the nodes with their GPUs. Starts a supervisor if none is running.
+    """Return the unfinished workflows of this user, and the nodes with their GPUs.
+
+    Start a supervisor if there is unfinished work and none is running. This does not connect to a node.
 
     Args:
         client: The client whose store has the workflows and whose configuration has the pools.
         pools: Names of pools. Default: all pools.
-        answers: The answers of nodes (see ``ask_resource_holders``), by the names of pool and node. This function does not
-            connect to a node.
+        answers: The answers of nodes (see ``ask_resource_holders``), by the names of pool and node.
 
     Raises:
         NotFound: if a pool does not exist.

@@ -69,7 +69,7 @@ OnFetch = Callable[[FetchProgress], None]
 
 
 def previous_output_problems(client: Client, spec: WorkflowSpec) -> list[Problem]:
-    """Return a problem for each input from another workflow if the store shows that this output does not exist."""
+    """Return a problem for each input from another workflow if the store shows that this output cannot be fetched."""
     found = []
     for one in _earlier_inputs(spec):
         try:
@@ -83,7 +83,7 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
     """Fetch the outputs that a spec takes from ended workflows, and return the plan with their digests and sizes.
 
     Raises:
-        InputError: if an output does not exist.
+        InputError: if an output does not exist, or if its workflow has not ended.
         NodeError: if an output cannot be fetched.
 
     """

@@ -24,8 +24,8 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
     """Mark a directory as the one with the results of a workflow. Nothing is deleted.
 
     Returns:
-        Whether the directory is marked. It is not if it has files that distflow did not fetch. The second value is the new
-        directory of the results of an earlier workflow, or ``None`` if there were none.
+        Whether the directory is marked. A directory that has files and no marker is not marked, because distflow did not fetch
+        these files. The second value is the new directory of an earlier workflow's results, or ``None`` if there were none.
 
     Raises:
         StorageError: if the directory cannot be created or its files cannot be moved.
@@ -63,7 +63,7 @@ def _unused_path(parent: Path, owner: str) -> Path:
 
 
 def results_directories(project: Path) -> list[str]:
-    """Return the names of the directories in a project that hold results, and are therefore not sent."""
+    """Return the names of the directories directly below a project that hold results, and are therefore not sent."""
     with os.scandir(project) as entries:
         return sorted(
             entry.name

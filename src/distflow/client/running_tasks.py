@@ -15,6 +15,7 @@ from distflow.backends.machines.inspection import InspectedTask, TaskStacks, col
 from distflow.backends.machines.session import Exit, Session, Size, open_session
 from distflow.client.client import Client
 from distflow.client.workflows import choose_tasks
+from distflow.documents.text import listed
 from distflow.errors import AgentError, DistflowError, InputError, NodeUnreachable, WorkflowEnded
 from distflow.lifecycle.states import State
 from distflow.plan.credentials import given_secrets
@@ -104,7 +105,7 @@ def find_running_task(client: Client, workflow: str, task: str, connect_timeout:
         connect_timeout: The maximum time for the node to answer, in seconds.
 
     Raises:
-        InputError: if the task is not running.
+        InputError: if the task is not running, or if one of its secrets is no longer stored.
         NotFound: if the workflow or the task does not exist.
 
     """
@@ -116,7 +117,7 @@ def find_running_task(client: Client, workflow: str, task: str, connect_timeout:
 
 
 def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskRecord, connect_timeout: int) -> RunningTask:
-    """Return the running task of a task's record.
+    """Return the running task that a record describes.
 
     Args:
         client: The client whose store has the workflow.
@@ -177,7 +178,8 @@ def run_on_tasks(
         argv: The command and its arguments.
         connect_timeout: The maximum time for a node to answer, in seconds.
         on_output: Called with the index of the task, whether the bytes are standard error, and the bytes. Several threads call
-            it. If it raises ``OSError``, the command of that task ends and counts as exit code 1.
+            it. If it raises ``OSError``, the rest of that task's output is ignored, and its command counts as exit code 1. The
+            command is ended after the commands of the other tasks have ended.
         on_exit: Called with the index of the task and the end of its command. Several threads call it.
 
     Returns:
@@ -231,7 +233,7 @@ def read_stacks(
         on_start: Called with the number of queried nodes before the first query.
 
     Returns:
-        The stacks of each running task. A node's error is part of its result and is not raised.
+        The stacks of each of these tasks that is running. A node's error is part of its result and is not raised.
 
     Raises:
         InputError: if none of the tasks is running.
@@ -240,9 +242,9 @@ def read_stacks(
     """
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]
     if not chosen:
-        raise InputError(
-            f"no task of {record.id} is running: {record.status}", hint=f"its status: distflow workflow query {record.id}"
-        )
+        given = f"{listed(names)} of {record.id} {'is' if len(names) == 1 else 'are'} not running"
+        message = given if names else f"no task of {record.id} is running: {record.status}"
+        raise InputError(message, hint=f"details: distflow workflow query {record.id}")
     pool = client.store.pool(record.uuid)
     asked = [
         InspectedTask(
@@ -296,7 +298,8 @@ def forward_ports(
         on_ready: Called with each forwarded port after all of them are ready.
 
     Raises:
-        InputError: if the task is not running yet, or if a local port is not available.
+        InputError: if the task is not running yet, if a local port is not available, or if the node is this machine and a local
+            port equals its port of the node.
         NodeError: if the node is unreachable.
         NotFound: if the workflow does not have the task.
         WorkflowEnded: if the task has ended.

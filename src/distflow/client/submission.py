@@ -104,7 +104,7 @@ class PlannedWorkflow:
     plan: Plan
     pool: Pool
     placement: Mapping[str, str]
-    """The name of the node for each task, if the pool were idle."""
+    """The name of the node for each task, if the pool were idle. Empty if an engine chooses the nodes."""
     blobs: Path
     """The directory with the files that the spec sends, named by their digests."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -256,7 +256,7 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
         variables: The environment variables of the tasks.
 
     Raises:
-        InputError: if the Python of a node has another minor version, or lacks a module.
+        InputError: if the Python of a node has another minor version or lacks a module.
 
     """
     # Most callers do not need these modules.
@@ -283,12 +283,13 @@ def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Ma
             hint=f"give the path of a Python {version} on the nodes as `python=`, or in the pool as `python:`{example}",
         )
     if lacking := [one for one in found if one.missing]:
+        pythons = sorted({one.executable for one in lacking})
         missing = ", ".join(f"`{name}`" for name in modules if any(name in one.missing for one in lacking))
         paths = {path for one in lacking for path in one.others}
         example = f", such as `{min(paths)}`" if paths else ""
         other_way = f"add them to {venv.file}" if venv else f"give the path of a Python that has them as `python=`{example}"
         raise InputError(
-            f"the function needs {missing}, missing from {lacking[0].executable} on {few([one.node for one in lacking])}",
+            f"the function needs {missing}, missing from {few(pythons)} on {few([one.node for one in lacking])}",
             hint=f"install the missing modules there, or {other_way}",
         )
 
@@ -312,7 +313,7 @@ def submit(
         The record of the workflow, with its id.
 
     Raises:
-        InputError: if an output of another workflow does not exist.
+        InputError: if an output of another workflow does not exist, or if that workflow has not ended.
         NodeError: if an output of another workflow cannot be fetched.
         StorageRefused: if this user has no credentials for data at URLs in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
@@ -436,7 +437,7 @@ def write_scripts(planned: PlannedWorkflow, folder: Path) -> list[Path]:
 
 
 def pool_key(pool: Pool) -> str:
-    """Return a key that is equal for pools with the same nodes and settings."""
+    """Return a key that is equal for pools with the same name, nodes and settings."""
     return f"{pool.name}-{hashlib.sha256(encode(pool)).hexdigest()[:8]}"
 
 
@@ -488,7 +489,8 @@ def plan_restart(
         The planned restart, for ``restart``.
 
     Raises:
-        InputError: if the workflow has not ended, has completed, or needs a secret that is not given.
+        InputError: if ``workflow`` is not an id or uuid, or if the workflow has not ended, has completed, or needs a secret
+            that is not given.
         NotFound: if the workflow or the pool does not exist.
         ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if no pool can hold a group.
 

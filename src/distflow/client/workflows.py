@@ -70,7 +70,8 @@ def find_workflow(client: Client, key: str, *, report_age: bool = True) -> Workf
 
     Args:
         client: The client whose store has the workflow.
-        key: The id (``<name>-<n>``) or the uuid of the workflow.
+        key: The id (``<name>-<n>``) or the uuid of the workflow. Also its name, for the latest run, or ``-``, for the latest
+            workflow.
         report_age: Whether to notify the user how old the record is if no supervisor was running.
 
     Returns:
@@ -163,13 +164,13 @@ class WorkflowStatus(Struct, frozen=True, kw_only=True):
     """The latest output, metrics and use of resources of a workflow, from the ends of its mirrored files."""
 
     last_lines: Mapping[tuple[str, str, int], str]
-    """The last line of each attempt's output, by group, task and attempt number."""
+    """The last line of each attempt's output, by group, task and attempt number, if possible without lines of a launcher."""
     metrics: Mapping[str, Latest]
     """The latest metrics of each group's lowest rank, by the name of the group."""
     usage: Mapping[tuple[str, str, int], Usage]
     """The latest use of resources by each running task, by group, task and attempt number."""
     outputs_until: float | None
-    """When `distflow node clean` may first remove the output files, in seconds since the epoch. ``None`` before the end."""
+    """When `distflow node clean` may first remove the output files, in seconds since the epoch (see ``outputs_until``)."""
 
 
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
@@ -222,7 +223,8 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
     """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
 
-    Return ``None`` before the end of the workflow, and if no task has run. This does not connect to a node.
+    Return ``None`` before the end of the workflow, if no task has run, or if the stored pool has no retention time. This does
+    not connect to a node.
     """
     has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
     if not record.state.is_final or record.ended_at is None or not has_run:
@@ -403,7 +405,7 @@ def wait(
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
                 f"not ended within {timeout_s:g} s: {', '.join(record.id for record in late)}",
-                hint="\n".join([*hint, f"the supervisor continues with them; its log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"the supervisor continues to run; its log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:
