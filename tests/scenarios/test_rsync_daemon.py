@@ -96,7 +96,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
     done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
     assert (done.code, done.out) == (2, "")
-    assert f"there is no background copy to {workflow} helper" in done.err
+    assert f"no background copy to helper of {workflow} is running" in done.err
     (src / "train.py").write_text("third")
     await_text(there / "train.py", "third")
     assert (work_of(place, "helper") / "own" / "train.py").read_text() == "second"

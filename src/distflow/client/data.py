@@ -69,9 +69,9 @@ def upload_data(
         The counts of the transfer.
 
     Raises:
-        InputError: if the URL is not valid or cannot be written.
+        InputError: if the URL or the regular expression is not valid, or if the URL cannot be written.
         NotFound: if there are no files to upload.
-        StorageError: if the storage is unreachable or refuses the access.
+        StorageError: if a local file cannot be read, or if the storage is unreachable or refuses the access.
 
     """
     from distflow.storage.files import find_sources
@@ -110,9 +110,9 @@ def download_data(
         The counts of the transfer.
 
     Raises:
-        InputError: if the URL is not valid or ``directory`` does not exist.
-        NotFound: if no file matches.
-        StorageError: if the storage is unreachable or refuses the access.
+        InputError: if the URL or the regular expression is not valid, or if ``directory`` does not exist.
+        NotFound: if there are objects at the URL, but none matches.
+        StorageError: if there is no object at the URL, or if the storage is unreachable or refuses the access.
 
     """
     from distflow.storage.transfers import download
@@ -163,9 +163,9 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
         The number of deleted objects.
 
     Raises:
-        InputError: if the URL is not valid, cannot be written, or names the root directory of a machine.
-        NotFound: if no object matches.
-        StorageError: if the storage is unreachable or refuses the access.
+        InputError: if the URL or the regular expression is not valid, or if the URL cannot be written or names a root directory.
+        NotFound: if there are objects at the URL, but none matches.
+        StorageError: if there is no object at the URL, or if the storage is unreachable or refuses the access.
 
     """
     from distflow.storage.transfers import delete, find_removable
@@ -181,7 +181,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
 
 def check_data_access(client: Client, url: str, access: str) -> None:
-    """Check that this user may access a URL, by performing the access.
+    """Check that this user may access a URL, by trying it. ``WRITE`` and ``DELETE`` write an empty object there and remove it.
 
     Args:
         client: The client whose credentials are used.
@@ -276,9 +276,9 @@ def create_version(
         The manifest of the new version.
 
     Raises:
-        InputError: if the name is not valid.
+        InputError: if the name or the regular expression is not valid, or if the name has a version without ``is_update``.
         NotFound: if there are no files to upload, or if the version to update does not exist.
-        StorageError: if the storage of datasets is unreachable or refuses the access.
+        StorageError: if a local file cannot be read, or if the storage of datasets is unreachable or refuses the access.
 
     """
     from distflow.storage.files import find_sources

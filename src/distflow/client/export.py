@@ -187,6 +187,8 @@ def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> li
             path.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, path)
     except FileExistsError as error:
+        if str(error.filename) != str(file):
+            raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
         raise InputError(f"{error.filename} exists already", hint="choose another name, or add --force to replace it") from None
     except OSError as error:
         raise InputError(f"{error.filename or file} cannot be written: {error.strerror}") from error

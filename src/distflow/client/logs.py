@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.workflows import held_ranks, pause
-from distflow.documents.text import plain_lines
+from distflow.documents.text import few, plain_lines
 from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, has_ranks, mirrored_bytes, read_lines
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def stream_logs(
 
 
 def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str], attempt: int | None = None) -> Iterator[str]:
-    """Yield a sentence for each ended task whose output is not complete on this machine.
+    """Yield a sentence for each ended attempt of a task whose output is not complete on this machine.
 
     Args:
         client: The client whose store has the workflow.
@@ -267,7 +267,8 @@ def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) 
 def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankChoice], *, follow: bool) -> Keep:
     """Return a filter for the lines of the chosen ranks.
 
-    A line without a rank is kept if all ranks of its task are chosen, or if the log does not separate the ranks of the task.
+    A line without a rank is kept if all ranks of its task are chosen. It is also kept if the log does not separate the ranks of
+    the task. With ``follow``, the log is still growing, so the filter assumes that it separates them.
     """
     unlabeled: dict[tuple[str, int], bool] = {}
 
@@ -289,13 +290,18 @@ def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankCh
 
 
 def _not_started(record: WorkflowRecord, tasks: Collection[str]) -> Iterator[str]:
-    """Yield the status of the workflow, and its reason, if none of these tasks has started."""
+    """Yield a sentence with the status of the workflow, and its reason, if none of these tasks has started."""
     groups = [group for group in record.groups if any(task.name in tasks for task in group.tasks)]
     chosen = [task for group in groups for task in group.tasks if task.name in tasks]
     if any(group.kept for group in groups) or any(task.started_at is not None or task.attempt for task in chosen):
         return
     why = next((f": {group.name}: {plain_lines(group.message)}" for group in groups if group.message), "")
-    yield f"{record.id} has no output, because nothing has started: {record.status}{why}"
+    if len(chosen) == sum(len(group.tasks) for group in record.groups):
+        yield f"{record.id} has no output, because nothing has started: {record.status}{why}"
+    else:
+        names = few([task.name for task in chosen])
+        who = "it has" if len(chosen) == 1 else "they have"
+        yield f"{record.id} has no output of {names}, because {who} not started: {record.status}{why}"
 
 
 def _unseparated_ranks(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoice]) -> Iterator[str]:

@@ -66,7 +66,7 @@ def list_pools(client: Client, names: Sequence[str] = (), *, hosts: Sequence[Hos
     Args:
         client: The client whose configuration has the pools.
         names: Names of pools. Default: all pools.
-        hosts: Machines to use as an additional pool.
+        hosts: Machines to use as the default pool, in addition to the other pools.
 
     Raises:
         NotFound: if a pool does not exist.
@@ -121,7 +121,7 @@ def find_node(
         name: The name of the node.
         pool: Search only this pool. Default: all pools.
         platform: Return only nodes of this platform.
-        hosts: Machines to use as an additional pool.
+        hosts: Machines to use as the nodes of ``pool``, or else of the default pool.
 
     Raises:
         NotFound: if the pool or the node does not exist.

@@ -72,6 +72,7 @@ class CheckedSpec:
 
     spec: WorkflowSpec
     worlds: Mapping[str, World]
+    """The rank layout of each group that has ranks, by the name of the group."""
     warnings: tuple[Problem, ...]
     template: str
     """The document before template variables are filled in."""
@@ -164,17 +165,18 @@ def validate(
     Args:
         client: The client whose credentials and workflows the spec may use. If this machine has no credentials, missing ones
             are only warnings.
-        file: The path of the spec, or ``-`` to use ``text``.
+        file: The path of the spec, or its name in messages if ``text`` is given.
         overrides: Values for the template and the tasks.
         configuration: The pools.
         pool: The name of the pool to check against. Default: the pool of the spec, or else the default pool.
         hosts: Machines to use instead of a configured pool.
-        text: The spec as text, if ``file`` is ``-``.
+        text: The spec itself. Its files are relative to the working directory.
 
     Returns:
         The spec and all its warnings.
 
     Raises:
+        InputError: if the file is a Python script.
         NotFound: if the pool does not exist.
         ProblemsFound: if the file cannot be read or the spec has errors. The error contains all findings.
 
@@ -206,7 +208,8 @@ def propose_placement(
         severity: The severity of the problems.
 
     Returns:
-        The name of the node for each task, and a problem for each group that does not fit.
+        The name of the node for each task, and a problem for each group that does not fit. If an engine chooses the nodes of
+        the pool, there are no names, and the problems are about platforms and topologies that the pool does not support.
 
     """
     if pool.is_allocated:
@@ -370,8 +373,8 @@ class PreviousWorkflow:
 
         Returns:
             The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
-            configuration no longer has it. The pool of the previous workflow keeps all settings of that submission. Any other
-            pool keeps only the environment variables and the Python environment.
+            configuration no longer has it. Without ``given`` and ``hosts``, the pool keeps all settings of the previous
+            submission. Otherwise it keeps only the environment variables and the Python environment.
 
         Raises:
             NotFound: if the given pool does not exist.

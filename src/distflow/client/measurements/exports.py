@@ -1,7 +1,7 @@
 """Write metrics and resource samples for TensorBoard, Weights & Biases and MLflow, each with its own Python package.
 
-Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for its resource samples
-(``master-system``), whose steps are seconds.
+Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for metrics without a rank (``master``).
+Its resource samples are a run, too (``master-system``), whose steps are seconds.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def write_wandb(project: str, workflow: str, metrics: Iterable[Metric], samples:
 def write_mlflow(experiment: str, workflow: str, metrics: Iterable[Metric], samples: ChosenSamples = ()) -> int:
     """Create one MLflow run for each task and rank in an experiment, which is created if it does not exist.
 
-    ``MLFLOW_TRACKING_URI`` names the server or the directory. The arguments and errors are those of ``write_wandb``.
+    ``experiment`` is the name of the experiment. The other arguments, the result and the errors are those of ``write_wandb``.
+    ``MLFLOW_TRACKING_URI`` names the server or the directory.
     """
     mlflow = _package("mlflow", "mlflow-skinny", "MLflow runs")
     try:

@@ -36,7 +36,7 @@ class MetricSeries:
         self._rank = rank
         self._keys = keys
         self.names: dict[str, None] = {}
-        """The names of all metrics read so far, in order of appearance."""
+        """The names of all metrics that were yielded so far, in order of appearance."""
         self.latest = latest(iter(self))
         """The latest values for each task and rank."""
 

@@ -30,7 +30,7 @@ def find_samples(
         record: The workflow.
         tasks: The tasks to read (see ``choose_tasks``).
         attempt: Return only samples of this attempt, counted from 0. Default: all attempts.
-        most: Return at most this number of samples for each attempt. Each is then the mean of consecutive samples.
+        most: Return at most this number of samples for each attempt. If it has more, means of consecutive samples are returned.
         is_recent: Whether to return only the last minutes of each attempt, which reads only the ends of the files.
 
     """

@@ -25,6 +25,7 @@ from distflow.client.notifications.targets import INSTALL_APPRISE, is_loopback
 from distflow.documents.notify import NotifyTarget
 from distflow.documents.quantities import seconds_text
 from distflow.errors import NotifyError
+from distflow.protocol.ends import signal_name
 
 __all__ = ["deliver"]
 
@@ -113,6 +114,8 @@ def _failure(host: str | None, error: Exception) -> NotifyError:
         return NotifyError(f"{host} did not answer within {seconds_text(_ANSWER_S)}", may_retry=True)
     if isinstance(reason, OSError):
         return NotifyError(f"cannot reach {host}: {reason.strerror or type(reason).__name__}", may_retry=True)
+    if isinstance(reason, http.client.InvalidURL | ValueError):
+        return NotifyError(f"the URL of {host} is not valid ({type(reason).__name__})")
     return NotifyError(f"the answer of {host} is not a valid HTTP response ({type(reason).__name__})")
 
 
@@ -139,6 +142,8 @@ def _run(command: tuple[str, ...], message: Message) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise NotifyError(f"{command[0]} ran longer than {seconds_text(_COMMAND_S)} and was killed") from None
+    if process.returncode < 0:
+        raise NotifyError(f"{command[0]} was ended by {signal_name(-process.returncode)}")
     if process.returncode:
         raise NotifyError(f"{command[0]} ended with exit code {process.returncode}")
 

@@ -39,7 +39,7 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
         record: The workflow as it is now.
         trigger: The event that the message reports.
         notice_id: An id that is the same for each try to send the message.
-        subject: For ``waiting``, ``<group>/<attempt>``.
+        subject: For ``waiting``, ``<group>/<attempt>``. Empty for all other triggers.
 
     Raises:
         StateError: if the store or the logs cannot be read.
@@ -81,7 +81,7 @@ def compose(client: Client, record: WorkflowRecord, trigger: Trigger, *, notice_
 
 
 def sample(trigger: Trigger) -> Message:
-    """Return a message for a test, about no real workflow."""
+    """Return a message for a test. It does not belong to a real workflow."""
     return _with_text(
         {
             "version": VERSION,

@@ -176,7 +176,7 @@ def start_sync(
     reconcile_s: float = RECONCILE_S,
     max_log_size: int = LOG_BYTES,
 ) -> Sync:
-    """Start a background process that copies a local path to a running task after every change, until the task has ended.
+    """Start a background process that copies a local path to a running task after every change, until its group has ended.
 
     Args:
         client: The client whose store has the workflow.
@@ -262,9 +262,9 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
             wanted = client.store.find(workflow).uuid
     chosen = [one for one in running if wanted in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
     if not chosen and (workflow is not None or task is not None):
-        what = " ".join(word for word in (workflow, task) if word is not None)
+        what = " of ".join(word for word in (task, workflow) if word is not None)
         raise NotFound(
-            f"there is no background copy to {what}", hint="`distflow workflow rsync status` lists all background copies"
+            f"no background copy to {what} is running", hint="`distflow workflow rsync status` lists all background copies"
         )
     for one in chosen:
         syncs.stop(one)

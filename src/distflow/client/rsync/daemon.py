@@ -45,7 +45,7 @@ Snapshot = Mapping[str, tuple[int, int, int]]
 def take_snapshot(path: str) -> Snapshot:
     """Return a snapshot of a file, or of a directory and everything below it.
 
-    Links are not followed. Files that disappear during the scan are left out.
+    Links below the directory are not followed. Files that disappear during the scan are left out.
     """
     found: dict[str, tuple[int, int, int]] = {}
     _add_status(path, found)
@@ -104,7 +104,7 @@ class CopySchedule:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Copy until the task has ended or SIGTERM arrives, and return the exit code."""
+    """Copy until the group of the task has ended or SIGTERM arrives, and return the exit code."""
     state, answer_to = Path(arguments[0]), int(arguments[1])
     wanted = decode(sys.stdin.buffer.read(), Sync)
     directory = StateDirectory(state)

@@ -1,1 +1,1 @@
-"""Specs written for users: from a command line, from options of `init`, and from scripts for Slurm."""
+"""Write specs for users: from command lines, from scripts for Slurm, and as copies of samples."""

@@ -38,7 +38,7 @@ class Draft:
     name: str
     command: tuple[str, ...]
     launcher: str = "command"
-    """``torchrun`` starts the ranks of ``command``, which is a Python script. ``command`` runs it once on each node."""
+    """``torchrun`` starts the ranks of ``command``, a Python script or module. ``command`` runs it once on each node."""
     nodes: int | None = None
     ranks: int | None = None
     """Processes on each node."""
@@ -68,7 +68,7 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
     Args:
         words: A script (``train.py --lr 0.1``), ``torchrun`` with its options, or any other program.
         folder: The working directory, to which paths are relative.
-        project: The directory to send. Default: ``folder``, or for a script elsewhere, the git repository that contains it.
+        project: The directory to send. Default: ``folder``, or for a script elsewhere, its git repository or directory.
         must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
@@ -114,7 +114,7 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
 
 
 def project_directory(folder: Path, script: Path | None, given: Path | None) -> Path:
-    """Return the directory to send: ``given``, or else ``folder``, or for a script elsewhere its git repository.
+    """Return the directory to send: ``given``, or else ``folder``. For a script elsewhere: its git repository or directory.
 
     Raises:
         InputError: if ``given`` is not a directory, or if the default is or contains the home directory.
@@ -169,9 +169,11 @@ def complete_draft(
         draft: The draft.
         nodes: The nodes of the pool, whose GPUs are counted if the numbers are not given.
         count: The number of nodes. Default: that of the draft, or 1.
-        gpus: GPUs on each node. Default: that of the draft, or as many as are configured for enough nodes.
+        gpus: GPUs on each node. Default: that of the draft, or else one for each of the ``ranks``, or else as many as ``count``
+            of the nodes have. None if the numbers of ``nodes`` are unknown, or if the nodes have fewer GPUs than ``ranks``.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
-        must_know: Whether ``--nproc_per_node gpu`` with an unknown number of GPUs is an error. Otherwise it becomes a note.
+        must_know: Whether an unknown number of processes is an error, for example of ``--nproc_per_node gpu`` with an unknown
+            number of GPUs. Otherwise it becomes a note.
 
     Raises:
         InputError: if the number of processes must be known and is not.
@@ -204,7 +206,7 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _SWITCHES = ("module", "no_python", "standalone", "run_path", "use_env")
 _SET_BY_DISTFLOW = ("node_rank", "master_addr", "master_port", "standalone", "local_addr", "use_env")
-"""Options of torchrun that distflow sets itself, in addition to those that begin with ``rdzv``."""
+"""Options of torchrun that distflow sets itself or that have no effect here, in addition to those that begin with ``rdzv``."""
 
 
 def draft_torchrun(words: Sequence[str]) -> Draft | None:

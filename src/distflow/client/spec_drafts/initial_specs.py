@@ -56,7 +56,8 @@ def draft_from_sbatch(file: Path, *, must_exist: bool = False) -> Draft:
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the file cannot be read, or does not start a training.
+        InputError: if the file or one of its ``#SBATCH`` lines cannot be read, or if it does not start a training. With
+            ``must_exist``, also if its Python script does not exist.
 
     """
     try:
@@ -94,7 +95,8 @@ def write_draft(
         file: The path of the spec.
         configuration: The pools.
         count: The number of nodes. Default: that of the draft, or 1.
-        gpus: GPUs on each node. Default: that of the draft, or for ``--nproc_per_node gpu`` that of the default pool, or none.
+        gpus: GPUs on each node. Default: that of the draft. Otherwise, for ``--nproc_per_node gpu`` or ``auto``: the number of
+            the default pool.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
         source: The origin of the draft, for the comment at the top.
         force: Whether to replace an existing file.
@@ -142,7 +144,9 @@ def _write(file: Path, text: str, *, force: bool) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w" if force else "x", encoding="utf-8") as target:
             target.write(text)
-    except FileExistsError:
+    except FileExistsError as error:
+        if str(error.filename) != str(file):
+            raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
         raise InputError(f"{file} exists already", hint="choose another name, or add --force to replace it") from None
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}") from error
@@ -178,7 +182,7 @@ def list_samples() -> list[Sample]:
 
 
 def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> list[Path]:
-    """Copy a sample, its scripts, and the schema for editors.
+    """Copy a sample, its scripts, and the schema for editors if it does not exist there.
 
     Args:
         name: The name of the sample.

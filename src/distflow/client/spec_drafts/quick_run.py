@@ -53,13 +53,15 @@ def draft_run(
         nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
         gpus: GPUs on each node. Default: the number in the pool or the hostfile.
         ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
-        project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository.
+        project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository or
+            else its directory.
         results: The local directory for the output files. It is not sent.
-        sbatch: A script for Slurm's ``sbatch`` with the command and the numbers. ``words`` must be empty then.
+        sbatch: A script for Slurm's ``sbatch`` with the command and the numbers, instead of ``words`` and ``project``.
 
     Raises:
-        InputError: if there is no command, if it is not valid, if the script does not exist, if the project would be a home
-            directory, if the number of processes is not known, or if there are fewer hosts than nodes.
+        InputError: if there is no command, if it is not valid or has another number of nodes than ``nodes``, if the script does
+            not exist, if the project would be a home directory, if the number of processes is not known, if there are fewer
+            hosts than nodes, or if ``sbatch`` is combined with ``words`` or ``project``.
         NotFound: if the pool does not exist.
 
     """
@@ -105,9 +107,9 @@ def unsent_directories(draft: Draft, results: Path = RESULTS) -> list[str]:
 def fetch_results(
     client: Client, record: WorkflowRecord, folder: Path, *, on_progress: OnOutputProgress
 ) -> FetchedFiles | None:
-    """Fetch all output files of an ended workflow into a directory that holds only its results.
+    """Fetch all output files of an ended workflow into a directory for its results.
 
-    The results of an earlier workflow in it are moved to its subdirectory ``earlier-runs``.
+    If the directory has the results of another workflow, they are moved to its subdirectory ``earlier-runs`` first.
 
     Args:
         client: The client whose store has the workflow.
@@ -119,7 +121,7 @@ def fetch_results(
         The counts and errors, or ``None`` if no task has run.
 
     Raises:
-        StorageError: if ``folder`` cannot be created or does not have enough space.
+        StorageError: if ``folder`` cannot be created.
 
     """
     from distflow.client.outputs import fetch_output_files

@@ -60,7 +60,7 @@ _HETJOB = "hetjob"
 _COUNTS = frozenset({"nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task"})
 """Options that differ between the components of a heterogeneous job."""
 _EXPORTED = "written by `distflow workflow export`"
-"""The mark of a script that distflow wrote. It does not need a note for each of its commands."""
+"""The mark of a script that distflow wrote. The commands of such a script need no notes."""
 _SET_BY_DISTFLOW = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "NNODES", "CUDA_VISIBLE_DEVICES"}
 )
@@ -119,10 +119,11 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
     Args:
         text: The script.
         folder: The directory of the project, to which paths of the script are relative.
-        must_exist: Whether a program that does not exist is an error. Otherwise it becomes a note.
+        must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the script starts no training, or if an ``#SBATCH`` line cannot be read.
+        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, or if ``must_exist`` is set
+            and the Python script does not exist.
 
     """
     script = _Script(text, is_exported=_EXPORTED in text)
@@ -149,9 +150,7 @@ def _read_options(script: _Script) -> dict[str, str]:
     components: list[dict[str, str]] = [{}]
     for number, name, value in _directives(script):
         if name == _HETJOB:
-            note = (
-                "its nodes differ, but the spec requests the largest size for all: write a task for each kind of node into it"
-            )
+            note = "the job's nodes differ, but this spec requests the largest size for all: write a task for each kind of node"
             script.notes += [f"line {number}: `#SBATCH hetjob`: {note}"] if len(components) == 1 else []
             components.append({})
             continue
