@@ -3,7 +3,8 @@
 distflow sends the function and its arguments as a pickle of cloudpickle, together with cloudpickle and with the project that
 contains the function's module. The pickle contains functions of a notebook or a script by value, and functions of a module by
 name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both before it
-stores anything. The results are pickles, too. Loading a pickle runs code, so run functions only on nodes that you trust.
+stores anything, except on nodes that do not answer and on nodes that an engine allocates later. The results are pickles, too.
+Loading a pickle runs code, so run functions only on nodes that you trust.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Results(Sequence[T]):
     @overload
     def __getitem__(self, rank: slice) -> Sequence[T]: ...
     def __getitem__(self, rank: int | slice) -> T | Sequence[T]:
-        """Return the value of a rank."""
+        """Return the value of a rank, or the values of a slice of the ranks."""
         return self._values[rank]
 
     def __len__(self) -> int:
@@ -196,8 +197,9 @@ class Launcher:
     name: str | None = None
     """The name of the workflows. Default: the name of the function."""
     project: str | None = "auto"
-    """The directory to send, or ``None`` to send no files. ``auto`` sends the working directory, or the git repository of the
-    function's module if the module is elsewhere, but never a home directory. Files that ``.gitignore`` lists are not sent."""
+    """The directory to send, or ``None`` to send no files. ``auto`` sends the working directory. If the function's module is
+    elsewhere and not an installed package, ``auto`` sends the module's git repository or directory instead. It never sends a
+    home directory. Files that ``.gitignore`` lists are not sent."""
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Secret environment variables, which are not stored with the workflow."""
@@ -218,8 +220,10 @@ class Launcher:
             kwargs: Its keyword arguments.
 
         Raises:
+            InputError: if a setting is not valid, or if the function does not take the arguments.
             InputError: if the function or an argument cannot be pickled, or if the project is not a directory.
             InputError: if a node has another minor version of Python, or lacks a package that the function uses.
+            NotFound: if the pool does not exist.
             ProblemsFound: if the pool cannot hold the job.
 
         """
@@ -358,7 +362,7 @@ class Launcher:
         try:
             return project_directory(Path.cwd(), script, None)
         except InputError:
-            why = f"because `{Path.cwd()}` contains a home directory"
+            why = "because they would include your home directory"
             _log.warning("no files are sent with the function, %s: set `project` to the directory to send", why)
             return None
 
@@ -407,7 +411,7 @@ def run(
             and ``MASTER_PORT`` are set in the environment.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        on_line: Called with each line of the output. ``None``: do nothing.
+        on_line: Called with each line of the output. ``None``: the output is ignored.
         on_interrupt: The action if Ctrl-C or an error in ``on_line`` ends this call before the job ends: ``cancel`` the job, or
             ``detach`` and let it run.
         nodes: The number of nodes. This and the following arguments are the fields of ``Launcher``.

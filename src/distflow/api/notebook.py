@@ -6,6 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from distflow.documents.quantities import count_text
+
 if TYPE_CHECKING:
     from distflow.api.workflow import TaskInfo, Workflow
 
@@ -29,7 +31,7 @@ def workflow_html(workflow: Workflow) -> str:
     head = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("Task", "Ranks", "Node", "Status", "Exit"))
     parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
     if len(tasks) > _MOST_TASKS:
-        parts.append(f"<p>and {len(tasks) - _MOST_TASKS} more tasks</p>")
+        parts.append(f"<p>and {count_text(len(tasks) - _MOST_TASKS, 'more task')}</p>")
     name, points = _loss(workflow)
     if len(points) > 1:
         parts.append(_curve(name, points))
@@ -50,7 +52,7 @@ def _row(task: TaskInfo) -> str:
 
 
 def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and the points of the first rank's loss, or of its first other metric if it printed no loss."""
+    """Return the first rank's loss in the latest attempt, as its name and points; its first other metric if it has no loss."""
     metrics = workflow.metrics()
     rank_metrics = [
         one for one in metrics if (one.task, one.rank, one.attempt) == (metrics[0].task, metrics[0].rank, metrics[-1].attempt)

@@ -59,7 +59,7 @@ class _Part(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
 
 class Timeouts(_Part, frozen=True):
-    """Time limits of a group."""
+    """Time limits of a group, or of each group of a spec."""
 
     exec_timeout: Duration | None = None
     queue_timeout: Duration | None = None
@@ -67,7 +67,7 @@ class Timeouts(_Part, frozen=True):
 
 
 class Retry(_Part, frozen=True):
-    """The number of retries of a group, and the delays before them."""
+    """The number of retries of a group, the delays before them, and the failures on a node before other nodes are used."""
 
     limit: Count | None = None
     backoff: Duration | None = None

@@ -95,7 +95,7 @@ class GroupInfo:
 class Workflow:
     """A submitted workflow. ``distflow.submit``, ``distflow.get`` and ``distflow.list`` return it.
 
-    It stores only the id and the name: each property and method reads the current state. Several threads may use it. ::
+    It stores only the id, uuid and name: each property and method reads the current state. Several threads may use it. ::
 
         workflow = distflow.submit("train.yaml", pool="lab")
         for line in workflow.logs(follow=True):
@@ -372,10 +372,7 @@ class Workflow:
         """Return the diagnoses, with remedies, of each group that failed or may hang.
 
         Args:
-            attempt: The attempt to diagnose, counted from 0. Default: the latest one.
-
-        Raises:
-            NotFound: if no group has the attempt.
+            attempt: The attempt to diagnose, counted from 0. Default: the latest one. Groups without this attempt are left out.
 
         """
         with _client() as client:
@@ -492,7 +489,7 @@ class Workflow:
         task: str | Sequence[str] = (),
         on_progress: OnOutputProgress | None = None,
     ) -> FetchedFiles:
-        """Copy output files to this machine. Files that already exist here are skipped.
+        """Copy output files to this machine. Files that exist here with the same size and modification time are skipped.
 
         Args:
             paths: Files, directories and patterns (``*.pt``), relative to the output directories. Default: all files.
@@ -501,9 +498,9 @@ class Workflow:
             on_progress: Called with an object whose ``done`` and ``total`` are in bytes.
 
         Raises:
-            DistflowError: the first error of a node. The files of the other nodes have been copied.
+            DistflowError: the first error of a task, such as an unreachable node. The files of other tasks have been copied.
             InputError: if a named task has not run, or if no task has run.
-            NotFound: if no file matches one of ``paths``, or if a task does not exist.
+            NotFound: if a task does not exist, or if all nodes have answered and no file matches one of ``paths``.
             StorageError: if ``to`` cannot be created or does not have enough space.
 
         """
@@ -570,14 +567,17 @@ def submit(
         venv: A requirements file, or its lines, from which each node builds an environment once. Default: the spec's ``venv``.
         secrets: Secret environment variables for every task. They are not stored with the workflow.
         labels: Labels in addition to those of the spec.
-        priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: ``NORMAL``.
+        priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: that of the workflow to submit again, or else ``NORMAL``.
         on_progress: Called with the number of bytes of files that have been read, and with the total number.
 
     Raises:
         InputError: if an argument is invalid, or does not fit the spec.
-        NotFound: if the pool does not exist.
+        NodeError: if an output of another workflow, which the spec uses, cannot be fetched.
+        NotFound: if the pool or a workflow does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains all findings with their lines.
-        SupervisorError: if the background process does not start. The workflow is stored in this case.
+        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
+            older version of distflow does not end.
 
     """
     return submit_checked(
@@ -626,7 +626,7 @@ def get(key: str) -> Workflow:
     """Return a submitted workflow.
 
     Args:
-        key: Its id (``train-3``), its uuid, or its name for the latest run.
+        key: Its id (``train-3``), its uuid, or its name for the latest run. ``-`` is the latest workflow.
 
     Raises:
         NotFound: if there is no such workflow.
@@ -653,12 +653,13 @@ def list_workflows(
         status: Statuses, one of which the workflow has, such as ``RUNNING``. Default: any.
         pool: Names of pools. Default: all pools.
         tag: Tags, one of which the workflow has. Default: any.
-        labels: Labels, all of which the workflow has. ``*`` matches any text.
+        labels: Labels, all of which the workflow has. In a value, ``*`` matches any text, and ``(a|b)`` matches ``a`` and ``b``.
         count: The maximum number of workflows.
-        offset: The number of newest workflows to skip.
+        offset: The number of newest matching workflows to skip.
 
     Raises:
         InputError: if a status does not exist.
+        ValueError: if the value of a label is not a valid pattern.
 
     """
     statuses = _several(status)

@@ -163,7 +163,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
         The number of deleted objects.
 
     Raises:
-        InputError: if the URL or the regular expression is not valid, or if the URL cannot be written or names a root directory.
+        InputError: if the URL or the regular expression is not valid, or the URL cannot be written or names a root directory.
         NotFound: if there are objects at the URL, but none matches.
         StorageError: if there is no object at the URL, or if the storage is unreachable or refuses the access.
 

@@ -130,7 +130,7 @@ _NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
-    """Return a diagnosis if the kernel killed the first task to fail for lack of memory. It has the highest priority."""
+    """Return a diagnosis, of the highest priority, if the kernel killed the task that failed first because memory ran out."""
     for outcome in _suspects(case):
         if outcome.reason is Reason.OOM_KILLED:
             message = case.first.message if case.first else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from distflow.diagnosis.model import Case, Hit
-from distflow.documents.quantities import bytes_text, seconds_text
+from distflow.documents.quantities import bytes_text, count_text, seconds_text
 
 __all__ = [
     "absent_ranks", "duplicate_rank", "gpu_memory", "host_memory", "interface", "lost_peer", "master", "mesh", "mismatch",
@@ -190,4 +190,4 @@ def _holder(case: Case, rank: int) -> str:
 
 def _who(hits: Iterable[Hit]) -> str:
     names = list(dict.fromkeys(hit.who for hit in hits))
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (f" and {count_text(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else "")

@@ -47,7 +47,7 @@ IDLE = Rule(
     key="gpu-idle",
     shows="GPUs with less than 5% utilization for two minutes or longer",
     cause="GPUs are reserved but not used",
-    remedy="If only some GPUs are idle, start one rank for each GPU, or request fewer `gpus`. If all are idle, "
+    remedy="If only some GPUs are idle, start one rank for each GPU, or request fewer GPUs. If all are idle, "
     "`distflow workflow stacks <id>` shows what the ranks do: they may load data, wait, or compute on the CPU (no `.cuda()`).",
 )
 INPUT = Rule(

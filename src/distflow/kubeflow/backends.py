@@ -66,7 +66,7 @@ class ContainerBackendConfig:
 
 @dataclass(kw_only=True)
 class KubernetesBackendConfig:
-    """Jobs run in the default pool. distflow does not connect to Kubernetes, so a field that is set is an error."""
+    """Jobs run in the default pool. The settings of a cluster belong to a pool, so a field that is set is an error."""
 
     namespace: str | None = None
     config_file: str | None = None
@@ -94,8 +94,8 @@ def pool_choice(config: object | None) -> PoolChoice:
         given = [one.name for one in fields(KubernetesBackendConfig) if getattr(config, one.name, None) is not None]
         if given:
             raise ValueError(
-                f"KubernetesBackendConfig({given[0]}=…): distflow does not use Kubernetes; write SSHBackendConfig(pool=…) "
-                "to choose a pool, or SSHBackendConfig(hosts=[…]) to name machines"
+                f"KubernetesBackendConfig({given[0]}=…): distflow reads the settings of a cluster from a pool; write "
+                "SSHBackendConfig(pool=…) to choose a pool, or SSHBackendConfig(hosts=[…]) to name machines"
             )
         return PoolChoice()
     if name == "ContainerBackendConfig":

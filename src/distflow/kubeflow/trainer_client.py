@@ -134,7 +134,7 @@ class TrainerClient:
         return self._submit(name, trainer, read_options(options))
 
     def list_jobs(self, runtime: Runtime | None = None) -> list[TrainJob]:
-        """Return the jobs of all clients, newest first; with a runtime, only its jobs."""
+        """Return the jobs of all clients of this user, newest first; with a runtime, only its jobs."""
         labels = {JOB_LABEL: "*"} | ({} if runtime is None else {RUNTIME_LABEL: runtime_name(runtime)})
         with _client() as client:
             # `distflow workflow restart` adds a workflow to a job. Only the newest workflow of each job counts.
@@ -218,7 +218,7 @@ class TrainerClient:
             workflows.pause(min(polling_interval, left))
 
     def delete_job(self, name: str) -> None:
-        """Stop a job if it has not ended, and remove it from this list of jobs.
+        """Stop a job if it has not ended, and remove it from the list of jobs (see ``list_jobs``).
 
         Its workflow stays in ``distflow list`` with the tag ``kubeflow-deleted``, and so do its logs.
 
@@ -309,8 +309,9 @@ def _lines(workflow: Workflow, step: str, follow: bool) -> Iterator[str]:
 
 
 def _check_wait(status: AbstractSet[str], timeout: float, polling_interval: float) -> None:
-    unknown = sorted(set(status) - JOB_STATUSES)
-    if unknown or not status:
+    if not status:
+        raise ValueError(f"status is empty: name one or more of {sorted(JOB_STATUSES)}")
+    if set(status) - JOB_STATUSES:
         raise ValueError(f"status is {set(status)}: it must be a subset of {sorted(JOB_STATUSES)}")
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout}: it must be positive")

@@ -68,7 +68,8 @@ class CustomTrainer:
         pip_index_urls: The package index, and additional ones.
         num_nodes: The number of nodes. Default: 1.
         resources_per_node: The resources to reserve on each node: ``{"gpu": 4, "cpu": 5, "memory": "10Gi"}``. Each node has
-            one rank for each GPU, or one rank without GPUs.
+            one rank for each GPU, or one rank without GPUs. With the runtimes of jax, tensorflow, ray and custom, it has one
+            rank.
         env: Environment variables. ``PET_NPROC_PER_NODE`` sets the number of ranks on each node.
 
     """
