@@ -108,7 +108,9 @@ class FunctionJob(Generic[T]):
             Exception: the exception of the rank that failed first. Its ``__cause__`` is the traceback on the node.
             WaitTimeout: if the job has not ended after ``timeout``. It continues to run.
             WorkflowEnded: if the job failed without an exception from the function. For example, it was canceled, a rank was
-                killed, the function could not be loaded on a node, or the exception could not be pickled.
+                killed, the function could not be loaded on a node, or the exception could not be pickled. Also if the return
+                value of a rank is missing or cannot be loaded here.
+            NodeError: if the results cannot be copied from a node.
 
         """
         self.workflow.wait(timeout)

@@ -112,7 +112,7 @@ class LauncherOptions(_Part, frozen=True):
 
 
 class File(_Part, frozen=True):
-    """A file that is created before a task starts, with either ``contents`` or ``localpath``."""
+    """A file or directory that is created before a task starts, with either ``contents`` or ``localpath``."""
 
     path: Text
     contents: Text | None = None

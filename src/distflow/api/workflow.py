@@ -653,7 +653,7 @@ def list_workflows(
         status: Statuses, one of which the workflow has, such as ``RUNNING``. Default: any.
         pool: Names of pools. Default: all pools.
         tag: Tags, one of which the workflow has. Default: any.
-        labels: Labels, all of which the workflow has. In a value, ``*`` matches any text, and ``(a|b)`` matches ``a`` and ``b``.
+        labels: Labels, all of which the workflow has. In a value, ``*`` matches any text, and ``(a|b)`` matches ``a`` or ``b``.
         count: The maximum number of workflows.
         offset: The number of newest matching workflows to skip.
 

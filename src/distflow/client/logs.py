@@ -142,7 +142,7 @@ class LogStream:
         return self._lines
 
     def remarks(self) -> Iterator[str]:
-        """Yield sentences about missing output, and about ranks whose lines cannot be separated."""
+        """Yield sentences about missing output, ranks whose lines cannot be separated, and tasks that have not started."""
         return self._remarks()
 
 
@@ -172,7 +172,7 @@ def stream_logs(
         wait: Called with the number of seconds to wait if there are no new lines.
 
     Returns:
-        An iterable of lines, and remarks about missing output.
+        An iterable of lines, with remarks that explain missing lines.
 
     Raises:
         StateError: if the logs or the store cannot be read. It can also be raised during the iteration.

@@ -343,7 +343,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connections(listeners: list[socket.socket], check: Callable[[], object]) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield each new connection with its listener. Call ``check`` regularly; it may raise an error to stop."""
+    """Yield each new connection with its listener. After 2 s without one, call ``check``, which may raise an error to stop."""
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ)

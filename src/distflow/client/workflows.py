@@ -55,7 +55,7 @@ __all__ = [
 _POLL_S = 0.1
 _EVENT_POLL_S = 0.3
 _WAKE_EVERY = 20
-"""Polls for events between two checks that a supervisor is running."""
+"""The number of polls between two checks that a supervisor is running."""
 _TAIL_LINES = 200
 _RECENT_SAMPLES = 20
 

@@ -235,7 +235,7 @@ def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str,
 
 
 def list_syncs(client: Client) -> Syncs:
-    """Return the background copies, including those that have ended in the last days."""
+    """Return access to the records of background copies, including those that have ended in the last days."""
     return Syncs(client.directory.syncs)
 
 
