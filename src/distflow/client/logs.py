@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.workflows import held_ranks, pause
+from distflow.documents.quantities import count_text
 from distflow.documents.text import few, plain_lines
 from distflow.state.logs import POLL_S, Keep, LogLine, LogSource, follow_lines, has_ranks, mirrored_bytes, read_lines
 
@@ -212,12 +213,17 @@ def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str
                 continue
             here = sum(mirrored_bytes(source) for source in log_sources(client, record, [(group.name, task)], task.attempt))
             missing = task.end.output_bytes - here
+            size, lost = count_text(missing, "byte"), task.end.lost_output_bytes
             if missing > 0 and task.log_complete:
-                yield f"{task.name}: the last {missing:,} bytes of its output were not received from {task.node}"
+                yield f"{task.name}: the last {size} of its output {_was(missing)} not received from {task.node}"
             elif missing > 0:
-                yield f"{task.name}: {missing:,} bytes of its output are still on {task.node}"
-            if task.end.lost_output_bytes:
-                yield f"{task.name}: {task.end.lost_output_bytes:,} bytes of its output were lost: {task.node} had a full disk"
+                yield f"{task.name}: {size} of its output {'is' if missing == 1 else 'are'} still on {task.node}"
+            if lost:
+                yield f"{task.name}: {count_text(lost, 'byte')} of its output {_was(lost)} lost: {task.node} had a full disk"
+
+
+def _was(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def rank_of(text: str, held: range) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
@@ -338,7 +339,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
-        hint = "use another local port"
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        hint = "name an address of this machine, such as `localhost`" if is_host else "use another local port"
         raise InputError(f"cannot listen on port {port} of {host}: {error.strerror or error}", hint=hint) from None
 
 

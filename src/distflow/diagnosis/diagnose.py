@@ -203,7 +203,7 @@ def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: Mis
 def _first_failure(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> FirstFailure:
     traceback = cause.traceback
     if not traceback:
-        # Earlier versions of distflow wrote verdicts without searching the output for tracebacks.
+        # Earlier versions of distflow recorded first causes without searching the output for tracebacks.
         end = next((task.end for task in tasks if task.name == cause.task), None)
         traceback = failure_report(end, lines.get(cause.task, ())).traceback
     return FirstFailure(

@@ -186,7 +186,7 @@ def _from_missing(case: Case) -> Diagnosis | None:
 
 
 def _suspects(case: Case) -> Iterator[TaskOutcome]:
-    """Yield the task that failed first; all tasks if the verdict names none."""
+    """Yield the task that failed first; all tasks if it is not known."""
     for outcome in case.outcomes:
         if case.first is None or outcome.task == case.first.task:
             yield outcome

@@ -44,11 +44,11 @@ def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
         found = hit.match.groupdict()
         if found.get("one"):
             who = case.rank_words(int(found["rank"])) if found.get("rank") else hit.who
-            return f"{who} expects {found['one']} ranks, another rank expects {found['other']}"
+            return f"{who} expects {_ranks(found['one'])}, another rank expects {found['other']}"
         # torchrun's own store counts machines instead of ranks.
         counts = (case.world_size, sum(bool(outcome.ranks) for outcome in case.outcomes))
         if found.get("wanted") and case.world_size and int(found["wanted"]) not in counts:
-            return f"{hit.who} waits for {found['wanted']} ranks, but the layout has {case.world_size}"
+            return f"{hit.who} waits for {_ranks(found['wanted'])}, but the layout has {case.world_size}"
         if found.get("key") and case.world_size and int(found["key"]) >= case.world_size:
             return f"{hit.who} waits for rank {found['key']}, but the layout ends with rank {case.world_size - 1}"
     return None
@@ -83,7 +83,7 @@ def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
 
 def mesh(case: Case, hits: Sequence[Hit]) -> str:
     """Return the number of places in the mesh and the number of ranks."""
-    return f"the mesh has {hits[0].match['mesh']} places, but the world has {hits[0].match['world']} ranks"
+    return f"the mesh has {hits[0].match['mesh']} places, but the world has {_ranks(hits[0].match['world'])}"
 
 
 def unused(case: Case, hits: Sequence[Hit]) -> str:
@@ -186,6 +186,10 @@ def _call(call: re.Match[str]) -> str:
 def _holder(case: Case, rank: int) -> str:
     outcome = case.holder(rank)
     return outcome.place if outcome else "no task"
+
+
+def _ranks(number: str) -> str:
+    return count_text(int(number), "rank")
 
 
 def _who(hits: Iterable[Hit]) -> str:

@@ -51,7 +51,7 @@ class TaskOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFailure:
-    """The failure that the verdict names as the first cause."""
+    """The failure that distflow recorded or found as the first cause."""
 
     task: str
     rank: str = ""

@@ -173,7 +173,7 @@ def _ranks(environment: Mapping[str, str], gpus: int, framework: Framework | Non
 def _resources(requested: Mapping[str, object], pool: Pool) -> tuple[Resources, int]:
     """Return the resources that a job reserves on each node, and the number of GPUs among them.
 
-    If all nodes of a pool are processes on one machine, only GPUs are reserved.
+    In the pool of this machine, where all ranks share one node, only GPUs are reserved.
     """
     found: dict[str, Any] = {}
     for key, value in requested.items():

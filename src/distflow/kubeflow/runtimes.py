@@ -68,7 +68,7 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime with the smallest configured number of GPUs of the pool's nodes."""
+    """Return a runtime. Its devices are the smallest configured number of GPUs of a node in the pool."""
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

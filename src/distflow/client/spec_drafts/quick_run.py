@@ -11,6 +11,7 @@ from distflow.client.client import Client
 from distflow.client.results_directory import results_directories
 from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command
 from distflow.client.workflows import find_workflow
+from distflow.documents.quantities import count_text
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Configuration
@@ -69,10 +70,12 @@ def draft_run(
     available = choose_pool(configuration, given=pool, hosts=hosts).nodes
     count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
     if draft.nodes is not None and count != draft.nodes:
-        raise InputError(f"the command has {draft.nodes} nodes, but --nodes is {count}", hint="remove one of them")
+        raise InputError(
+            f"the command has {count_text(draft.nodes, 'node')}, but --nodes is {count}", hint="remove one of them"
+        )
     if hosts is not None and count > len(hosts):
         source = "--nodes" if nodes else "the command"
-        machines = f"{len(hosts)} machine{'' if len(hosts) == 1 else 's'}"
+        machines = count_text(len(hosts), "machine")
         raise InputError(f"{hostfile} has {machines}, but {source} requests {count}", hint="add machines, or request fewer")
     draft = replace(draft, name=name or draft.name, exclude=_excluded(draft, results))
     return complete_draft(draft, available, count=count, gpus=gpus, ranks=ranks, must_know=True)
