@@ -12,9 +12,9 @@ callbacks. ::
 
 A name's module is imported when the name is first used, so a program loads only the modules that it needs.
 
-Every function that takes a ``Client`` can also raise ``StateError`` if the state directory or the store cannot be used, and
-``ProblemsFound`` or ``InputError`` if it reads the configuration and the configuration is wrong. The docstrings list the other
-errors.
+Every function that takes a ``Client`` can also raise ``StateError`` if the state directory or the store cannot be used. A
+function that reads the configuration can raise ``ProblemsFound`` or ``InputError`` if the configuration is wrong. The
+docstrings list the other errors.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     """Return the diagnoses of a case, the most specific first; empty if no rule matches.
 
     Lines that name a cause come before lines about waiting. Lines about a lost peer come last. The task that failed first comes
-    before all others. If no rule matches its output, the exception or other end of that task is the cause, because the other
-    tasks only lost the connection to it.
+    before all others. If no rule matches its output, its exception or other end is the cause. The other tasks only lost the
+    connection to it.
     """
     killed = by_kernel(case)
     if killed is not None:

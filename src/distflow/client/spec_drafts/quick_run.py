@@ -60,9 +60,10 @@ def draft_run(
         sbatch: A script for Slurm's ``sbatch`` with the command and the numbers, instead of ``words`` and ``project``.
 
     Raises:
-        InputError: if there is no command, if it is not valid or has another number of nodes than ``nodes``, if the script does
-            not exist, if the project would be a home directory, if the number of processes is not known, if there are fewer
-            hosts than nodes, or if ``sbatch`` is combined with ``words`` or ``project``.
+        InputError: if there is no command, if it is not valid, or if its number of nodes differs from ``nodes``.
+        InputError: if the script does not exist, or if the project would be a home directory.
+        InputError: if the number of processes is not known, or if there are fewer hosts than nodes.
+        InputError: if ``sbatch`` is combined with ``words`` or ``project``.
         NotFound: if the pool does not exist.
 
     """
