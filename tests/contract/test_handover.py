@@ -174,7 +174,7 @@ def test_a_failure_in_the_middle_is_reported(node: NodeUnderTest, tmp_path: Path
     size = (node.root / "blobs" / digest).stat().st_size
     packed = {"hash": digest, "size": size, "files": 1, "left_out": []}
     (node.root / attempt / "packed.json").write_text(json.dumps(packed))
-    with pytest.raises(AgentError, match="cannot read the task's packed output: Is a directory"):
+    with pytest.raises(AgentError, match="cannot read the task's packed files: Is a directory"):
         fetch(node, attempt, tmp_path / "blobs")
 
 

@@ -88,8 +88,8 @@ def signal_name(number: int) -> str:
 def counts_as_failure(reason: EndReason, code: Optional[int], success: Ranges, failure: Ranges) -> bool:
     """Return whether the end of an attempt stops its gang.
 
-    ``code`` is the result of ``code_of``. ``success`` and ``failure`` are the codes in the spec's ``exitActions``. Of all other
-    codes, only 0 is a success.
+    Only an end by itself, an eviction or a start error can be a failure. ``code`` is the result of ``code_of``. ``success`` and
+    ``failure`` are the codes in the spec's ``exitActions``. Of all other codes, only 0 is a success.
     """
     if reason not in (EndReason.EXITED, EndReason.EVICTED, EndReason.START_ERROR):
         return False

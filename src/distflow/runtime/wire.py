@@ -59,7 +59,8 @@ def encode(message: Json) -> bytes:
 class LineReader:
     """Splits a stream of bytes into messages.
 
-    A line that ``untrusted.decode_object`` rejects raises ``ValueError``. The reader cannot be used after that.
+    A line that ``untrusted.decode_object`` rejects, or that is longer than the limit, raises ``ValueError``. The reader cannot
+    be used after that.
     """
 
     def __init__(self, limit: int = MAX_LINE) -> None:
@@ -88,7 +89,7 @@ class LineReader:
 
 
 class OutQueue:
-    """A queue of lines for a non-blocking descriptor. Only whole lines are written; urgent lines overtake bulk lines."""
+    """A queue of lines for a non-blocking descriptor. Urgent lines overtake bulk lines, but never interrupt a begun line."""
 
     def __init__(self) -> None:
         self._urgent: Deque[bytes] = deque()

@@ -18,8 +18,8 @@ So a channel whose data is not read does not block other channels. Standard erro
 reads it.
 
 Both sides send a ``PING`` every few seconds. It has no reply, because on a slow network a reply would wait behind other data.
-The hub ends when its input ends, or when it has received nothing for half a minute. Commands have their own sessions, and
-continue to run without their pipes.
+The hub ends when the submitter closes the connection, sends an invalid frame, or sends nothing for half a minute. Commands have
+their own sessions, and continue to run without their pipes.
 """
 
 from __future__ import annotations
@@ -378,7 +378,10 @@ class _Hub:
             self._drop(channel, fd)
 
     def _close(self, channel: _Channel) -> None:
-        """Close the pipes after writing the received input. Standard error is still read, so that it does not block."""
+        """Close the output now, and the input after the received data was written.
+
+        Standard error is still read, so that the command does not block.
+        """
         channel.is_closed = True
         channel.input_ends = True
         channel.is_connecting = False

@@ -2,8 +2,9 @@
 
 This program runs on a machine that reaches the node, such as the head of a Ray cluster. The first line of its standard input is
 a JSON object with ``address``, ``port``, ``token`` and ``argv``, the arguments of the Python interpreter that the node runs.
-The node (``backends/allocated/ray/cluster_program.py``) sends a nonce. This program replies with the request, and with an HMAC
-of the nonce and the request whose key is the token. All further bytes are the command's input and output.
+The node (``backends/allocated/ray/cluster_program.py``) sends a nonce. This program replies with one line: an HMAC, a space and
+a JSON object with ``argv``. The HMAC covers the nonce and the object, and its key is the token. All further bytes are the
+command's input and output.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _READ = 65536
 _CONNECT_S = 15.0
 _LONGEST_NONCE = 128
 _NO_CONNECTION = 255
-"""The exit code if no command was reached, the same as that of ``ssh``."""
+"""The exit code if the command sent nothing before the connection ended. ``ssh`` uses the same code for failed connections."""
 
 
 def main() -> int:
-    """Copy data in both directions until one side ends. Returns the exit code."""
+    """Copy data in both directions. Returns the exit code when the node ends the connection; exits if standard input ends."""
     request = json.loads(_line(lambda: os.read(0, 1), 1 << 20).decode("utf-8"))
     where = (request["address"], request["port"])
     try:

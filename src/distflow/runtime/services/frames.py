@@ -1,13 +1,13 @@
 """The submitter at the other end of a service, and the transfer format of blobs.
 
-A blob is sent in frames of at most 1 MiB, which are compressed if that makes them much smaller. The receiver writes them to a
-file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver`` and ``sender`` on
-the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind (0
-plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+A blob is sent in frames of at most 1 MiB. A frame is compressed if a sample of it shrinks by more than 10%. The receiver writes
+the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``
+and ``sender`` on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the content's length and
+its kind (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
 ``Peer`` is the submitter at a service's standard input and output. The kernel may notice a broken connection only after hours,
 and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every few
-seconds if it has nothing else to send. The service exits if the submitter sends nothing.
+seconds if it has nothing else to send. The service exits if the submitter sends nothing for ``SILENCE_S``.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def receive(
     """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer was interrupted.
 
     ``send`` gets the message with the number of bytes that were received before. Then the remaining bytes are read. Data of an
-    interrupted transfer is kept, and the next call continues after it. ``on_progress`` gets the number of received bytes.
-    ``is_here`` returns whether a path is the complete blob of a size. Raises ``damaged``, and errors that the sender reports.
+    interrupted transfer is kept, and the next call continues after it. ``on_progress`` gets the number of received bytes,
+    including earlier ones. ``is_here`` returns whether a path is the complete blob of a size. Raises ``damaged``,
+    ``bad_request`` for an invalid frame, errors that the sender reports, and ``OSError`` if the blob cannot be written.
     """
     if is_here(path, size):
         send({"at": size})
@@ -150,7 +151,7 @@ def _error_of(data: bytes) -> OpError:
 
 
 def read_frame(source: Source) -> Optional[bytes]:
-    """Return one frame's content; None at the end of the stream."""
+    """Return a frame's uncompressed content; None at the end of the stream. Raises ``OpError`` for error and invalid frames."""
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:
         return None
@@ -183,7 +184,8 @@ class Gone(Exception):
 class Peer:
     """The connection to the submitter, for one thread.
 
-    All methods except ``check`` may block. They raise ``Gone``, or return less data, when the submitter is gone.
+    All methods except ``check`` block until the data was read or written. When the submitter is gone, ``line`` and ``read``
+    return less data, and the other methods raise ``Gone``.
     """
 
     def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:

@@ -72,7 +72,7 @@ def _serve(root: str, peer: Peer) -> None:
 
 
 def _top_of(root: str, request: Json) -> Tuple[str, Optional[float]]:
-    """Return the directory to list, and the time after which its files must have been written."""
+    """Return the directory to list, and the time after which its files must have been written; None for no limit."""
     directory = attempts.directory_of(root, request["attempt"])
     if request.get("place", "output") == "output":
         return output_of(directory), None
@@ -113,12 +113,12 @@ def _files(top: str, since: Optional[float]) -> Iterator[Tuple[str, os.stat_resu
 
 
 def _is_given(path: str, name: str) -> bool:
-    """Return whether a file is not an output of the command: an unchanged blob (even with a later time), or a cache."""
+    """Return whether a file is not an output of the command: a given file that is unchanged, or a file of ``__pycache__``."""
     return _CACHE in name.split("/") or (os.path.exists(path) and blobs.is_complete(path))
 
 
 def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
-    """Return the entry of a file or link; ``None`` for other kinds, and for a link to a directory outside of ``top``."""
+    """Return the entry of a file or link; ``None`` for other kinds, and for a link out of ``top`` that leads to no file."""
     link = ""
     if stat.S_ISLNK(info.st_mode):
         try:

@@ -2,8 +2,8 @@
 
 Standard input, for each blob: a line ``{"hash", "size"}``. The reply is ``{"at": n}``, the number of bytes that the node
 already has. Then frames with the remaining bytes follow. Empty lines and empty frames show that the submitter is alive
-(``frames.Peer``). Standard output: ``{"at": n}`` and at the end ``{"done": true}``, or ``{"error": {"kind", "message"}}``,
-after which nothing more is read. See docs/agent-protocol.md.
+(``frames.Peer``). Standard output, for each blob: ``{"at": n}``, and ``{"done": true}`` when the blob is complete. After an
+``{"error": {"kind", "message"}}``, nothing more is read. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_LINE = 4096
 
 
 def serve(root: str, _umask: int) -> None:
-    """Receive blobs until the submitter has no more."""
+    """Receive blobs until the submitter sends no more, or until an error."""
     processes.rename_self("df-receiver")
     peer = Peer()
     try:

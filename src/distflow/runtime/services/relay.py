@@ -4,15 +4,15 @@ The engine starts a Python interpreter on the node with the text of this file as
 
 ``run`` lets the resident program (``resident.py``) start a command. The relay copies bytes and does not pass on its own
 descriptors. So it ends as soon as the command has ended, even if background processes still have the command's pipes open. The
-command also has pipes if the engine uses a terminal. Engines add messages of their own to standard error and change exit codes.
-Therefore the command's errors are between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
+command gets pipes even if the engine gives the relay a terminal. Engines add messages of their own to standard error and change
+exit codes. Therefore the command's standard error is between two lines of the relay: ``MARK start`` and ``MARK exit CODE``.
 
 ``dial`` connects to a port. The end of standard input ends the connection.
 
 ``end`` lets the resident program end the Slurm job with an exit code.
 
-Standard input consists of frames, a length (``>I``) and the content, because not every engine passes on the end of standard
-input. A frame without content ends the input of the command or the port.
+Standard input consists of frames, each a length (``>I``) and the content, because not every engine passes on the end of
+standard input. A frame without content ends the input of the command or the port.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _prefix(job: str, host: str) -> str:
 
 
 def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
-    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 if its exit code was printed."""
+    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 if its exit code was printed, or 1."""
     resident = _resident(prefix)
     if resident is None:
         _write(2, b"distflow's resident program does not run on this node\n")
@@ -93,7 +93,10 @@ def end(prefix: str, exit_code: int) -> int:
 
 
 def _resident(prefix: str) -> Optional[socket.socket]:
-    """Connect to the resident program. Its socket is found in the kernel's list, because the end of the name is random."""
+    """Connect to the resident program; None if it does not run within ``_RESIDENT_S``.
+
+    Its socket is found in the kernel's list, because the end of the name is random.
+    """
     mark = b"@" + prefix.encode()
     deadline = time.monotonic() + _RESIDENT_S
     while True:
@@ -178,7 +181,7 @@ class _Input:
 
 
 def _copy(resident: socket.socket, into: int, out: int, errors: int) -> bytes:
-    """Copy until the resident program answers. Returns the answer; empty if the program ended first."""
+    """Copy until the resident program answers. Returns the answer; empty if the resident program ended first."""
     outputs, stdin = {out: 1, errors: 2}, _Input(into)
     while True:
         poll = select.poll()

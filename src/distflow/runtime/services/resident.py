@@ -1,7 +1,7 @@
-"""The resident program of an allocation: it runs on each node of the allocation and starts commands until the allocation ends.
+"""The resident program of an allocation. It runs on each node of the allocation and starts commands until the allocation ends.
 
 The script of a Slurm job contains the text of this file and runs it once, as ``batch``. ``batch`` starts ``node`` on each node,
-in one step of the job. It ends the job when no node has had a process or a connection for some time. A single node cannot
+in one step of the job, and ends the job when no node has had a process or a connection for some time. A single node cannot
 decide this: while another node is busy, the supervisor may still collect this node's output. A supervisor that no longer needs
 the job ends it earlier, with the exit code of its gang. In a container, the command is ``pod``, and each node ends on its own.
 
@@ -43,7 +43,7 @@ _LARGEST_REQUEST = 8 * 1024 * 1024
 
 
 class Connection:
-    """A connection of a relay: it sends one command, and gets its exit code."""
+    """A relay's connection. The relay sends one command and gets its exit code, or requests the end of the job."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Use ``connection``."""
@@ -60,7 +60,7 @@ class Connection:
         self._fds: List[int] = []
 
     def receive(self) -> bool:
-        """Read a part of the request. Returns False if the connection has ended."""
+        """Read a part of the request. Returns False if the connection has ended, or the request is too large."""
         size = array.array("i").itemsize * 3
         try:
             data, extra, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(size))
@@ -77,7 +77,10 @@ class Connection:
         return bool(data) and len(self._data) <= _LARGEST_REQUEST
 
     def start(self, env: Dict[bytes, bytes]) -> None:
-        """Start the command once the request is complete. Raises ``ValueError`` for a wrong request."""
+        """Once the request is complete, start its command or note the requested end of the job in ``end``.
+
+        Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a wrong request.
+        """
         if self.pid is not None or len(self._data) < 4 or len(self._data) < 4 + struct.unpack(">I", self._data[:4])[0]:
             return
         request = json.loads(self._data[4:].decode("ascii"))
@@ -178,7 +181,7 @@ class Resident:
             signal.signal(number, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Serve until the job ends."""
+        """Serve until the job ends or, if tied, until standard input ends."""
         poll = select.poll()
         if self._is_tied:
             poll.register(0, 0)  # `poll` always reports the end of standard input
@@ -307,7 +310,7 @@ def _kill_children() -> None:
 
 
 def node(name: str, *, is_tied: bool = False) -> int:
-    """Run the resident program in a child process, and kill all of its descendants if it is killed. Returns the exit code.
+    """Run the resident program in a child process, and kill its descendants when it ends or is killed. Returns the exit code.
 
     Slurm kills the remaining processes of a step only on clusters that track them by cgroups.
     """
@@ -330,7 +333,7 @@ def node(name: str, *, is_tied: bool = False) -> int:
 
 
 def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
-    """Run the resident programs until all are idle for ``idle_release_s``, a relay ends the job, or a program ends.
+    """Run the resident programs until all are idle for ``idle_release_s``, a relay ends the job, or the job's step ends.
 
     Returns the exit code of the job.
     """
@@ -348,7 +351,7 @@ def batch(idle_release_s: float, components: int, source: str, python: List[str]
 
 
 def pod(job: str, host: str, idle_release_s: float) -> int:
-    """Run the resident program as a container, until it is idle for ``idle_release_s``. Returns the exit code."""
+    """Run the resident program in a container until it is idle for ``idle_release_s`` or ended. Returns the exit code."""
     reports, out = os.pipe()
     child = os.fork()
     if child == 0:
@@ -384,7 +387,7 @@ def pod(job: str, host: str, idle_release_s: float) -> int:
 def _await_end(reports: int, idle_release_s: float) -> Optional[int]:
     """Read the reports of nodes until all are idle for ``idle_release_s``, or a relay ends the allocation.
 
-    Returns the exit code; ``None`` if the reports ended before.
+    Returns the exit code; ``None`` if the reports ended first.
     """
     busy: Set[bytes] = set()
     idle_since = time.monotonic()

@@ -1,10 +1,13 @@
 """The sender: packs a task's files and sends them on its own connection. It is the counterpart of the receiver.
 
-Standard input: a line ``{"attempt"}``, then, after the reply about the packed files, a line ``{"at": n}`` with the number of
-bytes that the submitter already has. Standard output: lines ``{"packing": n, "of": m}`` during packing, ``{"hash", "size",
-"files", "left_out"}``, and after ``at`` frames with the remaining bytes; or ``{"error": {"kind", "message"}}``. The sender
-exits after the last frame, or if the submitter sends nothing for a long time, not even an empty line (``frames.Peer``). See
-docs/agent-protocol.md.
+Standard input: a line ``{"attempt"}`` for the task's output, or ``{"attempt", "place"}`` for another directory of the attempt,
+such as a checkpoint. After the reply about the packed files follows a line ``{"at": n}`` with the number of bytes that the
+submitter already has. For a ``place``, a line ``{"got": true}`` ends the transfer, and the sender removes the packed files.
+
+Standard output: lines ``{"packing": n, "of": m}`` during packing, then ``{"hash", "size", "files", "left_out"}``. An empty
+``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error is
+``{"error": {"kind", "message"}}``. The sender also exits if the submitter sends nothing for 30 s, not even an empty line
+(``frames.Peer``). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _MAX_LINE = 4096
 
 
 def serve(root: str, _umask: int) -> None:
-    """Pack and send one attempt's output."""
+    """Pack and send one attempt's output, or another of its directories."""
     processes.rename_self("df-sender")
     try:
         _serve(root, Peer())
@@ -57,16 +60,16 @@ def _serve(root: str, peer: Peer) -> None:
     except OpError as error:
         peer.send({"error": error.as_json()})
     except OSError as error:
-        peer.send({"error": OpError.from_os(error, "cannot pack the task's output").as_json()})
+        peer.send({"error": OpError.from_os(error, "cannot pack the task's files").as_json()})
     except (KeyError, TypeError, ValueError) as error:
-        peer.send({"error": OpError("bad_request", "the request does not name an output: {!r}".format(error)).as_json()})
+        peer.send({"error": OpError("bad_request", "the request is malformed: {!r}".format(error)).as_json()})
 
 
 def _open(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise OpError.from_os(error, "cannot read the task's packed output") from error
+        raise OpError.from_os(error, "cannot read the task's packed files") from error
 
 
 def _send(peer: Peer, source: BinaryIO, at: int) -> None:
@@ -76,7 +79,7 @@ def _send(peer: Peer, source: BinaryIO, at: int) -> None:
         for _, frame in frames(source):
             peer.write(frame)
     except OSError as error:
-        peer.write(error_frame(OpError.from_os(error, "cannot read the task's packed output")))
+        peer.write(error_frame(OpError.from_os(error, "cannot read the task's packed files")))
 
 
 class _Progress:

@@ -3,8 +3,9 @@
 Both sides send frames (``>IB``: length and kind, then the content). The submitter sends ``REQUEST`` (JSON: ``attempt``,
 ``argv``, ``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: whether to run outside of the task's
 container and without its prelude), then ``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``. The session sends
-``STARTED``, then ``OUTPUT`` and ``ERRORS``, and finally ``EXIT`` (JSON: ``code``, ``why``). If it cannot start the command, it
-sends only ``REFUSED`` (JSON: ``kind``, ``message``).
+``STARTED``, then ``OUTPUT`` and ``ERRORS``, and finally ``EXIT`` (JSON: ``code``, ``why``). A program that cannot be executed
+ends with the code 126 or 127, as in a shell. If the session refuses the request, it sends only ``REFUSED`` (JSON: ``kind``,
+``message``).
 
 All processes of the command are killed when the command, the connection or the task's attempt ends. No process can be detached,
 because the attempt's GPUs may be leased again as soon as the attempt has ended. See docs/agent-protocol.md.
@@ -53,7 +54,7 @@ _READ = 65536
 _CHECK_S = 1.0
 """Interval of the checks whether the attempt has ended."""
 _TRICKLE_S = 5.0
-"""While the command does not read its input, the submitter is read only once in this interval, for pings after the input."""
+"""While the command does not read its input, the submitter is read only once in this interval, to get pings after input."""
 _MAX_INPUT = 64 << 20
 """Maximum bytes of waiting input. With more, the submitter is not read, and its silence is ignored."""
 _GRACE_S = 1.0
@@ -93,7 +94,7 @@ class _TaskEnded(Exception):
 
 
 def _launch(directory: str, request: Json) -> Json:
-    """Return the task's launch with the requested command."""
+    """Return the task's ``launch.json`` with the requested command in place of the task's. Raises ``not_running``."""
     status = attempts.read_status(directory)
     if status["phase"] != "running":
         raise OpError("not_running", "the task is not running on this node ({})".format(status["phase"]))
@@ -116,7 +117,7 @@ class _Wire:
         os.set_blocking(1, False)
 
     def request(self) -> Json:
-        """Return the request, which is the first frame."""
+        """Return the request, which is the first frame. Raises ``EOFError`` if the submitter is gone."""
         while True:
             for kind, content in self.frames():
                 if kind != REQUEST:
@@ -283,7 +284,7 @@ class _Session:
                 raise _TaskEnded
 
     def end(self) -> None:
-        """Kill all remaining processes, and report how the command ended."""
+        """Hang up the command, kill all remaining processes, and report how the command ended."""
         try:
             os.killpg(self._pid, signal.SIGHUP)
         except OSError:

@@ -1,6 +1,7 @@
 """The builder of Python environments (``files.venvs``). It runs on its own connection, and stops when the connection ends.
 
-Two processes hold the lock of the environment: a worker builds it, and the worker's parent kills all processes that it leaves.
+Two processes hold the lock of the environment: a worker builds the environment, and the worker's parent kills all processes
+that the worker leaves.
 
 Standard input: a line ``{"venv", "file", "lines", "constraints", "env", "path_prepend", "shell_prelude", "limit_s"}``, where
 ``venv`` is the digest of the requirements. Standard output: lines ``{"building": text, "seconds": n}`` every two seconds, then
@@ -122,7 +123,7 @@ class _Build:
     def _check_limit(self, text: str) -> None:
         """Raise ``timeout`` after the time limit. The time in which other processes built the environment does not count."""
         if time.monotonic() - self._locked_at > self._limit_s:
-            message = "the Python environment was not ready after {:.0f} s (`venv_timeout`); its last output: {}"
+            message = "the Python environment was not ready after {:.0f} s (`venv_timeout`); last line of the installation: {}"
             raise OpError("timeout", message.format(self._limit_s, text))
 
     def _report(self, text: str) -> None:
@@ -231,11 +232,12 @@ class _Build:
             lines = _last_lines(path) or ["it printed nothing"]
             message = "cannot build the Python environment of {}: {} failed with exit code {}:\n{}"
             code = code if code >= 0 else 128 - code
-            raise OpError("venv_failed", message.format(self._file, tool, code, "\n".join(lines)))
+            failed = "`python -m venv`" if argv[1:3] == ["-m", "venv"] else tool
+            raise OpError("venv_failed", message.format(self._file, failed, code, "\n".join(lines)))
 
 
 def _continue_in_worker() -> None:
-    """Fork, and return only in the child. The parent waits for it, kills the processes that it left, and exits."""
+    """Fork, and return only in the child. The parent waits for the child, kills the processes that it left, and exits."""
     parent = os.getpid()
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -256,7 +258,7 @@ def _continue_in_worker() -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill the processes that a build left, such as compilers of a killed pip or an agent that ``setup`` started."""
+    """Kill the processes that a build left, such as compilers of a killed pip or an ``ssh-agent`` that the prelude started."""
     me = os.getpid()
     killer = TreeKiller(lambda found: processes.only_descendants(found, me), lambda one: processes.is_below(one, me))
     while processes.reap()[1] and killer.step() and not killer.is_over:
@@ -272,7 +274,7 @@ def _pip_configurations(environment: Dict[str, str]) -> List[str]:
 
 
 def _only_pip_knows_the_index(environment: Dict[str, str], configurations: List[str]) -> bool:
-    """Return whether a variable or configuration file of pip, which uv does not read, names the index of packages."""
+    """Return whether only a variable or a configuration file of pip, which uv does not read, names the index of packages."""
     if any(environment.get(name) for name in _UV_INDEX):
         return False
     if any(environment.get(name) for name in _PIP_INDEX):
