@@ -1,9 +1,9 @@
 """Placing an attempt's files (text, blobs, archives and credentials), never outside its directory.
 
-Credentials have one directory each, in memory if possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or
-else the attempt's ``credentials/``. Links lead there from the paths that the task uses. The location depends only on the
-attempt's directory, so that every process that ends the attempt can remove them: the keeper, the runner, or an agent after both
-have died.
+The files of all credentials are in one directory of the attempt, with a numbered folder for each credential. It is in memory if
+possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or else the attempt's ``credentials/``. Links lead
+there from the paths that the task uses. The location depends only on the attempt's directory, so that every process that ends
+the attempt can remove the files: the keeper, the runner, or an agent after both have died.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def _content(root: str, file: Json) -> BinaryIO:
 
 
 def _not_staged(file: Json) -> OpError:
-    return OpError("not_found", "the blob `{}` of `{}` was not staged".format(file.get("blob"), file["path"]))
+    text = "the blob `{}` of `{}` is not on this node, or a task changed it; send it again"
+    return OpError("not_found", text.format(file.get("blob"), file["path"]))
 
 
 def _place_by_link(root: str, file: Json, path: str) -> bool:
@@ -283,7 +284,7 @@ def place_secrets(directory: str, entries: List[Json]) -> None:
 
 
 def remove_secrets(directory: str) -> None:
-    """Remove the placed files; does nothing if there are none."""
+    """Remove the files of the attempt's credentials; does nothing if there are none."""
     parent = _memory_parent()
     homes = [os.path.join(directory, SECRETS_ON_DISK)]
     if _is_private(parent):
@@ -360,7 +361,7 @@ def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str
 
 
 def _remove_old_secrets() -> None:
-    """Remove files of attempts that have ended or are gone: their pairs were killed, and no agent removed the files."""
+    """Remove credentials of attempts that have ended or are gone: their pairs were killed, and no agent removed the files."""
     import shutil
 
     for name in os.listdir(_memory_parent()):

@@ -85,11 +85,11 @@ def _has_record(path: str) -> bool:
 
 
 def _is_recorded(attempt: str, directory: str) -> bool:
-    """Return whether the records in ``directory`` belong to an attempt of this name."""
+    """Return whether the records in ``directory`` can belong to an attempt of this name."""
     state = records.read_state(directory)
     if state is not None:
         return state.get("attempt") == attempt
-    # In earlier versions, `clean` could leave only the record of the end.
+    # In earlier versions, `clean` could leave only the record of the end, which does not name the attempt.
     end = records.read_end(directory) or {}
     return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
 
@@ -152,12 +152,15 @@ def is_reachable(directory: str) -> bool:
 
 
 def lock_task(directory: str, *, wait: bool) -> int:
-    """Lock the task, so that no other agent creates or settles its attempts. Closing the returned descriptor unlocks it."""
+    """Lock the task, so that no other agent creates its attempts or records their ends. Closing the descriptor unlocks it.
+
+    Without ``wait``, raises ``TaskIsLocked`` if another process has locked the task.
+    """
     return _lock(os.path.dirname(directory), 0 if wait else fcntl.LOCK_NB)
 
 
 def lock_files(directory: str) -> int:
-    """Lock the attempt, so that no other agent places its files. Closing the returned descriptor unlocks it."""
+    """Lock the attempt, so that no other agent places its files. Closing the descriptor unlocks it. Raises ``TaskIsLocked``."""
     return _lock(directory, fcntl.LOCK_NB)
 
 
@@ -211,7 +214,7 @@ def _remove_workflow(directory: str) -> None:
 
 
 def _make_task(directory: str) -> int:
-    """Create the task's directory and lock it (``lock_task``): releasing a lease removes empty directories."""
+    """Create the task's directory and lock it (``lock_task``), because releasing another lease removes empty directories."""
     parent = os.path.dirname(directory)
     for number in range(_TRIES):
         try:
@@ -229,7 +232,7 @@ def _make_task(directory: str) -> int:
 
 
 def create(root: str, request: Json, umask: int) -> int:
-    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. On errors, nothing remains."""
+    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. An error removes its directory."""
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
     task = _make_task(directory)

@@ -36,7 +36,10 @@ _UNMARKED = ".unmarked"
 
 
 def path_of(root: str, name: object) -> str:
-    """Return a blob's path, whether it exists or not. Raises ``bad_request`` for a name that is not a SHA-256."""
+    """Return a blob's path, whether it exists or not. A blob of an earlier version is moved there first.
+
+    Raises ``bad_request`` for a name that is not a SHA-256.
+    """
     if not isinstance(name, str) or not re.fullmatch(_NAME, name):
         raise OpError("bad_request", "`hash` must be a SHA-256 in hexadecimal")
     path = os.path.join(root, BLOBS, name)
@@ -46,7 +49,7 @@ def path_of(root: str, name: object) -> str:
 
 
 def earlier_blobs(root: str) -> List[str]:
-    """Return complete blobs that an earlier version left next to the private directory. Their marks prove who created them."""
+    """Return the paths of complete blobs that an earlier version left next to the private directory."""
     earlier = root_directory.earlier_root(root)
     directory = os.path.join(earlier or root, BLOBS)
     if earlier is None or not root_directory.is_own_directory(directory):
@@ -55,7 +58,7 @@ def earlier_blobs(root: str) -> List[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """Return whether an earlier version received this file: its name is a SHA-256, it is this user's, and it has the mark."""
+    """Return whether an earlier version received this file: a complete blob of this user whose name is a SHA-256."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -65,7 +68,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _adopt_earlier(root: str, name: str) -> None:
-    """Move a blob that an earlier version left into the private directory. It may be the only copy."""
+    """Move a blob of an earlier version from its old place to the private directory. It may be the only copy."""
     earlier = root_directory.earlier_root(root)
     old = os.path.join(earlier or root, BLOBS, name)
     if earlier is None or not root_directory.is_own_directory(os.path.dirname(old)) or not _is_ours(old):
@@ -79,7 +82,7 @@ def _adopt_earlier(root: str, name: str) -> None:
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
-    """Return the hashes of the missing blobs. Raises ``no_space`` if they would not fit."""
+    """Return the hashes of the missing blobs, after old parts were removed. Raises ``no_space`` if the blobs would not fit."""
     directory = os.path.join(root, BLOBS)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _sweep(directory)

@@ -1,4 +1,4 @@
-"""Masks a task's secrets in its output and its error file, on the node, before anything is written.
+"""Masks a task's secrets on the node: in its output before that is written, and in its error file after the task has ended.
 
 These texts are masked: every value of 4 characters or more (except for words such as ``true`` and ``none``), each line of 8
 characters or more of a multi-line value, and the JSON escapes of all these. Other forms (base64, URL encoding, a part of a
@@ -37,7 +37,7 @@ class Mask:
         self._patterns = sorted(patterns)
 
     def find(self, data: bytes) -> List[Tuple[int, int]]:
-        """Return the ranges of secrets in ``data``, sorted. Adjacent ranges are merged."""
+        """Return the ranges of secrets in ``data``, sorted. Overlapping and adjacent ranges are merged."""
         found: List[Tuple[int, int]] = []
         for pattern in self._patterns:
             at = data.find(pattern)
@@ -144,7 +144,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def clean_error(directory: str, mask: Optional[Mask]) -> None:
-    """Mask the attempt's error file in place. If it cannot be rewritten, it is removed."""
+    """Mask the attempt's error file in place, and cut it at 4 MiB. If it cannot be rewritten, it is removed."""
     if mask is None:
         return
     path = os.path.join(directory, "error.json")
@@ -187,13 +187,13 @@ def encoded(launch: Json) -> bytes:
 
 
 def share(shared: mmap.mmap, launch: Json) -> Optional[Mask]:
-    """Return the mask for a launch's secrets, and store them for the other process. Returns None if there are none."""
+    """Return the mask for a launch's secrets, and store the secrets for the other process. Returns None if there are none."""
     data = encoded(launch)
     shared[: len(data) + 1] = data + b"\0"
     return read_shared(shared)
 
 
 def read_shared(shared: mmap.mmap) -> Optional[Mask]:
-    """Return the mask that the other process stored; None if there is none."""
+    """Return the mask for the secrets that the other process stored; None if there are none."""
     data = shared[: shared.find(b"\0", 0)]
     return Mask(json.loads(data.decode())) if data else None

@@ -41,10 +41,10 @@ OnProgress = Callable[[int, int], None]
 
 
 def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
-    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``.
+    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` (the number of entries) and ``left_out``.
 
     ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone. Other errors name a file
-    that cannot be read, or a link to a directory outside.
+    that cannot be read, or a link that leads out of the output but not to a file.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -71,7 +71,8 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     """Pack a directory of an attempt that may still run. Returns the same as ``pack_output``.
 
     ``place`` is the path of the directory below the attempt's directory, and its last part begins all names in the archive. If
-    there is nothing to pack, ``files`` is 0 and there is no blob. Raises ``busy`` if all its files keep changing.
+    there is nothing to pack, ``files`` is 0, ``hash`` is empty and there is no blob. Raises ``busy`` if all files of the
+    directory keep changing, or if other files change in each pass.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)
@@ -120,16 +121,17 @@ def output_of(directory: str) -> str:
 
 
 def link_target(output: str, name: str) -> Tuple[str, bool]:
-    """Return a link's target, and whether it is in the output. Raises ``bad_request`` for a directory outside of the output."""
+    """Return a link's target, and whether it is in the output. Raises ``bad_request`` if it is outside and not a file."""
     path = os.path.join(output, name)
     top, target = os.path.realpath(output), os.path.realpath(path)
     if target == top or target.startswith(top + os.sep):
         return target, True
     if not os.path.isfile(target):
-        text = (
-            "the link `{}` in the task's output points to `{}`, a directory outside of the output; "
-            "copy the directory, or remove the link"
-        )
+        if os.path.isdir(target):
+            why = "a directory outside of the output; copy the directory, or remove the link"
+        else:
+            why = "which is outside of the output and is not a file; copy a file there, or remove the link"
+        text = "the link `{}` in the task's output points to `{}`, " + why
         raise OpError("bad_request", text.format(name, os.readlink(path)))
     return target, False
 
@@ -207,7 +209,7 @@ def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise OpError.from_os(error, "cannot read the task's output") from error
+        raise OpError.from_os(error, "cannot read the task's files") from error
     for entry in entries:
         name = os.path.join(below, entry.name)
         try:
@@ -247,7 +249,7 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
             member.mode = 0o700 if found.st_mode & 0o100 else 0o600
             tar.addfile(member, source)
     except OSError as error:
-        raise OpError.from_os(error, "cannot pack `{}` of the task's output".format(name)) from error
+        raise OpError.from_os(error, "cannot pack the task's file `{}`".format(name)) from error
 
 
 class _Sink:

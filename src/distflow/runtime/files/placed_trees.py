@@ -45,7 +45,7 @@ def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Opti
     """Move the unchanged files of an ended attempt that unpacked this archive to the new directory ``top``.
 
     Returns the names that are now in ``top``, with their states if the move did not change them, and the other names of the
-    archive. ``None`` if there is no such attempt.
+    archive. ``None`` if the whole archive must be unpacked: there is no such attempt, ``top`` is not empty, or the move failed.
     """
     if os.path.lexists(top) and (os.path.islink(top) or not os.path.isdir(top) or os.listdir(top)):
         return None  # other files were placed there, or an earlier try was interrupted
@@ -76,7 +76,7 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
     """Record the state of the files of an archive that was unpacked to ``relative`` in the directory of an attempt.
 
     The attempt must not have started. ``states`` has the state of each file and directory of the archive, or ``None`` if it is
-    not known yet.
+    not known yet. Nothing is recorded for small archives, or if the file system cannot show changes.
     """
     unknown = [name for name, state in states.items() if state is None]
     try:

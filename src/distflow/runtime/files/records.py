@@ -116,7 +116,7 @@ def write_state(fd: int, state: Json) -> None:
 
 
 def read_state(directory: str) -> Optional[Json]:
-    """Return the state of the attempt in ``directory``, or None if its pair never started."""
+    """Return the state of the attempt in ``directory``; None if its pair never started, or if the state cannot be read."""
     # A read may overlap a write if the file system does not order them, and the writer may be interrupted halfway.
     for number in range(_TRIES):
         if number:
@@ -176,7 +176,8 @@ def read_text(directory: str, name: str) -> str:
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """Return the attempt's error file (torch's format), shortened to fit into the record.
 
-    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote.
+    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote. None
+    if there is no error file, or if it is not a JSON object.
     """
     clean_error(directory, mask)
     try:
@@ -264,7 +265,7 @@ def stop_reason(state: Json) -> Optional[EndReason]:
 
 
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
-    """Write the record into its allocated space and give it its name. A negative ``record_fd`` allocates space now.
+    """Write the record into its allocated space and give it its name. A negative ``record_fd`` finds or allocates space.
 
     Readers see the record at once. The caller must sync the returned descriptor after it has reported the end, because a disk
     may be slow. If the power fails in between, the attempt counts as ended by the reboot.

@@ -50,7 +50,7 @@ def has_name(fd: int, name: str, directory: Optional[int] = None) -> bool:
 
 
 def open_locked(path: str) -> Optional[int]:
-    """Open a file of this user for reading and writing, and lock it. Returns None if another process has locked it."""
+    """Open or create a file for reading and writing, and lock it. Returns None if another process has locked it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -33,8 +33,8 @@ def unpack(
     their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and nothing outside of it is
     written. ``compressed``: whether the archive may be compressed. ``present``: names that are not unpacked.
 
-    Returns the names of the unpacked files and directories, or ``None`` if the archive has links. Raises only ``OpError`` and
-    ``OSError``.
+    Returns the names of the unpacked files and directories, or ``None`` if a link was unpacked or replaced. Raises only
+    ``OpError`` and ``OSError``.
     """
     wanted = _matcher(only)
     try:
@@ -105,7 +105,7 @@ def _unpack_members(
             _refuse_outside(top, path)
         else:
             raise OpError(
-                "bad_request", "the archive contains {!r}, which is not a file, directory or link".format(member.name)
+                "bad_request", "the archive contains {!r}, which is not an ordinary file, directory or link".format(member.name)
             )
     return has_links
 

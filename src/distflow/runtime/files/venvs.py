@@ -1,9 +1,9 @@
 """Python environments that tasks share: ``<root>/venvs/<key>/env``, built by ``services.venv_builder``.
 
-The key identifies the requested packages and this node's interpreter, so each environment is built once. A virtual environment
-cannot be moved. It is therefore built at its final path, and the file ``complete`` is written last. A directory without that
-file is half-built: its builder was killed, and the next builder starts again. A process that builds or removes an environment
-locks ``<root>/venvs/<key>.lock``.
+The key identifies the requested packages, this node's interpreter and its system, so each environment is built once. A virtual
+environment cannot be moved. It is therefore built at its final path, and the file ``complete`` is written last. A directory
+without that file is half-built: its builder was killed, and the next builder starts again. A process that builds or removes an
+environment locks ``<root>/venvs/<key>.lock``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A blob is sent in frames of at most 1 MiB. A frame is compressed if a sample of it shrinks by more than 10%. The receiver writes
 the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``
-and ``sender`` on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the content's length and
-its kind (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+and ``sender`` on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length and the
+kind of its content (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 
 ``Peer`` is the submitter at a service's standard input and output. The kernel may notice a broken connection only after hours,
 and the service would stay on the node until then. The submitter therefore sends an empty line or an empty frame every few
