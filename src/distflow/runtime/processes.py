@@ -95,7 +95,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(signum: int, parent: int) -> bool:
-    """Let the kernel send ``signum`` to this process when ``parent`` dies. Returns False if it is dead already."""
+    """Let the kernel send ``signum`` to this process when ``parent`` dies. Returns False if ``parent`` is dead already."""
     _prctl(_PR_SET_PDEATHSIG, int(signum))
     return os.getppid() == parent
 
@@ -270,7 +270,10 @@ def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet
 
 
 def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset()) -> bool:
-    """Return whether ``process`` descends from ``root``, with no process of ``spare`` in between. Reads only its ancestors."""
+    """Return whether ``process`` descends from ``root``, and neither it nor a process in between is in ``spare``.
+
+    This reads only the ancestors of ``process``.
+    """
     current: Optional[Process] = process
     for _ in range(64):
         if current is None or current.pid in spare or current.ppid <= 1:

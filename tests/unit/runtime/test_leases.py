@@ -217,7 +217,7 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
             name = tmp_path / "leases" / f"claim-{os.getuid()}-{number}.lock"
             file = held.enter_context(name.open("w"))
             fcntl.flock(file, fcntl.LOCK_SH)
-        with pytest.raises(OpError, match="other processes keep 1 files") as caught:
+        with pytest.raises(OpError, match="other processes keep 1 file `claim") as caught:
             node_leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
         assert caught.value.kind == "busy"
 

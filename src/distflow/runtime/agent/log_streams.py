@@ -82,7 +82,7 @@ class LogStreams:
         self._streams: Dict[int, _LogStream] = {}
 
     def add(self, stream: int, attempt: str, directory: str, name: str, offset: int, has_ended: bool) -> None:
-        """Start a stream at an offset of the file ``name``. A stream with the same number is restarted."""
+        """Start a stream at an offset of the file ``name``. A stream with the same number is replaced."""
         segment = log_files.parse(name)
         if segment is None:
             raise OpError("bad_request", "`file` must be the name of an output file")
@@ -115,7 +115,7 @@ class LogStreams:
         self.pump(attempt)
 
     def pump(self, attempt: Optional[str] = None) -> None:
-        """Send available data of all streams alternately, while the queue has room."""
+        """Send available data of all streams, or of an attempt's streams, alternately, while the queue has room."""
         active: List[_LogStream] = [log for log in self._streams.values() if attempt is None or log.attempt == attempt]
         while active and self._has_room():
             for log in list(active):

@@ -73,7 +73,7 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     def job(self, work: Callable[[], Json], done: Callable[[Union[Json, OpError]], None], *, is_quick: bool = False) -> None:
-        """Run ``work`` in a child, or in this process if it is quick, because a fork costs milliseconds.
+        """Run ``work`` in a child process. Quick work runs in this process, because a fork costs milliseconds.
 
         ``done`` gets the result or the error.
         """
@@ -169,7 +169,7 @@ def _read_result(text: bytes) -> Json:
     try:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
-        raise OpError("internal", "the process that did the work was killed") from error
+        raise OpError("internal", "the process that did the work ended without a result; it may have been killed") from error
     if not result.get("ok"):
         raise OpError.from_json(result["error"])
     value = result["result"]

@@ -1,4 +1,4 @@
-"""Requests about the node itself instead of a gang, such as cleaning and probing. Imported at the first such request."""
+"""Requests that running a gang does not need, such as cleaning, probing and stacks. Imported at the first such request."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Watches:
             _signal(pid, signal.SIGTERM)
 
     def end_unreachable(self, watch: Watch) -> None:
-        """End the unreachable pair of a task that has not run. Raises ``TaskIsLocked`` until it has ended."""
+        """End the unreachable pair of a task that has not run. Raises ``TaskIsLocked`` until the attempt has ended."""
         status = self.status(watch)
         if watch.is_unresponsive and status["phase"] != "ended" and status["started_at"] is None:
             self.stop_by_signal(watch)
@@ -238,11 +238,11 @@ _Answered = Callable[[Optional[Json], Optional[OpError]], None]
 class _PairLink:
     """Sends requests to the keeper and receives its notifications.
 
-    ``on_gone`` is called once, when the connection ends. After it, every open request is answered with ``(None, None)``.
+    ``on_gone`` is called once, when the connection ends. After that, every open request is answered with ``(None, None)``.
     """
 
     def __init__(self, loop: Loop, directory: str, on_news: Callable[[str], None], on_gone: Callable[[], None]) -> None:
-        """Connect. Raises ``OSError`` if neither runner nor keeper is running."""
+        """Connect. Raises ``OSError`` if neither runner nor keeper is running; ``BlockingIOError`` if they are too busy."""
         self._socket: Optional[socket.socket] = control.connect(directory)
         self._fd = self._socket.fileno()
         self._loop = loop

@@ -33,7 +33,7 @@ _REMOVED = ".removed-"
 
 
 def survey(root: str) -> Json:
-    """Return every workflow with its size, its age and its living attempts."""
+    """Return every workflow with its size, last change and living attempts; the Python environments; and the disk space."""
     at = file_system_now(root)
     workflows = []
     for uuid in attempts.workflows(root):
@@ -111,7 +111,7 @@ def remove_venv(root: str, key: str) -> Json:
     complete = os.path.join(directory, venvs.COMPLETE)
     try:
         if lock is None:
-            raise OpError("conflict", "the Python environment is in use")
+            raise OpError("conflict", "the Python environment is in use: another process builds or removes it")
         _refuse_used(root, key)
         size = _measure(directory)[0]
         with contextlib.suppress(FileNotFoundError):
@@ -229,7 +229,10 @@ _LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|tick
 
 
 def uninstall(root: str, request: Json) -> Json:
-    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` paths with the cause."""
+    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` paths with the cause.
+
+    Raises ``conflict`` while a task is alive or a Python environment is built.
+    """
     alive = [
         name
         for workflow in attempts.workflows(root)
@@ -279,7 +282,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
                 continue
             fd, holder = lease_files.lock(directory, name, {})
             if fd < 0:
-                left.append("{}: it is locked by {}".format(os.path.join(path, name), holder))
+                left.append("{}: it is in use, or cannot be locked: {}".format(os.path.join(path, name), holder))
                 continue
             os.unlink(name, dir_fd=directory)
             os.close(fd)
@@ -288,13 +291,13 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
     finally:
         os.close(directory)
     if others:
-        left.append("{}: it contains {} that are in use or belong to other users".format(path, _files(others)))
+        left.append("{}: it contains {}: locks in use, files of other users, or other files".format(path, _files(others)))
     elif _try(os.rmdir, path, left):
         removed.append(path)
 
 
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
-    """Remove workflows, then the private directory, then ``root`` itself if it is empty."""
+    """Remove workflows, files of earlier versions, the private directory ``root``, and its parent if that is empty."""
     for workflow in attempts.workflows(root):
         removed.extend(path for path in attempts.workflow_directories(root, workflow) if _try(_remove_tree, path, left))
     earlier = root_directory.earlier_root(root)

@@ -87,7 +87,7 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
 def _kill_remaining(attempt: str, state: Json) -> str:
     """Kill all processes in the attempt's cgroup, with its name in their environment, or in its command's session.
 
-    Their descendants are killed, too.
+    Their descendants are killed, too. Returns a message about processes that cannot be killed, or an empty string.
     """
     command = state.get("command") or {}
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)

@@ -64,7 +64,7 @@ def reap(root: str, request: Json) -> Json:
     answer["left"] = _describe([(process, leftover) for process, leftover in leftovers.find() if leftover.is_ours])
     if answer["left"]:
         answer["message"] = (
-            killer.message or "a process does not end: it hangs in a driver, or in a file system that does not respond"
+            killer.message or "a process does not end: it may hang in a driver, or in a file system that does not respond"
         )
     busy = {one["attempt"] for one in answer["left"]}
     for name in leftovers.unsettled():

@@ -243,9 +243,12 @@ def create(root: str, request: Json, umask: int) -> int:
             remove(directory)  # an agent was killed before the pair started
         return _create(directory, attempt, request, umask)
     except OSError as error:
-        raise OpError.from_os(
-            error, "cannot create `{}`; free disk space there, or set another `root` for the node".format(directory)
-        ) from error
+        failed = OpError.from_os(error, "cannot create `{}`".format(directory))
+        hints = {
+            "no_space": "; free disk space there, or set another `root` for the node",
+            "permission": "; set another `root` for the node",
+        }
+        raise OpError(failed.kind, failed.message + hints.get(failed.kind, "")) from error
     finally:
         os.close(task)
 

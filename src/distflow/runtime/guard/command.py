@@ -1,7 +1,7 @@
 """Starting an attempt's command: its environment, and the steps between fork and exec.
 
-The child waits for a byte from the keeper before it execs the command. So its id and start time are recorded before the command
-starts.
+The child waits for a byte from the keeper before it execs the command. So the keeper records the child's id and start time
+before the command starts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def fill_placeholders(launch: Json, directory: str) -> Json:
 def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     """Return the command's environment.
 
-    The launch's variables override the node's, and distflow's variables (``DISTFLOW_ATTEMPT`` and others) override both. With a
-    container, PATH remains the node's, because it is used to find docker or podman. The launch's own PATH applies inside the
-    container.
+    The launch's variables override the node's, and distflow's variables (``DISTFLOW_ATTEMPT`` and others) override both. Only
+    ``TORCHELASTIC_ERROR_FILE`` keeps a given value. With a container, PATH remains the node's, because it is used to find
+    docker or podman. The launch's own PATH applies inside the container.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
@@ -111,7 +111,10 @@ def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -
 
 
 def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -> Spawned:
-    """Fork the child and wait until it is in its own session. Raises ``OSError`` if no process can be created."""
+    """Fork the child and wait until it is in its own session.
+
+    Raises ``OSError`` if no process can be created, and ``OpError`` if the node cannot run the task's container.
+    """
     env = environment(launch, attempt, directory)
     argv = list(launch["argv"])
     if not launch.get("container"):

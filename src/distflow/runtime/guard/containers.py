@@ -3,7 +3,7 @@
 A task's container shares the node's network, shared memory (``/dev/shm``) and process ids. So addresses, ports, signals, exit
 codes and the search for remaining processes work as for a task without a container. The attempt's directory has the same path
 inside and outside. Only docker and podman have containers that must be created and removed. Apptainer has no daemon: a task's
-processes are children of the keeper. This module is imported only for a launch with a ``container``.
+processes are children of the keeper. Starting a task without a container does not import this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _CLIENT_PREFIXES = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", 
 def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
     """Pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
 
-    Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``image_pull``, ``no_container``.
+    Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``image_pull``, ``no_container``,
+    ``no_mount`` and ``timeout``.
     """
     program, image = _program(container, env), str(container["image"])
     check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
@@ -69,7 +70,7 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
 
 
 def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
-    """Return the data that any process needs to end the attempt's container; None if there is no container.
+    """Return the data that any process needs to end the attempt's container; None with Apptainer, which has no daemon.
 
     The data contain no secret.
     """
@@ -92,8 +93,8 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
 def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
     """Return the command line that runs the launch in its container.
 
-    Except for PATH, the command line contains no values of variables: the container program reads them from its own environment
-    ``env``. Variables that the program expects under another name are added to ``env``.
+    Except for PATH and HOME, the command line contains no values of variables: the container program reads them from its own
+    environment ``env``. Variables that the program expects under another name are added to ``env``.
     """
     container = launch["container"]
     program = _program(container, env)
@@ -117,7 +118,10 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
 
 
 def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], terminal: bool) -> List[str]:
-    """Return the command line that runs ``launch["argv"]`` in the container of the attempt's running command."""
+    """Return the command line that runs ``launch["argv"]`` in the container of the attempt's running command.
+
+    Apptainer runs it in a new container of the same image.
+    """
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     program = _program(launch["container"], env)
     if _is_apptainer(program):
@@ -195,7 +199,10 @@ def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
 
 
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
-    """Return reason and message if the container or the kernel ended the command, else two Nones. Call before ``remove``."""
+    """Return reason and message if the container was not created, or exceeded its memory limit; else two Nones.
+
+    Call it before ``remove``.
+    """
     if exit_code == 125 and not os.path.exists(os.path.join(directory, _CREATED)):
         return EndReason.START_ERROR, "the container could not be created; the last lines of the output show the error"
     if exit_code == 137 and known.get("memory"):
@@ -322,7 +329,7 @@ def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str
     except subprocess.TimeoutExpired:
         raise OpError("timeout", "pulling the image `{}` took longer than {:g} s".format(image, _PULL_S)) from None
     except OSError as error:
-        raise OpError.from_os(error, "cannot store the image `{}` at `{}`".format(image, path)) from error
+        raise OpError.from_os(error, "cannot pull the image `{}` to `{}`".format(image, path)) from error
     finally:
         try:
             os.unlink(part)
@@ -341,7 +348,7 @@ def _run_with_apptainer(
     """
     container = launch["container"]
     if container.get("privileged"):
-        raise OpError("no_container", "`privileged` needs docker or podman; this node has apptainer")
+        raise OpError("no_container", "`privileged` needs docker or podman; this node uses apptainer")
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "exec", "--cleanenv", "--no-eval", "--writable-tmpfs", "--bind", directory, "--pwd", cwd]
     for mount in container.get("mounts") or []:

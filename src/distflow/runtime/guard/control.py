@@ -45,7 +45,10 @@ def listen(dir_fd: int) -> int:
 
 
 def connect(directory: str) -> socket.socket:
-    """Connect to the pair of the attempt in ``directory``. Raises ``OSError`` if neither runner nor keeper is running."""
+    """Connect to the pair of the attempt in ``directory``. Raises ``OSError`` if neither runner nor keeper is running.
+
+    Raises ``BlockingIOError`` if a process listens but has too many unaccepted connections.
+    """
     dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -143,7 +146,7 @@ class AttemptHandles(NamedTuple):
     listener: int
     """The listening socket ``control``. Runner and keeper both hold it, so connecting fails only when both are gone."""
     locks: List[int]
-    """Lock files of the GPUs and of the port."""
+    """Lock files of the GPUs, of the port, and of the share of CPUs and memory."""
     port_sockets: List[int]
     record: int
     """The allocated space of ``exit.json``, before the file has that name."""
@@ -177,6 +180,6 @@ class AttemptHandles(NamedTuple):
             lease_files.write_holder(fd, dict(lease_files.read_holder(fd) or {}, **dict(self.holder, pid=pid)))
 
     def unlock(self) -> None:
-        """Release the GPUs and the port, for all processes that share these descriptors."""
+        """Release the locks of the lease, for all processes that share these descriptors."""
         for fd in self.locks:
             fcntl.flock(fd, fcntl.LOCK_UN)

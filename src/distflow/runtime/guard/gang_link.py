@@ -6,10 +6,10 @@ count as a failure. Each line has a keyed hash (RFC 7693), with which both sides
 covers random numbers that both sides chose for this connection, so no line of another connection can be replayed. This module
 is imported only for gangs of several tasks.
 
-Each side first sends a line with its number. Every line after that is the hash in hexadecimal, a space, and a JSON object. The
-hash covers the bytes of the object as they were received. A line is parsed only after its hash was verified, so a host without
-the token cannot reach the parser. All keepers of a gang run the same version of this module, because one supervisor sent their
-runtime. A peer with another version fails the check and is disconnected.
+Each side first sends a line with its random number. Every line after that is the hash in hexadecimal, a space, and a JSON
+object. The hash covers the bytes of the object as they were received. A line is parsed only after its hash was verified, so a
+host without the token cannot reach the parser. All keepers of a gang run the same version of this module, because one
+supervisor sent their runtime. A peer with another version fails the check and is disconnected.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GangLink:
             self._connect()
 
     def finish(self) -> None:
-        """Wait until all keepers have the failure, or report the normal end. Called before the keeper exits."""
+        """Wait until all keepers have the failure (``_LINGER_S``), or report the normal end. Called before the keeper exits."""
         until = time.monotonic() + _LINGER_S
         while self._failure is not None and not self._are_all_informed() and time.monotonic() < until:
             if time.monotonic() >= self.due_at:

@@ -1,8 +1,8 @@
 """The keeper: the inner process of the pair, and the parent of the command.
 
 One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. The keeper exits after the
-attempt has ended, none of its processes remain, and the record is written. Repeated requests have no further effect: the keeper
-answers them from its current state.
+command has ended, no process of the attempt that this user can kill remains, and the record is written. Repeated requests have
+no further effect: the keeper answers them from its current state.
 """
 
 from __future__ import annotations

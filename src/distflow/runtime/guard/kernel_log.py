@@ -136,9 +136,9 @@ def select_entries(
 ) -> Optional[Json]:
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
 
-    A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill that ``is_likely`` counts,
-    because a shell does not report the id of its killed child. A GPU error is included unless the GPU is known to belong to
-    another attempt.
+    A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill for which ``is_likely``
+    returns True belongs to it, because a shell does not report the id of its killed child. A GPU error is included unless the
+    GPU is known to belong to another attempt.
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]

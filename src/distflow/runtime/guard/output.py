@@ -1,4 +1,4 @@
-"""The output of a command: read from pipes, and written to the log with timestamps. It never blocks the command.
+"""The output of a command: read from pipes, and written to the log with timestamps. A full disk does not block the command.
 
 Each rank has its own pipe, a FIFO ``ranks/<rank>`` in the attempt's directory, so that the log shows which rank wrote a line.
 Ranks of distflow's launcher open their pipes by themselves (``distflow.train.launcher``). For torchrun, and launchers that use

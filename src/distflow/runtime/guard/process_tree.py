@@ -82,11 +82,12 @@ class TreeKiller:
 
     @property
     def is_over(self) -> bool:
-        """Whether only processes of other users, which cannot be signaled, have remained for some seconds."""
+        """Whether only processes of other users, which cannot be signaled, have remained for some seconds. Sets ``message``."""
         if not self._untouchable_since or time.monotonic() - self._untouchable_since < _UNTOUCHABLE_S:
             return False
         ids = ", ".join(str(pid) for pid in sorted(self._untouchable))
-        self.message = "processes of another user remain, which this user cannot kill: {}".format(ids)
+        text = "process {} of another user remains" if len(self._untouchable) == 1 else "processes of other users remain ({})"
+        self.message = text.format(ids) + ", which this user cannot kill"
         return True
 
     def find(self) -> List[Process]:
@@ -295,7 +296,7 @@ class MemoryLimit:
         if used <= self._limit:
             return None
         largest = max(sizes, key=lambda pid: sizes[pid])
-        name, limit = "{} (pid {})".format(name_of(largest) or "one that has ended", largest), size_text(self._limit)
+        name, limit = "{} (pid {})".format(name_of(largest) or "of unknown name", largest), size_text(self._limit)
         if len(pids) == 1:
             return "its process {} uses {} of memory, more than the {} that it requested".format(name, size_text(used), limit)
         text = "its {} processes use {} of memory, more than the {} that it requested; the largest is {} with {}"

@@ -1,6 +1,6 @@
 """The node's GPUs: addresses and processes from ``nvidia-smi``, and the GPU of an error in the kernel's log.
 
-A GPU that another process uses is not leased.
+A GPU that another process uses is not leased, unless the request allows that (``share_gpus``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def list_gpu_users() -> List[GpuUser]:
 
 
 def read_gpus(with_users: bool) -> Json:
-    """Return the data for a lease: ``users``, as ``list_gpu_users`` returns them, and ``gpu_addresses`` by index.
+    """Return the data for a lease: ``users`` (empty unless ``with_users``), and ``gpu_addresses`` by index.
 
     The addresses are read now, because a GPU that later falls off the bus is no longer listed.
     """

@@ -70,7 +70,7 @@ def open_directory(path: str) -> int:
 
 
 def _refuse_open_to_all(directory: int, path: str) -> None:
-    """Refuse a directory in which every user may remove other users' lock files, so that leases would have no effect."""
+    """Refuse a directory in which every user may remove other users' lock files, or set the sticky bit if it is this user's."""
     info = os.fstat(directory)
     if not info.st_mode & stat.S_IWOTH or info.st_mode & stat.S_ISVTX:
         return
@@ -244,7 +244,7 @@ def folded(numbers: Sequence[int]) -> str:
 
 
 def in_use(holders: Sequence[Tuple[int, str]]) -> str:
-    """Describe GPUs in use on one line: ``GPUs 0-1 by spin-1/w1 (root), GPU 3 by pid 7 of bob (python)``."""
+    """Describe GPUs in use on one line: ``GPUs 0-1 by spin-1/w1 (root), GPU 3 by pid 7 (bob, python), …``."""
     by_name: Dict[str, List[int]] = {}
     for gpu, name in holders:
         by_name.setdefault(name, []).append(gpu)

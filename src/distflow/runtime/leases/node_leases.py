@@ -161,7 +161,9 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
         return number, held, _bind(number)
     except (OSError, OverflowError) as error:
         os.close(held)
-        if isinstance(error, OSError) and error.errno != errno.EADDRINUSE:
+        if isinstance(error, OverflowError):
+            raise OpError("port_taken", "cannot use port {}: ports are numbers from 0 to 65535".format(number)) from error
+        if error.errno != errno.EADDRINUSE:
             raise OpError.from_os(error, "cannot use port {}".format(number)) from error
         raise OpError("port_taken", "port {} is in use by another program (see `ss -tlnp`)".format(number)) from error
 
@@ -285,9 +287,8 @@ def _lock_own_file(directory: int, holder: Json) -> int:
             return fd
         if time.monotonic() > until:
             break
-    raise OpError(
-        "busy", "other processes keep {} files `claim-{}-*.lock` in the lease directory locked".format(number + 1, os.getuid())
-    )
+    count = "{} file{}".format(number + 1, "s" if number else "")
+    raise OpError("busy", "other processes keep {} `claim-{}-*.lock` in the lease directory locked".format(count, os.getuid()))
 
 
 def _shortage(name: str, want: int, have: int, others: List[Json], attempt: object) -> str:
@@ -305,9 +306,9 @@ _MAX_AMOUNT = 1 << 53
 
 
 def list_holders(lease_dir: str) -> Json:
-    """Return ``holders``, one for each attempt, and ``foreign``, the other processes on GPUs. Nothing is leased or changed.
+    """Return ``holders``, one for each attempt, and ``foreign``, the processes on GPUs that are not leased.
 
-    Each check takes a shared lock for an instant. A lease at the same time waits for its end.
+    Nothing is leased or changed. Each check takes a shared lock for an instant. A lease at the same time waits for its end.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, record in _held_locks(lease_dir):

@@ -33,7 +33,7 @@ def user_name(uid: Optional[int] = None) -> str:
 
 
 def gather_facts(root: str) -> Json:
-    """Return all facts. Runs ``nvidia-smi``, which may take seconds, if the node has it (``is_quick``)."""
+    """Return the facts that do not depend on the agent. Runs ``nvidia-smi``, which may take seconds, if the node has it."""
     gpus = _gpus()
     return {
         "hostname": socket.gethostname(),

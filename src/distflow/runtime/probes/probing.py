@@ -59,7 +59,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
 
 
 def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
-    """Return a job that runs a command to its end in the environment of tasks."""
+    """Return a job that runs a command in the environment of tasks, at most for ``limit_s``. Raises ``no_venv``."""
     argv = [str(word) for word in request["argv"]]
     launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or [], "venv": request.get("venv")}
     launch = venvs.activated(root, launch)
@@ -292,8 +292,9 @@ _MAX_FILES = 1000000
 def _checksums(paths: List[str]) -> Dict[str, Json]:
     """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
 
-    The digest covers the names below the path and the sizes, but not the contents, which may be large. The search ends after
-    half a minute or a million files. Then the numbers cover only a part, and there is no digest.
+    The digest covers the names below the path and the sizes, but not the contents, which may be large. The search below a path
+    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. If the path cannot
+    be read, there is only ``error``.
     """
     return {path: _checksum(os.path.expanduser(path), time.monotonic() + _CHECKSUM_S) for path in paths}
 

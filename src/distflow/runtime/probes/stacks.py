@@ -3,10 +3,10 @@
 Python stacks are read from outside by ``py-spy``, if the node has it. It neither stops the process nor needs its cooperation,
 so it also works for a process that hangs in a driver or holds its interpreter's lock.
 
-Where py-spy cannot be used, ranks of ``distflow.train`` write their own stacks with Python's faulthandler: on SIGUSR1, it
-writes the stacks of all threads to ``stacks-<pid>`` in the attempt's directory. The handler is written in C, so it also runs
-while the interpreter's lock is held. The signal would kill any other process. So it is sent only to processes that have that
-file open and catch the signal.
+Where py-spy cannot be used, ranks of ``distflow.train`` write their own stacks: on SIGUSR1, Python's faulthandler writes the
+stacks of all threads to ``stacks-<pid>`` in the attempt's directory. The handler is written in C, so it also runs while the
+interpreter's lock is held. The signal would kill any other process. So it is sent only to processes that have that file open
+and catch the signal.
 
 Each of these ranks also listens on a socket ``collectives-<pid>`` in that directory, and sends one JSON document with its
 current collectives to each connection. These documents are untrusted: invalid ones are ignored, and unknown fields left out.
@@ -42,10 +42,10 @@ _RANK = {b"RANK", b"LOCAL_RANK"}
 
 
 def collect(root: str, request: Json) -> Callable[[], Json]:
-    """Return a job that inspects every process of the attempt.
+    """Return a job that inspects the processes of the attempt, at most ``_MAX_PROCESSES``.
 
-    Its result has ``processes``, ``collectives`` and ``tool``, which is null without py-spy. Raises ``not_running`` for an
-    attempt that does not run.
+    Its result has ``processes``, ``collectives``, ``host_rule``, ``heartbeat_age_s`` and ``tool`` (null without py-spy).
+    The job raises ``not_running`` for an attempt that does not run.
     """
     attempt = str(request["attempt"])
     directory = attempts.directory_of(root, attempt)
@@ -179,7 +179,11 @@ def _heartbeat_age(directory: str) -> Optional[float]:
 
 
 def _host_rule() -> Optional[int]:
-    """Return Yama's rule (kernel.yama.ptrace_scope). With 1 or more, users other than root may inspect only their children."""
+    """Return Yama's rule (kernel.yama.ptrace_scope); None without Yama.
+
+    With 1, users other than root may inspect only their own children. With 2, only root may inspect processes. With 3, no user
+    may.
+    """
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             return int(file.read())
@@ -229,7 +233,10 @@ def _parse_tracebacks(text: str, directory: str) -> List[Json]:
 
 
 def _request_dump(pid: int, path: str) -> Optional[int]:
-    """Send SIGUSR1 to a process if it then writes its stacks to ``path``. Returns the offset at which they will begin."""
+    """Send SIGUSR1 to a process if it then writes its stacks to ``path``.
+
+    Returns the offset at which the stacks will begin, or None if the signal was not sent.
+    """
     send, close = _signal_handle(pid)
     try:
         if not _has_open(pid, path) or not _catches(pid):
