@@ -381,7 +381,7 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
             assert isinstance(answer, LeaseRefused), "it overtook"
             return answer.nodes["a of another"]
 
-        wait_until(lambda: "CPUs are kept for" in refusal(), 20, "the place that is kept")
+        wait_until(lambda: "1 CPU is kept for" in refusal(), 20, "the place that is kept")
         taken.close()
         assert isinstance(ask(gang), Leased)
     finally:

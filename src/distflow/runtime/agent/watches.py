@@ -40,6 +40,7 @@ class Watch:
         self.heartbeat_at = 0.0
         """Time of the last reported heartbeat, in seconds since the epoch by the node's clock."""
         self.keeper: Optional[int] = None
+        """The keeper's process id, from the first notification on."""
         self.on_up: List[Callable[[], None]] = []
         """Called when the pair has sent its first notification, or has ended without one."""
         self.on_gone: List[Callable[[], None]] = []

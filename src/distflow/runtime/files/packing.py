@@ -1,4 +1,4 @@
-"""Packing a task's files into a blob: a tar that depends only on names, contents and times, named by its SHA-256.
+"""Packing a task's files into a blob: a tar that depends only on names, contents, times and x bits, named by its SHA-256.
 
 The blob is stored like all other blobs, so it never has to be sent to the node that packed it. ``packed.json`` records the
 packed output of an ended attempt, which is not packed again. A checkpoint is packed while its task runs. Files that change

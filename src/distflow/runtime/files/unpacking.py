@@ -1,4 +1,4 @@
-"""Unpacking an archive below a directory, never outside it. Owners, devices and special mode bits are not restored."""
+"""Unpacking an archive below a directory, never outside it. Devices are refused, and owners and special mode bits ignored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Entries of the kernel's log about a failed attempt: kills for lack of memory, and GPU errors.
 
 The log is readable with ``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups. Otherwise no entries are found. Reading
-the log raises no errors and takes less than a second.
+the log raises no errors and takes less than a second, unless ``journalctl`` hangs and cannot be killed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def take(
 ) -> Held:
     """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
 
-    Leases all of them or raises ``OpError``. GPUs of the processes ``users`` are unavailable while these live.
+    Leases all of them or raises ``OpError``. ``holder`` is the record for the lock files. GPUs of the processes ``users`` are
+    unavailable while these processes live.
     """
     held = Held([], None, [], [])
     wanted = wanted or {}
@@ -132,8 +133,13 @@ def _take_gpus(
         taken = set(held.gpu_ids) | {one["gpu"] for one in users}
         idle = [gpu for gpu in gpu_ids if gpu not in taken and read_held(directory, "gpu-{}.lock".format(int(gpu))) is None]
         if len(idle) < reserved:
-            text = "{} of {} GPUs are free and {} are kept for {}, whose gang has waited longer"
-            raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, kept.names))
+            text = "{} of {} GPUs are free and {} {}"
+            raise OpError("busy", text.format(len(idle) + gpus, len(gpu_ids), reserved, _kept_for(kept, reserved)))
+
+
+def _kept_for(kept: Kept, amount: float) -> str:
+    verb, whose = "is" if amount == 1 else "are", "whose gangs have" if ", " in kept.names else "whose gang has"
+    return "{} kept for {}, {} waited longer".format(verb, kept.names, whose)
 
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:
@@ -246,8 +252,8 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> L
             reserved = min(kept.amounts.get(name, 0), have)
             if reserved and used + want + reserved > have:
                 unit, called = _UNITS[name]
-                text = "{:.4g} {} are kept for {}, whose gang has waited longer"
-                raise OpError("busy", text.format(reserved / unit, called, kept.names))
+                called = "CPU" if (name, reserved) == ("cpus", 1) else called
+                raise OpError("busy", "{:.4g} {} {}".format(reserved / unit, called, _kept_for(kept, reserved / unit)))
         return [_lock_own_file(directory, dict(holder, **{name: want for name, (want, _) in requested.items()}))]
     finally:
         os.close(list_lock)

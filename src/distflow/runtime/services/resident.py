@@ -335,7 +335,8 @@ def node(name: str, *, is_tied: bool = False) -> int:
 def batch(idle_release_s: float, components: int, source: str, python: List[str]) -> int:
     """Run the resident programs until all are idle for ``idle_release_s``, a relay ends the job, or the job's step ends.
 
-    Returns the exit code of the job.
+    ``components`` is the number of the job's heterogeneous components. ``python`` is the command line of Python on the nodes,
+    which runs ``source``, the text of this file. Returns the exit code of the job.
     """
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     groups = ["--het-group=0-{}".format(components - 1)] if components > 1 else []
