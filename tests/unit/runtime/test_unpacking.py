@@ -133,7 +133,7 @@ def test_a_file_that_claims_to_be_sparse_does_not_fill_the_disk(tmp_path: Path) 
         member.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(1 << 50), "GNU.sparse.numblocks": "1"}
         member.size = 1
         tar.addfile(member, io.BytesIO(b"x"))
-    with pytest.raises(OpError, match="is not a file, directory or link"):
+    with pytest.raises(OpError, match="is not an ordinary file, directory or link"):
         unpack(io.BytesIO(packed.getvalue()), str(tmp_path / "top"))
 
 
