@@ -94,7 +94,7 @@ def test_a_credential_of_the_bucket_is_used_before_the_environment(cli: Cli, s3:
     cli.environment["AWS_EC2_METADATA_DISABLED"] = "true"
     refused = cli.run("data", "list", "s3://b/in")
     assert refused.code == 3
-    assert "there are no credentials for it" in refused.err
+    assert "there are no usable credentials for it" in refused.err
     for key, code, words in (("wrong-5ecret", 3, "s3://b/in: "), (s3.access_key, 0, "a.txt")):
         payload = [f"access_key_id={s3.access_key_id}", f"access_key={key}", "endpoint=s3://b", f"override_url={s3.url}"]
         kept = cli.run("credential", "set", "store", "--type", "DATA", "--payload", *payload, "region=us-east-1")

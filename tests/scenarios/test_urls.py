@@ -159,7 +159,7 @@ def test_data_at_s3_without_any_credential_is_refused_at_submit(cli: Cli, s3: S3
     )
     done = cli.run("workflow", "submit", spec)
     assert done.code == 3
-    assert "s3://b/out: there are no credentials for it" in done.err
+    assert "s3://b/out: there are no usable credentials for it" in done.err
     assert "distflow credential set NAME --type DATA" in done.err
     assert "no workflows yet" in cli.run("workflow", "list").out
     assert cli.run("workflow", "submit", spec, "--dry-run").code == 0

@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 PART_BYTES = 16 << 20
-"""Large objects are written in parts of this size, and read in pieces of it."""
+"""The smallest size of the parts in which large objects are written, and the size of the pieces in which objects are read."""
 _MOST_PARTS = 9000
 """S3 allows 10 000 parts for one object."""
 _LONGEST_NAME = 255
@@ -61,11 +61,12 @@ class Store(Protocol):
     1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. The result may
        be empty. ``find`` raises ``StorageMissing`` when the container does not exist.
     2. ``read`` passes the content from a byte offset to ``sink``, in pieces.
-    3. ``write`` stores a whole file or nothing, and replaces an object that has the key.
+    3. ``write`` stores a whole file or nothing, and replaces an existing object with the key.
     4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes the
        link itself.
     5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
-       help. Exceptions from ``sink`` and ``on_bytes`` pass through unchanged.
+       help. Methods that write to or delete from a read-only store raise ``InputError`` instead. Exceptions from ``sink`` and
+       ``on_bytes`` pass through unchanged.
     6. All methods but ``close`` may be called from several threads at once.
     """
 
@@ -118,8 +119,9 @@ def compile_regex(regex: str) -> re.Pattern[str] | None:
 def select(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[SelectedObject, ...]:
     """Return the objects that a URL selects from the entries of its store, ordered by name.
 
-    If an object has exactly the key of the URL, only that object is selected; otherwise all objects below it. ``regex`` is
-    matched from the start of the name. Folder markers (keys that end with a slash) are left out.
+    If the URL does not end with a slash and an object has exactly its key, only that object is selected. Otherwise, all objects
+    below the URL are selected. ``regex`` is matched from the start of the name. Folder markers (keys that end with a slash) are
+    left out.
     """
     pattern = compile_regex(regex)
     found = list(entries)

@@ -31,7 +31,7 @@ _KEY_VARIABLES = {
     "az": ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
 _SUFFICIENT = ("AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_KEY")
-"""One of these variables is enough to authenticate."""
+"""Without any of these variables, the driver authenticates with files or roles of this machine."""
 
 _CONNECT_S, _READ_S = 10, 60
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "azure": "adlfs"}
@@ -44,7 +44,7 @@ class Credentials:
     """The credentials of one profile (``s3://bucket``), with the fields of OSMO's DATA credential."""
 
     access_key_id: str
-    """The id of the key for ``s3`` and ``gs``; the account for ``az`` and ``azure``."""
+    """The id of the key for ``s3`` and ``gs``; the account for ``az``. A URL of ``azure`` names its account itself."""
     access_key: Secret
     """The key itself; for ``az`` and ``azure`` also a whole connection string."""
     override_url: str | None = None
@@ -104,7 +104,7 @@ class Identity:
 
 
 def identity_of(url: StorageUrl, credentials: Credentials | None, environ: Mapping[str, str]) -> Identity | None:
-    """Return an identity that works on a node; ``None`` when it depends on files or roles of this machine."""
+    """Return an identity that works on a node; ``None`` if authentication depends on files or roles of this machine."""
     location = {name: Secret(environ[name]) for name in _LOCATION_VARIABLES if environ.get(name)}
     if credentials is not None:
         return Identity(credentials=credentials, environment=location)
@@ -155,7 +155,7 @@ def _s3(credentials: Credentials | None, endpoint: str | None) -> Driver:
         "retries": {"total_max_attempts": 1},
         "connect_timeout": _CONNECT_S,
         "read_timeout": _READ_S,
-        # Not every service with the S3 protocol has Amazon's newer checksums. Downloads are checked against their MD5.
+        # Not every service with the S3 protocol has Amazon's newer checksums. Downloads are checked against the object's MD5.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }

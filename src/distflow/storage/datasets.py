@@ -44,7 +44,7 @@ _SHOWN = 100
 """Characters of a path that an error message shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
-"""A turn that is older is an abandoned one, because a turn needs only two small reads and two small writes."""
+"""A turn that is older was abandoned, because a turn needs only a few lists, reads and writes of small objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a version."""
+    """The list of a version's files."""
 
     name: str
     number: int
@@ -108,7 +108,7 @@ class Datasets:
         return tuple(sorted(found, key=lambda one: (one.name, one.number)))
 
     def manifest(self, name: str, number: int | None = None) -> Manifest:
-        """Return the content of a version, the latest one if no number is given. Raises ``NotFound``."""
+        """Return the manifest of a version, by default of the latest one. Raises ``NotFound`` and ``StorageError``."""
         existing = [one.number for one in self.versions(name)]
         if not existing:
             raise NotFound(
@@ -260,6 +260,7 @@ class Datasets:
                 self._store.delete(mine.key)
 
     def _claim(self, name: str, upload_id: str, above: int = 0) -> int:
+        """Return the version number above ``above`` that is reserved for the upload; reserve one if there is none yet."""
         for _ in range(_ROUNDS):
             self._retries.check()
             taken: dict[int, set[str]] = {}
@@ -324,7 +325,7 @@ def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
 def _file_of(one: Mapping[str, Any], number: int) -> File:
     path, size, digest, at = one["path"], one["size"], one["sha256"], one.get("version", number)
     if not isinstance(path, str) or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError("a file has no path or no SHA-256")
+        raise ValueError("a file has no path or no valid SHA-256")
     if type(size) is not int or size < 0 or type(at) is not int or at < 1:
         raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not valid")
     return File(path=path, size=size, sha256=digest, number=at)
@@ -343,7 +344,10 @@ def _text(manifest: Manifest) -> str:
 
 
 def _not_replaced(old: Sequence[File], new: Sequence[File]) -> list[File]:
-    """Return the old files that no new file replaces: by the same path, or by a path with a directory where a file was."""
+    """Return the old files that no new file replaces.
+
+    A new file replaces an old file with the same path, an old file at one of its directories, and all files below its path.
+    """
     names = {one.path for one in new}
     folders = {folder for one in new for folder in _folders(one.path)}
     return [

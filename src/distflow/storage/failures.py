@@ -48,7 +48,10 @@ class Retries:
     """Repeats the requests of a transfer while the store is unreachable, unless the transfer is canceled."""
 
     def __init__(self, canceled: threading.Event | None = None, pauses_s: Sequence[float] = _PAUSES_S) -> None:
-        """Wait ``pauses_s`` between attempts: the number of attempts is one more. ``canceled`` cancels the transfer."""
+        """Wait ``pauses_s`` between attempts. ``canceled`` cancels the transfer.
+
+        With n pauses, a request fails after n + 1 attempts in succession that have transferred nothing.
+        """
         self.canceled = canceled or threading.Event()
         self._pauses_s = pauses_s
 
@@ -71,14 +74,17 @@ class Retries:
                 failures = 0 if transferred() > before else failures + 1
                 before = transferred()
                 if failures > len(self._pauses_s):
-                    error.message = f"{error.message} (tried {failures} times)"
+                    error.message = f"{error.message} (tried {'once' if failures == 1 else f'{failures} times'})"
                     raise
                 self.canceled.wait(self._pauses_s[max(0, failures - 1)] if self._pauses_s else 0.0)
 
 
 @contextmanager
 def driver_errors(where: str, secrets: Sequence[Secret] = ()) -> Iterator[None]:
-    """Convert any exception of a driver to a ``StorageError`` that names ``where``: a URL in its printable form."""
+    """Convert any exception of a driver to a ``StorageError`` that names ``where``, a URL in its printable form.
+
+    Errors of distflow and ``TransferCanceled`` pass through unchanged.
+    """
     try:
         yield
     except (DistflowError, TransferCanceled):
@@ -99,9 +105,9 @@ def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def no_credentials(where: str, reason: str) -> StorageRefused:
-    """Return the error for a URL, in its printable form, for which this user has no credentials at all."""
+    """Return the error for a URL, in its printable form, for which this user has no usable credentials."""
     return StorageRefused(
-        f"{where}: there are no credentials for it: {reason}", hint=_KEYS_HINTS.get(where.partition(":")[0], "")
+        f"{where}: there are no usable credentials for it: {reason}", hint=_KEYS_HINTS.get(where.partition(":")[0], "")
     )
 
 
@@ -117,14 +123,15 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
         return StorageRefused(f"{where}: refused: {text}", hint=hint)
     if names & _MISSING or code == 404:
         hint = "`distflow data list` shows the existing objects"
-        return StorageMissing(f"{where}: there is no such bucket or object", hint=hint)
+        what = {"sftp": "file or directory", "az": "container or object", "azure": "container or object"}
+        return StorageMissing(f"{where}: there is no such {what.get(scheme, 'bucket or object')}", hint=hint)
     if names & _INVALID or getattr(error, "errno", None) in _INVALID_NUMBERS:
         return StorageError(f"{where}: the store does not accept the request: {text}")
     return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the text of an error as one line, without signatures in addresses."""
+    """Return the text of an error as one line of about 300 characters at most, without the queries of URLs (signatures)."""
     text = str(error) or type(error).__name__
     text = re.sub(r"\?[^\s'\")]*", "?…", " ".join(text.split()))
     text = re.sub(r"^\[Errno \d+\] ", "", text)

@@ -24,7 +24,7 @@ __all__ = ["FolderStore", "Source", "find_sources", "has_content", "is_part", "o
 
 _PIECE_BYTES = 1 << 20
 _COMMON_PART_SIZES = (PART_BYTES, 8 << 20, 5 << 20, 50 << 20, 64 << 20, 100 << 20)
-"""Part sizes that programs commonly upload with; the checksum of an object does not include its part size."""
+"""Part sizes that programs commonly upload with. An object's checksum depends on its part size but does not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,10 @@ def is_part(name: str) -> bool:
 
 
 def has_content(path: Path, entry: Entry) -> bool | None:
-    """Return whether a local file has the content of an entry; ``None``: the entry has no usable checksum."""
+    """Return whether a local file has the content of an entry.
+
+    ``None``: the sizes are equal, but the entry has no checksum, or one of parts that no known part size reproduces.
+    """
     with local_errors(path):
         size = path.stat().st_size
         if size != entry.size:
@@ -150,7 +153,10 @@ class FolderStore:
     """
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file, or all files below the directory. Links are followed, except to a directory above them."""
+        """Return the file, or all files below the directory, without the incomplete files of transfers.
+
+        Links are followed, except to a directory above them.
+        """
         path = _path(key)
         with local_errors(path):
             try:

@@ -1,8 +1,8 @@
 """The service with which a node transfers data itself: outputs of tasks to stores, and inputs from stores to tasks.
 
 Like the services of ``runtime``, it runs with the node's Python, but from a separate archive
-(``machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports it, and the supervisor
-relays the data. Only the imports at the top of this module must work with an old Python.
+(``backends.machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports this, and the
+supervisor relays the data. Only the imports at the top of this module must work with an old Python.
 
 Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
 every second, and finally ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
@@ -38,7 +38,10 @@ _REPORT_EVERY_S = 1.0
 
 
 def serve(root: str, _umask: int) -> None:
-    """Deliver the output of one attempt, or fetch one of its inputs."""
+    """Deliver the output of one attempt, or fetch one of its inputs, as the request on standard input says.
+
+    ``root`` is the agent's directory on the node.
+    """
     processes.rename_self("df-data")
     processes.hide_memory()
     peer = Peer(outgoing=-1)
@@ -176,6 +179,6 @@ class _Reporter:
 
 
 def _end_with_connection(peer: Peer) -> None:
-    """End with the connection, or when the submitter stops sending its empty lines."""
+    """End this process with the connection, or when the submitter stops sending its empty lines."""
     peer.line(_MOST_LINE_BYTES)
     os._exit(1)

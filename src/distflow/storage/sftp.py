@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["SftpStore", "destination_of"]
 
 _MOST_SESSIONS = 4
-"""SFTP sessions on one connection. sshd allows ten by default, and other clients may use some of them."""
+"""The maximum number of SFTP sessions on the connection. sshd allows ten for each connection by default (``MaxSessions``)."""
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
 _ADDRESS = re.compile(r"(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
@@ -72,7 +72,10 @@ class SftpStore:
         self._slots = threading.BoundedSemaphore(_MOST_SESSIONS)
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file, or all files below the directory; links to directories are not followed."""
+        """Return the file, or all files below the directory, without the incomplete files of transfers.
+
+        A link at the key itself is followed. Below it, links to files are followed, and links to directories are left out.
+        """
         with self._session(key) as client:
             try:
                 found = client.stat(_path(key))
@@ -244,7 +247,7 @@ def _callback() -> Iterator[None]:
 
 
 def _prefetch(file: Any, size: int) -> None:
-    """Request the rest of a file at once: otherwise each piece would wait for the previous one."""
+    """Request the rest of a file ahead, with at most 64 open requests: otherwise each piece would wait for the previous one."""
     prefetch = file._prefetch_thread  # noqa: SLF001  its thread would print exceptions
 
     def quiet_prefetch(*given: object) -> None:

@@ -28,7 +28,7 @@ class Access(str, Enum):
 def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient_credentials) -> Store:
     """Return the store of a URL, without sending it any request.
 
-    Raises ``InputError`` when the driver of the store is not installed.
+    Raises ``InputError`` when the driver of the store is not installed, or when a web or SFTP URL is not valid.
     """
     if url.scheme == "file":
         return FolderStore()
@@ -58,7 +58,8 @@ def check_credentials(url: StorageUrl, credentials_for: CredentialsFor = ambient
 def check_access(store: Store, url: StorageUrl, access: Access, *, retries: Retries | None = None) -> None:
     """Try the access, and raise ``StorageError`` if the store does not allow it.
 
-    For WRITE and DELETE an empty object is written below the URL, and removed.
+    For WRITE and DELETE, an empty object is written below the URL and removed. Stores of files use the nearest existing
+    directory.
     """
     retries = retries or Retries()
     if access is Access.READ:

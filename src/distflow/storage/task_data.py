@@ -85,8 +85,9 @@ def fetch_input(
 ) -> TransferResult:
     """Fetch an input to the directory ``files``, which then contains no other files.
 
-    Incomplete files of an earlier call are continued. The files of a dataset are in a directory with its name. The directory
-    is empty for a URL without objects. Raises ``StorageError`` and ``TransferCanceled``.
+    Files of an earlier call are kept if their checksum is right, and continued if they are incomplete. The files of a dataset
+    are in a directory with its name. If the URL has no matching objects, ``files`` is empty. Raises ``StorageError`` and
+    ``TransferCanceled``.
     """
     with local_errors(files):
         files.mkdir(parents=True, exist_ok=True)
@@ -160,9 +161,9 @@ def deliver(
     retries: Retries | None = None,
     on_progress: Progress = ignore_progress,
 ) -> Delivered:
-    """Upload the files of a directory; content that the store already has is not sent again.
+    """Upload the files of a directory. A file is not sent again if the store's checksum shows that it already has the content.
 
-    Raises ``StorageError`` and ``TransferCanceled``.
+    For a dataset, a new version is made, unless there is no file to upload. Raises ``StorageError`` and ``TransferCanceled``.
     """
     url = parse_url(delivery.url, writes=True)
     if not delivery.dataset:
@@ -207,8 +208,8 @@ class Archive:
 def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: Path, retries: Retries) -> Archive:
     """Pack the files that ``fetch`` writes to a directory, and store the archive as a blob.
 
-    Only this transfer uses ``scratch``, and reuses files of an earlier attempt in it. Raises ``StorageError`` and
-    ``TransferCanceled``.
+    No other transfer may use ``scratch``. Files of an earlier attempt in it are reused, and it is removed at the end. Raises
+    ``StorageError`` and ``TransferCanceled``.
     """
     files, part = scratch / "files", scratch / "archive"
     content = fetch(files)
@@ -225,7 +226,7 @@ def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: 
 
 @contextmanager
 def unpacked(archive: Path, scratch: Path) -> Iterator[Path]:
-    """Unpack an archive into ``scratch`` while the block runs. Raises ``StorageError``."""
+    """Unpack an archive into ``scratch`` for the block, and remove ``scratch`` afterwards. Raises ``StorageError``."""
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         try:

@@ -1,6 +1,7 @@
 """Transfers between local files and a store: find, download, upload and delete, several objects at once.
 
-A file gets its name only when it is complete and has the right checksum. Content that the destination has is not sent again.
+A downloaded file gets its name only when it is complete and has the right checksum. Where the store has checksums, an upload
+does not send content again that the store already has, and a download with ``resume`` keeps existing files.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def download(
 
     With ``checksums`` (SHA-256 by name), only these names are downloaded, all of them must exist, and a file gets its name only
     when its content has that checksum. With ``resume``, files that have the right size and checksum are kept. An incomplete
-    file is always continued, as long as the store has the same content. Files get the modification times of the store.
+    file is continued even without ``resume``, if the store's tag shows that the content is still the same. Files get the
+    modification times of the store, if it has any.
 
     Raises ``StorageError`` and ``TransferCanceled``.
     """
@@ -242,7 +244,9 @@ class _Download:
                 self._retry("the downloaded content does not have the checksum of the store", keep=False)
         if self._sha256 and sha256(self._part) != self._sha256:
             self.discard()
-            raise StorageError(f"{self._shown} was changed since it was uploaded: its SHA-256 differs")
+            raise StorageError(
+                f"{self._shown} was changed since it was uploaded: its SHA-256 differs", hint="upload the version again"
+            )
 
     def _retry(self, why: str, *, keep: bool) -> None:
         if not keep:
@@ -262,7 +266,10 @@ def upload(
     retries: Retries | None = None,
     on_progress: Progress = ignore_progress,
 ) -> TransferResult:
-    """Write files below a URL, and verify each in the store. Raises ``StorageError`` and ``TransferCanceled``."""
+    """Write files below a URL, and verify each written file in the store. Raises ``StorageError`` and ``TransferCanceled``.
+
+    A file is skipped if the store's checksum shows that it already has the content.
+    """
     retries = retries or Retries()
     counter = _ByteCounter(sum(one.size for one in files), on_progress)
     existing = {entry.key: entry for entry in retries.call(lambda: store.find(url.key))} if files else {}

@@ -23,7 +23,7 @@ __all__ = ["WebStore"]
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
 _TRANSIENT = {408, 425, 429}
-"""Status codes below 500 after which a retry may succeed. It may also succeed after all codes from 500."""
+"""Status codes below 500 after which a retry may succeed. After any code from 500, a retry may succeed, too."""
 
 
 class WebStore:
@@ -40,17 +40,18 @@ class WebStore:
         self._address = f"{url.scheme}://{url.container}/{path}" + (f"?{query}" if query else "")
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file. Raises ``StorageMissing`` when it does not exist: there are no empty directories."""
+        """Return the file. Raises ``StorageMissing`` when it does not exist, because a URL cannot be an empty directory."""
         return [self.stat(key)]
 
     def stat(self, key: str) -> Entry:
-        """Return the file as the server describes it. Raises ``StorageError`` when the server does not report its size."""
+        """Return the file as the server describes it. Raises ``StorageError`` when the size of its content is not known."""
         # Use GET, because a server would refuse HEAD for a URL that is signed for GET.
         with self._get({}) as response:
             size = response.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,18}", size) or response.headers.get("Content-Encoding", "identity") != "identity":
                 raise StorageError(
-                    f"{self._url}: the server does not report the size of the file, so a truncated download would go unnoticed",
+                    f"{self._url}: the server does not report the uncompressed size of the file,"
+                    " so a truncated download would go unnoticed",
                     hint="use a server that sends `Content-Length` without compression, or another store, such as `s3://`",
                 )
             tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
@@ -99,7 +100,7 @@ class WebStore:
     def _get(self, headers: dict[str, str]) -> Iterator[Any]:
         with self._errors():
             request = urllib.request.Request(self._address, headers={"Accept-Encoding": "identity", **headers})  # noqa: S310
-            response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  only the schemes of READ_ONLY
+            response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  only http and https
         try:
             yield response
         finally:

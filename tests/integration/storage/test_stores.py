@@ -293,7 +293,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     url = parse_url("s3://mine/x")
-    with pytest.raises(StorageRefused, match=r"(?s)there are no credentials.*distflow credential set.*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageRefused, match=r"(?s)there are no usable credentials.*distflow credential set.*AWS_ACCESS_KEY_ID"):
         find(open_store(url), url)
 
 
