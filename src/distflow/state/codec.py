@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def encode(record: object) -> bytes:
-    """Return a frozen record as JSON; its texts are converted with ``writable``."""
+    """Return a frozen record as JSON. Texts that cannot be encoded are converted with ``writable``."""
     try:
         return msgspec.json.encode(record, enc_hook=_plain)
     except UnicodeEncodeError:
@@ -27,9 +27,9 @@ def encode(record: object) -> bytes:
 
 
 def writable(text: str) -> str:
-    """Return a text without characters that cannot be encoded: non-UTF-8 bytes of a file name, halves of UTF-16 pairs.
+    """Return a text with ``?`` for what UTF-8 cannot encode: surrogates, from non-UTF-8 file names or halves of UTF-16 pairs.
 
-    Nodes and tasks may send any text. It must not prevent distflow from writing the rest of a record.
+    Nodes and tasks may send any text. Such a text must not prevent distflow from writing the rest of a record.
     """
     return text.encode("utf-8", "replace").decode()
 

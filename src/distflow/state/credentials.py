@@ -1,7 +1,8 @@
 """This user's credentials: named secrets, one file of mode 0600 for each in a directory of mode 0700.
 
-A value leaves its ``Secret`` only to be written to its file. Callers find a credential by its name (``find``), by the profile
-of a storage URL (``for_data``) or by a registry (``for_registry``). This module does not print, log or quote any value.
+Callers find a credential by its name (``find``), by the profile of a storage URL (``for_data``) or by a registry
+(``for_registry``). This module reveals values only to check them, to compare profiles, to write the file, and for the fields of
+``storage.credentials.Credentials`` that are not secret. It does not print, log or quote any value.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Credential:
 
     @property
     def profile(self) -> str | None:
-        """The key of its lookup: the URL profile of DATA, the registry of REGISTRY; ``None`` for GENERIC."""
+        """The key for lookups: the URL profile for DATA, the registry for REGISTRY (may be empty), ``None`` for GENERIC."""
         if self.type is CredentialType.DATA:
             return self.payload["endpoint"].reveal()
         if self.type is CredentialType.REGISTRY:
@@ -147,18 +148,21 @@ class Credentials:
             return tuple(one for one in map(_read, paths) if one is not None)
 
     def find(self, name: str) -> Credential | None:
-        """Return the credential with this name, or ``None``."""
+        """Return the credential with this name, or ``None``. Raises ``StateError`` if it cannot be read."""
         if not _NAME.fullmatch(name):
             return None
         with _errors(self._folder):
             return _read(self._folder / f"{name}.json")
 
     def for_data(self, profile: str) -> Mapping[str, Secret] | None:
-        """Return the payload of the DATA credential of a URL profile such as ``s3://bucket``."""
+        """Return the payload of the DATA credential for a URL profile such as ``s3://bucket``; ``None`` without one."""
         return self._payload(CredentialType.DATA, profile.rstrip("/"))
 
     def for_registry(self, registry: str) -> Mapping[str, Secret] | None:
-        """Return the payload of the REGISTRY credential of a registry; ``""`` stands for images without a registry."""
+        """Return the payload of a registry's REGISTRY credential; ``None`` without one.
+
+        ``""`` stands for images without a registry in their name.
+        """
         return self._payload(CredentialType.REGISTRY, registry)
 
     def _payload(self, kind: CredentialType, profile: str) -> Mapping[str, Secret] | None:
@@ -167,8 +171,8 @@ class Credentials:
     def set(self, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
         """Store a credential, and return it in its stored form.
 
-        A DATA or REGISTRY credential replaces the existing credential with its profile. Raises ``InputError`` if another
-        credential has the name, or if the payload is not valid.
+        A DATA or REGISTRY credential replaces the existing credential of its type with the same profile. Raises ``InputError``
+        if another credential has the name, or if the name or the payload is not valid.
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
             hint = (
@@ -248,7 +252,7 @@ _STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", 
 
 
 def data_credentials(folder: Path) -> CredentialsFor:
-    """Return a function that finds the credentials of a URL's profile in ``folder``; each call reads the folder again."""
+    """Return a function that finds the credentials for a URL's profile in ``folder``; each call reads the folder again."""
 
     def find(profile: str) -> StoreCredentials | None:
         payload = Credentials(folder).for_data(profile)

@@ -159,7 +159,7 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
 
 
 def lock_at_once(handle: int) -> bool:
-    """Lock an open file (``flock``) and return True, or return False if another process has it.
+    """Lock an open file (``flock``) and return True, or return False if another process holds the lock.
 
     ``is_locked`` holds the lock for a very short time, so a failed attempt is repeated a few times.
     """
@@ -189,7 +189,10 @@ def is_locked(path: Path) -> bool:
 
 
 def read_profile(file: Path) -> dict[str, Any]:
-    """Return the settings of the profile: ``pool``, the preferred pool, and ``notify``. Raises ``StateError``."""
+    """Return the settings of the profile: ``pool``, the preferred pool, and ``notify``. Empty if the file does not exist.
+
+    Raises ``StateError``.
+    """
     try:
         with state_errors(file):
             return dict(json.loads(file.read_text()).items())
@@ -209,9 +212,9 @@ def write_profile(file: Path, key: str, value: object) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read. After a crash or a power cut, it is complete or does not exist.
+    """Write or replace a file that only this user can read. After a crash or a power cut, it has its old or new content.
 
-    Raises ``OSError``. A killed process may leave a file ``.new-*`` next to it.
+    Raises ``OSError``. A killed process may leave a temporary file ``.new-*`` next to the file.
     """
     new = path.with_name(f".new-{os.urandom(8).hex()}")
     try:

@@ -1,6 +1,6 @@
 """The kinds of events: one class for each, with a code for programs and typed fields.
 
-``state.event_text`` writes their sentences. ``Event`` has the workflow, group and task of an event.
+``state.event_text`` writes their sentences. ``state.record.Event`` adds the time, workflow, group and task of an event.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class GroupStatus(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWaiting(_State):
-    """The reason why the group waits changed."""
+    """The group waits for another reason than before."""
 
     code: ClassVar[str] = "group_waiting"
     message: str
@@ -229,7 +229,7 @@ class VenvReady(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspected(_State):
-    """No task of a group has printed anything for longer than ``hang_timeout``."""
+    """No task of a group has printed anything or sent a heartbeat for longer than ``hang_timeout``."""
 
     code: ClassVar[str] = "hang"
     limit_s: float | None = None
@@ -351,7 +351,7 @@ class OutputLosing(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFetched(_State):
-    """An input from a URL is in the blob store, or its node fetches it."""
+    """An input from a URL is in the blob store, or was looked up, and the nodes of its tasks fetch it themselves."""
 
     code: ClassVar[str] = "input_fetched"
     url: str
@@ -359,7 +359,7 @@ class InputFetched(_State):
     size: int
     """Bytes of the files."""
     is_direct: bool = False
-    """Whether its node fetches it."""
+    """Whether the nodes fetch it themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

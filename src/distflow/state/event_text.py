@@ -1,4 +1,4 @@
-"""The sentences of events. Only this module writes them, and no module parses them."""
+"""The sentences of events. Only this module writes them. Code that needs the content of an event reads its fields instead."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _data_text(  # noqa: C901  one case for each kind of event
             what = "files that changed during the copy, or links that lead out of its directory"
             return f"its checkpoint does not contain {what}: {', '.join(details.files)}"
         case of.CheckpointWritten():
-            return f"its checkpoint is at {details.url}: {details.files:,} files, {bytes_text(details.size)}"
+            return f"its checkpoint is at {details.url}: {_files(details.files, details.size)}"
 
 
 def _checkpoints(details: of.CheckpointsDiffer) -> str:

@@ -98,7 +98,10 @@ def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: K
 
 
 def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
-    """Return the last lines in at most the last ``most_bytes`` of an attempt; the middle of very long lines is left out."""
+    """Return at most ``count`` last lines, from the last ``most_bytes`` of an attempt's output.
+
+    Lines whose beginning was not read are left out if there are others, and so is the middle of very long lines.
+    """
     reader = _Reader(source, _tail_start(source, count, None, most_bytes))
     found = [(line, is_whole) for line, is_whole in reader.marked(final=True) if not line.dropped]
     lines = [line for line, is_whole in found if is_whole] or [line for line, _ in found]
@@ -113,7 +116,7 @@ def follow_lines(
     last: int | None = None,
     keep: Keep | None = None,
 ) -> Iterator[LogLine]:
-    """Yield the existing lines (with ``last``, that number of them), then new ones as they are mirrored, until ``is_over``.
+    """Yield the existing lines (with ``last``, only the last ones), then new lines as they are mirrored, until ``is_over``.
 
     ``sources`` is called at every poll, so that new attempts are included. ``wait`` is called with ``POLL_S`` whenever all
     existing lines have been yielded. All output that was mirrored before ``is_over`` returned True is yielded, including
@@ -235,8 +238,10 @@ class _Reader:
         """Yield a line about the output that is missing before a file."""
         yield from self._end_pending()
         missing, before = file.start - self._offset, self._lines_before()
-        lines = f" in {file.lines - before:,} lines" if before is not None and file.lines > before else ""
-        text = f"[distflow: {missing:,} bytes{lines} were not kept here, see `max_log`]"
+        count = file.lines - before if before is not None else 0
+        lines = f" in {count:,} line{'s' * (count > 1)}" if count > 0 else ""
+        amount = "1 byte" if missing == 1 else f"{missing:,} bytes"
+        text = f"[distflow: {amount}{lines} {'was' if missing == 1 else 'were'} not kept here, see `max_log`]"
         self._start = self._offset = file.start
         self._newlines = 0
         self._cut, self._seen = True, set()

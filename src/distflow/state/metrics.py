@@ -24,7 +24,7 @@ _LONGEST = 16 << 10
 _MOST_VALUES = 64
 _LONGEST_TEXT = 200
 _MOST_WHOLE = 1 << 53
-"""Larger whole numbers are not exact as floats: values become texts, and steps are ignored."""
+"""Larger whole numbers are not exact as floats. Such a value becomes a text, and a line with such a step is ignored."""
 _PREFIX = re.compile(r"\[[\w ./-]{1,64}\]:?\s*")
 
 
@@ -34,7 +34,7 @@ class Metric(Struct, frozen=True, kw_only=True):
     task: str
     attempt: int
     rank: int | None
-    """``None`` if the line does not name it."""
+    """As the line names it, or else the rank whose output has the line; ``None`` if neither is known."""
     step: int
     values: Mapping[str, Scalar]
     """Without ``step`` and ``rank``. NaN and infinities are texts, because JSON cannot represent them."""
@@ -64,7 +64,8 @@ class Latest(Struct, kw_only=True):
 def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
     """Return step, rank and values of a line, or ``None`` if it is not a metric.
 
-    Lists and objects are left out, long texts are cut, and only the first 64 values are kept.
+    Lists and objects are left out, long texts are cut, and only the first 64 values are kept. A line of more than 16,384
+    characters is not a metric.
 
     >>> parse_metric('{"step": 3, "loss": 0.5, "rank": 1}')
     (3, 1, {'loss': 0.5})
@@ -125,7 +126,7 @@ def latest(metrics: Iterable[Metric]) -> list[Latest]:
 
 
 def number(value: Scalar) -> float | None:
-    """Return a value as a finite number, or ``None`` for a text, NaN or an infinity."""
+    """Return the value of a metric as a number, or ``None`` for a text (such as NaN) and for ``null``. ``True`` is 1."""
     return float(value) if isinstance(value, int | float) else None
 
 

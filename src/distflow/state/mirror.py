@@ -2,11 +2,11 @@
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` has the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
-records ``<dQ``: seconds since the epoch, and the offset of the first byte with the source above its 48 bits. ``output.samples``
-has the resource samples (``state.samples``). The empty file ``heartbeat`` has the time of the attempt's last heartbeat, by the
-supervisor's clock.
+records ``<dQ``: a time in seconds since the epoch, and a number whose low 48 bits are the offset of the first byte, and whose
+other bits are the source (0, or the rank plus 1). ``output.samples`` has the resource samples (``state.samples``). The
+modification time of the empty file ``heartbeat`` is that of the attempt's last heartbeat, by the supervisor's clock.
 
-Output never fills a reserve of the disk, so that the store can still be written.
+Mirrored output never uses a reserve of the disk, so that the store can still be written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mirror:
     """Reads and writes the mirrored logs below one directory."""
 
     def __init__(self, root: Path, now: Callable[[], float] | None = None) -> None:
-        """Use ``root``, which may not exist yet. If ``now`` is given, files that ``write`` changes get its time."""
+        """Use ``root``, which may not exist yet. If ``now`` is given, log files that ``write`` changes get its time."""
         self.root = root
         self._now = now
 
@@ -50,7 +50,7 @@ class Mirror:
         return self.root / attempt_name(workflow, group, task, attempt)
 
     def reached(self, attempt: str, kind: str) -> tuple[str, int]:
-        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and the number of its mirrored bytes."""
+        """Return an attempt's newest file of a kind (``log``, ``idx``, ``samples``), and the number of its mirrored bytes."""
         folder = self.root / attempt
         newest = (log_files.segments(str(folder), kind) or [log_files.Segment(0, 0, kind)])[-1].name
         try:
@@ -63,7 +63,7 @@ class Mirror:
         return reserve_bytes(str(self.root))[0] <= 0
 
     def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
-        """Write ``data`` at its offset on the node, and remove segments that the node no longer keeps.
+        """Write ``data`` at the offset that it has in the node's file, and remove segments that the node no longer keeps.
 
         Raises ``OSError`` if this disk cannot store it. Raises ``ValueError`` for a name that is not one of the output's files,
         and for data after a gap, because reading a sparse file could take days. Resource samples above 32 MiB are ignored.
@@ -118,7 +118,7 @@ class Mirror:
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
-        """Return the last mirrored lines of an attempt's output; fewer if they are very long.
+        """Return at most ``count`` last mirrored lines of an attempt's output, without blank ones; fewer if they are very long.
 
         The lines of a rank with a separate output are ``RankText``.
         """

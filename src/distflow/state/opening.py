@@ -99,7 +99,9 @@ def is_broken(path: Path) -> bool:
 
 
 def set_aside(path: Path, day: str) -> Path | None:
-    """Rename a damaged file to ``<name>.broken-<day>`` and return its new path; ``None`` if it is not damaged.
+    """Rename a damaged file to ``<name>.broken-<day>`` and return its new path.
+
+    Returns ``None`` if the file is not damaged, cannot be written or does not exist.
 
     No process may be using the file. Raises ``OSError``.
     """
@@ -110,7 +112,7 @@ def set_aside(path: Path, day: str) -> Path | None:
         while target.exists():
             number += 1
             target = Path(f"{path}.broken-{day}-{number}")
-        # The file itself is renamed last, so that after a crash the next process starts again.
+        # The file itself is renamed last. After a crash, the next process still finds it, and renames it.
         for ending in reversed(_ENDINGS):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(f"{path}{ending}", f"{target}{ending}")
@@ -120,7 +122,7 @@ def set_aside(path: Path, day: str) -> Path | None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Let one process at a time open the store. While a process converts a new file to WAL, SQLite refuses others at once."""
+    """Let one process at a time open the store: SQLite refuses others immediately while a process converts a file to WAL."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

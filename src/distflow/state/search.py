@@ -63,7 +63,10 @@ def label_globs(selector: str) -> tuple[str, ...]:
 
 
 def where(search: Search) -> tuple[str, list[object]]:
-    """Return the SQL condition of a search over the table ``workflows``, and its values."""
+    """Return the SQL condition of a search over the table ``workflows``, and its values.
+
+    Raises ``ValueError`` for a label selector that is not valid.
+    """
     parts, values = ["1"], list[object]()
 
     def add(part: str, *more: object) -> None:

@@ -1,4 +1,7 @@
-"""Values of ``--set-env`` and of credentials: one file of mode 0600 for each workflow, outside the store, until it ends."""
+"""Values of ``--set-env`` and of credentials, and the key of tokens and signatures, in files of mode 0600 outside the store.
+
+Each workflow with such values has one file, which is removed when the workflow ends.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class Store:
     Contract, tested by ``tests/contract/test_store.py``:
 
     1. Every method is one transaction: another process sees all of it or nothing.
-    2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions.
+    2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions. Only
+       ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
     4. It raises only ``StateError`` and ``NotFound``.
     5. If the file cannot be written, all methods that read work, and all that write raise ``StateError``.
@@ -294,12 +295,12 @@ class Store:
         return self._version != before
 
     def has_unfinished(self, but: Container[str] = ()) -> bool:
-        """Return whether workflows other than these (uuids) need the supervisor."""
+        """Return whether workflows other than these (uuids) need the supervisor for more than the end of orphan attempts."""
         with self._errors():
             return any(row[0] not in but for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
 
     def list(self, search: Search = _ALL, *, count: int = 20, offset: int = 0) -> tuple[WorkflowRecord, ...]:
-        """Return the newest ``count`` workflows that match, newest first, without their groups."""
+        """Return at most ``count`` workflows that match, after the first ``offset``, newest first, without their groups."""
         condition, values = where(search)
         with self._errors():
             rows = self._db.execute(

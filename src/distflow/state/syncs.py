@@ -93,7 +93,10 @@ class Syncs:
         return sorted(found, key=lambda one: (one.workflow_id, one.task))
 
     def stop(self, sync: Sync) -> None:
-        """End the process of a task, first with SIGTERM, then with SIGKILL, and return when it is gone."""
+        """End the process that copies to a task: with SIGTERM, and with SIGKILL if it still runs after 10 s.
+
+        Returns when the process is gone, or 10 s after SIGKILL.
+        """
         for signum in (signal.SIGTERM, signal.SIGKILL):
             self._signal(sync, signum)
             pause = threading.Event()
@@ -103,7 +106,7 @@ class Syncs:
                 pause.wait(_POLL_S)
 
     def forget(self, now: float) -> None:
-        """Remove the files of processes that ended long ago."""
+        """Remove the files of processes that ended more than two weeks ago."""
         for sync in self.list():
             if sync.ended_at is not None and now - sync.ended_at > _KEPT_S and not self.is_running(sync):
                 for kind in ("json", "log", "log.1", "lock"):
