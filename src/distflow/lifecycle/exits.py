@@ -1,7 +1,8 @@
 """Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). Pure.
 
-Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 2xxx for data, 3xxx
-for machines. A cancellation or a timeout has no code, so no action applies to it.
+Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 302 for images, 2xxx
+for data, 3xxx for machines, the start and dependencies. A cancellation, ``exec_timeout``, ``queue_timeout`` and the failure of
+another task have no code, so no action applies to them.
 """
 
 from __future__ import annotations

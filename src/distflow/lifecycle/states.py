@@ -33,7 +33,7 @@ class State(str, Enum):
     """The phase of a task or a group."""
 
     WAITING = "WAITING"
-    """Waits for the groups that it depends on."""
+    """Waits for the groups that it depends on, and for its inputs from URLs."""
     SCHEDULING = "SCHEDULING"
     """Waits for nodes in the queue of its pool."""
     INITIALIZING = "INITIALIZING"
@@ -101,7 +101,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.START_ERROR: "it could not be started",
         Reason.START_TIMEOUT: "the gang was not ready in time",
         Reason.NODE_LOST: "its node could not be reached for longer than node_lost_after",
-        Reason.UPSTREAM: "a group that it depends on failed",
+        Reason.UPSTREAM: "a group that it depends on did not complete",
         Reason.CANCELED: "a person canceled it",
         Reason.SUBMISSION: "it was refused at submission",
         Reason.IMAGE_PULL: "its container image could not be pulled",
@@ -111,7 +111,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
     }
 )
-"""What each reason means, as the end of the sentence "it ended because …"."""
+"""What each reason means, as a phrase without a capital letter and a full stop."""
 
 OSMO_STATUSES = frozenset({
     "SUBMITTING", "WAITING", "PENDING", "PROCESSING", "SCHEDULING", "INITIALIZING", "RUNNING", "RESCHEDULED", "COMPLETED",

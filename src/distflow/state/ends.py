@@ -63,7 +63,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     task: str
     reason: Reason
     message: str
-    """One sentence, such as ``exit code 1``."""
+    """A short text, such as ``exit code 1``."""
     at: float
     node: str | None = None
     ranks: str = ""

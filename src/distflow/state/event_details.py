@@ -123,7 +123,7 @@ class WorkflowStatus(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRefused(_State):
-    """This version of distflow cannot run the workflow."""
+    """This installation of distflow cannot run the workflow."""
 
     code: ClassVar[str] = "workflow_refused"
     message: str

@@ -79,7 +79,7 @@ def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kin
             return f"ready to start on {details.node}"
         case of.TaskStarted():
             where = ", ".join(filter(None, [details.node, rank_words(details.ranks)]))
-            return f"started on {where} (pid {details.pid})"
+            return f"started on {where}" + (f" (pid {details.pid})" if details.pid is not None else "")
         case of.LeaseLost():
             return "its lease was lost"
         case of.OrphanStopping():

@@ -177,13 +177,14 @@ class Outage(Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """A node refused a lease."""
+    """The last refusals of a node that refused a lease, or did not answer the request."""
 
     node: str
     message: str
     until: float
     """The node is not asked again before this time."""
     times: int
+    """The number of its refusals since the group last had a lease."""
 
 
 class UnreachableNodes(Struct, frozen=True, kw_only=True):
@@ -214,7 +215,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     state: State = State.WAITING
     reason: Reason | None = None
     message: str = ""
-    """One sentence about the reason of its end; may be empty."""
+    """A short text about the reason of its end; may be empty."""
     ranks: str = ""
     """Its global ranks, such as ``8-15``; empty without a world."""
     node: str | None = None
@@ -341,7 +342,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     resting_until: float = 0.0
     """For a rescheduled group: it does not enter its pool's queue before this time."""
     refusals: tuple[Refusal, ...] = ()
-    """The nodes that refused a lease."""
+    """The nodes that refused a lease or did not answer."""
     waits_for: str = ""
     """What it last waited for in the queue."""
     unreachable: UnreachableNodes | None = None

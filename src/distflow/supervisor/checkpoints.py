@@ -63,7 +63,8 @@ def due_checkpoints(
 ) -> DueCheckpoints:
     """Return the work that is due at ``now``.
 
-    An ended task has one last checkpoint, unless its node is unreachable for too long.
+    An ended task has one last checkpoint, unless its node is unreachable for too long. A shared directory has one only if a
+    task has failed and the group may be retried.
     """
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []
@@ -130,7 +131,7 @@ def add_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) ->
 
 
 def checkpoint_differences(plan: GroupPlan, group: GroupRecord) -> dict[str, dict[str, int | None]]:
-    """Return the directories in which tasks begin their next attempt with different files.
+    """Return the directories in which tasks with ranks begin the next attempt with different files. Shared ones are left out.
 
     The values are the bytes of each task's archive, or ``None`` for a task without one.
     """
@@ -154,7 +155,10 @@ def apply_checkpoint(
     checkpoint: CheckpointRef,
     seen: Collected | CollectFailed,
 ) -> tuple[GroupRecord, list[Event]]:
-    """Return the group after a checkpoint was saved or failed. An older checkpoint never replaces a later one."""
+    """Return the group after a checkpoint was saved or failed, and the events that report it.
+
+    A checkpoint of an earlier attempt never replaces one of a later attempt.
+    """
     number = checkpoint.number
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt

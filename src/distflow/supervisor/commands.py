@@ -158,7 +158,10 @@ class PackCheckpoint(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True)
 class TransferData(_AboutAttempt):
-    """Transfer data between a URL and this machine or a node. Backends do not execute this command. Its key has no node."""
+    """Transfer data between a URL and this machine or a node.
+
+    A ``TransferRunner`` executes this command, not a backend. Its key has no node.
+    """
 
     data: DataRef
 
@@ -207,9 +210,9 @@ def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
 def answered(
     seen: LeaseObservation | VenvObservation | AttemptObservation | TransferMoved | TransferEnded,
 ) -> tuple[CommandId, ...]:
-    """Return the commands that this observation answers.
+    """Return the identities of the commands that this observation answers.
 
-    A report of an attempt's status answers all commands of the attempt, except those that collect or transfer data.
+    A report of an attempt's status answers the attempt's ``Prepare``, ``Start``, ``Stop`` and ``Release``.
     """
     match seen:
         case Leased() | LeaseRefused():

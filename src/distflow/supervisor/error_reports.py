@@ -59,8 +59,8 @@ class FailureReport(Struct, frozen=True, kw_only=True):
 def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     """Return the failure that the error file of an end reports, or else the last ``lines`` of the output.
 
-    The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). distflow's sample adds
-    ``rank`` and ``pid``.
+    The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). The files that distflow
+    writes also have ``rank`` and ``pid``.
     """
     error = parse_error_file(end.error if end else None) or ErrorReport(message="")
     detail, traceback = (error.message.strip().splitlines() or [""])[-1][:300], error.callstack.rstrip()

@@ -109,7 +109,7 @@ class GroupStep:
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
 
-    # WAITING: until every group upstream has completed, and the group's inputs are on this machine.
+    # WAITING: until every group upstream has completed, and the group's inputs are on this machine or were looked up for nodes.
 
     def _waiting(self) -> None:
         states = {group.name: group.state for group in self.record.groups}
@@ -131,7 +131,7 @@ class GroupStep:
         self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
         self._enter(State.SCHEDULING, scheduling_at=self.now, message="")
 
-    # SCHEDULING: until `scheduling` has leased nodes.
+    # SCHEDULING: until the group has leased nodes, which `scheduling` requests, or its `queue_timeout` is over.
 
     def _scheduling(self) -> None:
         if self.group.venv_builds:
@@ -207,7 +207,7 @@ class GroupStep:
                 self._command_task(Start, task)
 
     def _relay(self) -> bool:
-        """Fetch the inputs that a node could not fetch itself. Return whether all of them are on this machine."""
+        """Fetch the inputs that a node could not fetch itself. Return whether none of these transfers remains."""
         data = input_transfers(self.plan, self.record, self.group)
         self._add_commands(data.commands)
         if data.failed is not None:
@@ -236,7 +236,7 @@ class GroupStep:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
         self._add_event(GroupStatus(status=self.group.status, message=message))
 
-    # RUNNING: if one task fails, all are stopped. The end of the lead decides the end of the group.
+    # RUNNING: if a task fails whose end counts, all are stopped. Where the plan says so, the lead's completion ends the group.
 
     def _running(self) -> None:
         group, plan = self.group, self.plan
@@ -295,7 +295,10 @@ class GroupStep:
         return True
 
     def _report_hangs(self) -> None:
-        """Report a gang that has printed nothing for a long time, and report it again when it continues. It is not stopped."""
+        """Report a gang without output and heartbeats for longer than ``hang_timeout``, and its next progress.
+
+        The gang is not stopped.
+        """
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
             return
@@ -432,7 +435,10 @@ class GroupStep:
         return found.message
 
     def _complete(self, ended: float) -> None:
-        """Complete the group when its outputs for waiting groups are on this machine and those for URLs are written."""
+        """Complete the group when its outputs for waiting groups are on this machine and those for URLs are written.
+
+        If an output will never be available, the group fails.
+        """
         found = pending_outputs(self.workflow_plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         if found.failure is not None:
             self._fail(found.failure, self.now)

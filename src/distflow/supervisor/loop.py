@@ -209,7 +209,7 @@ class Supervisor:
         return self._settle()
 
     def _is_needed(self) -> bool:
-        """Return whether there is work. Orphans alone count only for a while: the next supervisor checks them again."""
+        """Return whether there is work. Orphan attempts alone count only for a while: the next supervisor checks them again."""
         patience = self._now() - ORPHAN_PATIENCE_S
         return any(
             not _is_over(one.record) or any(task.orphan and (task.ended_at or 0) > patience for task in _tasks(one.record))
@@ -329,7 +329,7 @@ class Supervisor:
         self.unreadable = frozenset(unreadable)
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
-        """End a workflow that this version of distflow cannot run. It has not run on any node."""
+        """End a workflow whose backend this installation of distflow does not have, without asking any node."""
         now = self._now()
         groups = tuple(
             group if group.state.is_final else end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
@@ -383,7 +383,7 @@ class Supervisor:
         return decision.wake_at
 
     def _drop_unneeded_commands(self) -> None:
-        """Cancel the transfers, builds and requests for nodes of groups that have ended or have another attempt."""
+        """Cancel transfers and builds, and forget lease requests, that their groups no longer need."""
         for identity, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_needed(self._workflows[command.key.workflow].record, command):
                 self._transfers.cancel(command)
@@ -523,7 +523,7 @@ _LARGEST_EXIT_CODE = 255
 
 
 def _exit_codes(records: Iterable[WorkflowRecord], gangs: Collection[AttemptKey]) -> dict[AttemptKey, int]:
-    """Return the exit codes of these gangs, except for gangs that were canceled or never ran."""
+    """Return the exit codes of those of these gangs that completed or failed; 1 if a failed gang's code is not known."""
     found = {}
     groups = {(record.uuid, group.name): group for record in records for group in record.groups}
     for gang in gangs:
@@ -578,7 +578,7 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
 
 
 def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
-    """Return the secrets of the task to prepare from ``folder``. Raises ``StateError`` if they are missing."""
+    """Return the secrets of the task to prepare from ``folder``. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))

@@ -147,7 +147,7 @@ def apply_observation(
 
 
 def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
-    """Return a node's view after the node was lost or found. It counts as lost since its last message, not since now."""
+    """Return a node's view after the node was lost or found. A node counts as lost since its last message, not since now."""
     if isinstance(seen, NodeDown):
         since = seen.since or seen.at if view.up else view.since
         back_at = seen.at if view.is_engine_away and not seen.is_engine_away else view.engine_back_at

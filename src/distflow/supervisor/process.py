@@ -49,9 +49,9 @@ _LOG_LIMIT = 4 << 20
 class Lock:
     """The supervisor's lock: an ``flock`` that vanishes with its process.
 
-    The lock is on a directory of the state directory. A lock file alone could be removed while it is locked. The next
-    supervisor would then create another one, and two supervisors would use one store. The lock file is also locked, because
-    earlier versions of distflow check only that lock.
+    The lock is on the subdirectory ``blobs`` of the state directory. A lock file alone could be removed while it is locked. The
+    next supervisor would then create another one, and two supervisors would use one store. The lock file is also locked,
+    because earlier versions of distflow check only that lock.
     """
 
     def __init__(self, directory: StateDirectory) -> None:
@@ -180,7 +180,8 @@ def preload_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Pr
 def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, preloaded: PreloadedSupervisor | None = None) -> None:
     """Wake the supervisor, or start one. With ``wait``, return when it is running.
 
-    Raises ``SupervisorError`` if it does not start; the reason is in its log.
+    With ``wait``, raises ``SupervisorError`` if the supervisor does not start; the reason is in its log. Raises ``OSError`` if
+    no process can be started.
     """
     if preloaded is None:
         if is_running(directory):
@@ -235,7 +236,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
             wake(directory)
         return
     raise SupervisorError(
-        "the supervisor did not start; the workflow is stored and runs as soon as a supervisor starts",
+        "the supervisor did not start; new workflows and requests are stored, and take effect as soon as a supervisor starts",
         hint=f"its log: {directory.supervisor_log}\n" + _last_line(directory.supervisor_log),
     )
 
@@ -265,8 +266,8 @@ def wake(directory: StateDirectory) -> None:
 def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
     """Return the socket on which the supervisor is woken. Only the holder of the lock may call this.
 
-    Returns ``None`` if the file system of the state directory has no sockets. The supervisor then finds new work a few seconds
-    later, when it polls the store.
+    Returns ``None`` if the socket cannot be created, for example on a file system without sockets. The supervisor then finds
+    new work a few seconds later, when it polls the store.
     """
     wake_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -281,7 +282,7 @@ def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _address(directory: StateDirectory) -> Iterator[str]:
-    """Yield an address of the socket. If its path is too long, the address uses a descriptor, which only Linux supports."""
+    """Yield an address of the socket. For a path that is too long, it uses a file descriptor, which only Linux supports."""
     if len(os.fsencode(directory.socket)) <= _MAX_ADDRESS:
         yield str(directory.socket)
         return

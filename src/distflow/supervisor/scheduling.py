@@ -152,7 +152,7 @@ def _never_fits(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
 
 
 def _missing_nodes(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> UnreachableNodes | None:
-    """Return the unreachable nodes of a pool if a gang does not fit on the others; ``None`` if it only waits for room."""
+    """Return the unreachable nodes of a pool if a gang does not fit on the others even when idle; otherwise ``None``."""
     down = [view for view in views if not view.up and view.error]
 
     def fits_on(some: Sequence[NodeView]) -> bool:

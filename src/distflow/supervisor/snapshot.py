@@ -110,7 +110,7 @@ class HeldResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUsage:
-    """The groups of a workflow that wait for nodes, and the resources that its other groups hold."""
+    """The groups of a workflow that wait for nodes, and the resources that its groups and orphan attempts hold."""
 
     workflow: Workflow
     waiting: tuple[GroupRecord, ...]
@@ -123,7 +123,10 @@ class WorkflowView:
 
     usage: PoolUsage
     wake_at: float
-    """When the next step is due without an observation. Minus infinity: commands are in flight, so check at every decision."""
+    """When the next step is due without an observation. Infinity: never. Minus infinity: at the next decision.
+
+    The latter holds if the workflow has changed, or if it has commands that are due or in flight.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ class LastDecision:
     """
 
     at: float = math.inf
-    """The time of the decision. If it is in the future, the clock was set back, and everything is decided again."""
+    """The time of the decision; infinite if there was none. If it is in the future, everything is decided again."""
     pools: Mapping[str, Pool] | None = None
     nodes: Mapping[tuple[str, str], NodeView] | None = None
     views: Mapping[str, WorkflowView] = field(default_factory=dict)
@@ -153,11 +156,13 @@ class Snapshot:
     in_flight: frozenset[CommandId] = frozenset()
     """Identities of the commands that have not been answered."""
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
-    """The last lines of the output of failed tasks, by workflow (uuid), group and task."""
+    """The last lines of the output of tasks in unfinished groups, by workflow (uuid), group and task."""
     alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    """When running tasks of groups with hang checks last wrote output or sent a heartbeat, by workflow (uuid), group and task.
+    """When tasks of running groups last wrote output or sent a heartbeat, by workflow (uuid), group and task.
 
-    Like ``lines``, it is read only when another change or a time makes a decision necessary."""
+    It has only groups with ``hang_timeout`` or with ranks that failed unnoticed. Like ``lines``, it is used only when another
+    change or a time makes a decision necessary.
+    """
     last_decision: LastDecision = field(default_factory=LastDecision)
     """The previous decision. Without it, the result is the same but takes longer."""
 

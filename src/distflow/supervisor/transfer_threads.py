@@ -33,6 +33,7 @@ __all__ = ["ThreadedTransfers", "TransferRunner"]
 
 
 _MOST_TRANSFERS = 4
+"""The maximum number of transfers through this machine at a time. Nodes that write outputs themselves do not count."""
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
@@ -43,7 +44,10 @@ _LOCAL_CREDENTIALS = (
 
 
 class TransferRunner(Protocol):
-    """Moves data between URLs, nodes and the blob store. No method blocks; the supervisor's sink gets progress and outcomes."""
+    """Moves data between URLs, nodes and the blob store.
+
+    No method waits for a transfer or a network. The supervisor's sink gets progress and outcomes.
+    """
 
     def begin(self, command: TransferData, transfer: Transfer, backend: Backend | None = None) -> None:
         """Begin one transfer and report its progress and outcome. ``backend`` is that of the node that holds the data."""
@@ -228,7 +232,7 @@ class ThreadedTransfers:
 
 
 class _TransferReporter:
-    """Reports the progress of one transfer every second."""
+    """Reports the progress of one transfer, at most once a second."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Data of groups: inputs from URLs, outputs to URLs, and outputs for dependent groups. Pure.
 
-Inputs are fetched before a group is queued, and outputs are written after its tasks end. If a URL means the same on a node as
-on this machine, the node fetches and writes by itself. An input is then only looked up before its group is queued, and the node
-of each task fetches it during preparation. Otherwise the data is relayed: it passes through this machine. A relayed input
+Inputs are fetched before a group is queued, and outputs are written after its tasks end. Nodes themselves transfer data of
+object stores (``s3``, ``gs``, ``az``, ``azure``), if they can. An input is then only looked up before its group is queued, and
+the node of each task fetches it during preparation. All other data is relayed: it passes through this machine. A relayed input
 becomes an archive in the blob store, like the output of a task, and is sent to the nodes. A relayed output is first collected
 from its node.
 
@@ -79,7 +79,7 @@ class Transfer:
     """The URL with all tokens replaced."""
     regex: str
     digest: str = ""
-    """The digest of the archive to write. If it is empty and ``source`` is ``None``, the transfer fetches an archive."""
+    """The digest of the archive to write. Without it and without ``source``, the transfer fetches an input or looks it up."""
     source: AttemptKey | None = None
     """The attempt whose node writes the output itself."""
     dataset: str = ""
@@ -104,7 +104,7 @@ class GroupTransfers:
     commands: tuple[TransferData, ...] = ()
     """All remaining transfers; some of them may be running."""
     message: str = ""
-    """The remaining transfers as a message; empty if there are none."""
+    """A message that names all transfers; empty if none of them remains."""
     failed: Cause | None = None
     """The reason why a transfer can never succeed."""
     at: float = 0.0
@@ -114,7 +114,7 @@ class GroupTransfers:
 
 
 def input_transfers(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> GroupTransfers:
-    """Return the transfers from URLs that a group still needs. The groups that it depended on have ended."""
+    """Return the transfers from URLs that a group still needs. All groups that it depends on must have completed."""
     present = {task.name for task in group.tasks}
     done = {one.data: one.task for one in group.transfer_results if not one.is_relayed}
     transfers = [
@@ -286,7 +286,10 @@ def _filled_url(one: DataSpec, record: WorkflowRecord) -> str:
 
 
 def _nodes_can_transfer(url: str) -> bool:
-    """Return whether nodes can transfer the URL. URLs without a driver, such as ``file://``, depend on this machine."""
+    """Return whether nodes can transfer data at the URL: only object stores, whose drivers are packages.
+
+    ``file://`` and ``sftp://`` depend on this machine's files and keys, and web servers are also accessed only from here.
+    """
     return bool(package_of(parse_url(url)))
 
 
@@ -314,7 +317,7 @@ def _input_key(one: DataSpec) -> tuple[str, str, str]:
 
 
 def _fetches(plan: GroupPlan) -> list[tuple[DataRef, tuple[str, ...], DataSpec]]:
-    """Return the inputs that a group fetches: number, tasks, and input. Tasks with the same input share it."""
+    """Return the inputs that a group fetches: the reference, the tasks that use it, and the input. Equal inputs are one."""
     found: dict[tuple[str, str, str], tuple[DataRef, tuple[str, ...], DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:

@@ -98,9 +98,9 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 
 
 def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: those that this machine writes itself, and all others.
+    """Return the URLs that a workflow writes to: first those that this machine writes itself, then all others.
 
-    This machine writes its own files, files over SFTP, and URLs that cannot be parsed.
+    This machine writes to ``file://`` and ``sftp://`` URLs. URLs that cannot be parsed are counted among them.
     """
     here: set[str] = set()
     stores: set[str] = set()
