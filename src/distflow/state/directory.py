@@ -39,7 +39,7 @@ _ROOM = 1 << 20
 
 
 class StateDirectory(Struct, frozen=True):
-    """The paths of all files and directories in the state directory."""
+    """The paths of the files and directories in the state directory."""
 
     path: Path
 
@@ -50,7 +50,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def blobs(self) -> Path:
-        """Files that specs send, named by their digest."""
+        """Files that specs send, and archives of inputs, outputs and checkpoints, named by their SHA-256."""
         return self.path / "blobs"
 
     @property
@@ -60,7 +60,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def secrets(self) -> Path:
-        """Values of ``--set-env`` and of credentials, one file per workflow."""
+        """Values of ``--set-env`` and of credentials, one file per workflow, and the key of tokens (``state.secrets``)."""
         return self.path / "secrets"
 
     @property

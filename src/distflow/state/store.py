@@ -263,7 +263,7 @@ class Store:
                 latest = f"{select} ? IN (name, '-') ORDER BY submitted_at DESC, number DESC LIMIT 1"
                 row = self._db.execute(latest, (key,)).fetchone()
             if row is None:
-                raise NotFound(f"there is no workflow {key!r}", hint=self._near(key))
+                raise NotFound(f"there is no workflow {key!r}", hint=self._similar_ids(key))
             return self._complete(_workflow(row))
 
     def unfinished(self) -> tuple[WorkflowRecord, ...]:
@@ -423,7 +423,7 @@ class Store:
         cancel = decode(row[0], CancelRequest) if row else None
         return replace(record, groups=groups, cancel=cancel)
 
-    def _near(self, key: str) -> str:
+    def _similar_ids(self, key: str) -> str:
         from distflow.documents.text import most_similar  # noqa: PLC0415  only errors need it
 
         name, _, number = key.rpartition("-")

@@ -40,7 +40,7 @@ _REPORT_EVERY_S = 1.0
 def serve(root: str, _umask: int) -> None:
     """Deliver the output of one attempt, or fetch one of its inputs, as the request on standard input says.
 
-    ``root`` is the agent's directory on the node.
+    ``root`` is distflow's private directory on the node.
     """
     processes.rename_self("df-data")
     processes.hide_memory()

@@ -67,7 +67,7 @@ class SftpStore:
         self._url = url
         self._destination = destination_of(url)
         self._lock = threading.Lock()
-        self._link: SshConnection | None = None
+        self._connection: SshConnection | None = None
         self._idle: list[tuple[SshConnection, Any]] = []
         self._slots = threading.BoundedSemaphore(_MOST_SESSIONS)
 
@@ -171,17 +171,17 @@ class SftpStore:
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            link, self._link = self._link, None
+            connection, self._connection = self._connection, None
             self._idle.clear()
-        if link is not None:
-            link.close()
+        if connection is not None:
+            connection.close()
 
     @contextlib.contextmanager
     def _session(self, key: str) -> Iterator[Any]:
         """Provide an SFTP session to the block. A session on a broken connection is not used again."""
         with self._slots:
             with self._errors(key):
-                link, client = self._client()
+                connection, client = self._client()
             try:
                 with self._errors(key):
                     yield client
@@ -190,31 +190,31 @@ class SftpStore:
                     client.close()
                 raise
             except BaseException:
-                self._release(link, client)
+                self._release(connection, client)
                 raise
-            self._release(link, client)
+            self._release(connection, client)
 
     def _client(self) -> tuple[SshConnection, Any]:
         import paramiko  # noqa: PLC0415  its import takes 0.1 s
 
         with self._lock:
-            if self._link is None or not self._link.is_active:
+            if self._connection is None or not self._connection.is_active:
                 self._idle.clear()
-                if self._link is not None:
-                    self._link.close()
-                self._link = load_connection()(self._url.container, self._destination)
-                self._link.connect()
-            link = self._link
+                if self._connection is not None:
+                    self._connection.close()
+                self._connection = load_connection()(self._url.container, self._destination)
+                self._connection.connect()
+            connection = self._connection
             if self._idle:
                 return self._idle.pop()
-        channel = link.subsystem("sftp", _TIMEOUT_S)
+        channel = connection.subsystem("sftp", _TIMEOUT_S)
         channel.settimeout(_TIMEOUT_S)
-        return link, paramiko.SFTPClient(channel)
+        return connection, paramiko.SFTPClient(channel)
 
-    def _release(self, link: SshConnection, client: Any) -> None:
+    def _release(self, connection: SshConnection, client: Any) -> None:
         with self._lock:
-            if link is self._link:
-                self._idle.append((link, client))
+            if connection is self._connection:
+                self._idle.append((connection, client))
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

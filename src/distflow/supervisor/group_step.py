@@ -1,6 +1,7 @@
 """The policy of one group: its steps from WAITING to its end. Pure.
 
-The methods are in the order of a group's states. Commands are repeated at every step until their answer was applied.
+The methods are in the order of a group's states. Each step repeats all commands that are not in flight and whose answer has not
+been applied.
 
 A group is retried if the exit actions of the first failed task allow it. A retry always restarts the whole gang: the ranks of a
 world cannot continue with a new member, and tasks without a world have each other's addresses. Each attempt gets new leases,

@@ -56,9 +56,10 @@ class _Logs:
 
 
 def main(argv: list[str]) -> int:
-    """Take the lock, report it, and work until there is no unfinished workflow.
+    """Take the lock, report it, and work until there is no unfinished workflow. Return the exit code.
 
-    With ``BACKENDS`` (names, joined by commas), first load them and wait for a byte on standard input.
+    With the argument ``BACKENDS`` (names, joined by commas), first load them and wait for a byte on standard input. Exit if
+    standard input ends instead, or if another supervisor has the lock.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)

@@ -16,7 +16,7 @@ __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An entry of the timeline: an event of a node or a task."""
+    """An entry of the timeline: an event of a node, a task or the whole group."""
 
     at: float
     """By the supervisor's clock."""

@@ -1,8 +1,8 @@
 """Copy a workflow's record to its nodes, and rebuild the workflow from a copy if its store is lost.
 
 A copy shows the workflow as it was when an attempt was prepared. Rebuilding brings it into a state from which the supervisor
-can ask the nodes for everything that happened later, as it does after every restart. It never starts anything, because the
-submitter may still be running elsewhere: groups that had not begun are ended, and no attempt is followed by another one.
+can ask the nodes for everything that happened later, as it does after every restart. Rebuilding never starts anything, because
+the submitter may still be running elsewhere: groups that had not begun are ended, and no attempt is followed by another one.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:
 
 
 _BEGUN = (State.INITIALIZING, State.RUNNING, State.STOPPING)
-_UNSTARTED = "it had not been started when the workflow was adopted"
+_UNSTARTED = "had not been started when the workflow was adopted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ def _adopted_group(
     if group.state.is_final:
         return replace(group, earlier=earlier, tasks=tuple(ended_task(task) for task in group.tasks))
     if not _has_begun(group):
-        ended = end_unstarted(group, State.FAILED, Reason.UPSTREAM, _UNSTARTED, now)
+        ended = end_unstarted(group, State.FAILED, Reason.UPSTREAM, f"it {_UNSTARTED}", now)
         return replace(ended, earlier=earlier, withdrawing=False)
 
     def begun_task(task: TaskRecord) -> TaskRecord:
