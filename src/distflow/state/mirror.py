@@ -2,9 +2,10 @@
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` has the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
-records ``<dQ``: a time in seconds since the epoch, and a number whose low 48 bits are the offset of the first byte, and whose
-other bits are the source (0, or the rank plus 1). ``output.samples`` has the resource samples (``state.samples``). The
-modification time of the empty file ``heartbeat`` is that of the attempt's last heartbeat, by the supervisor's clock.
+records ``<dQ``: a time in seconds since the epoch, and a number. The number's low 48 bits are the offset of the first byte that
+was read then, and its other bits are the source (0, or the rank plus 1). ``output.samples`` has the resource samples
+(``state.samples``). The modification time of the empty file ``heartbeat`` is that of the attempt's last heartbeat, by the
+supervisor's clock.
 
 Mirrored output never uses a reserve of the disk, so that the store can still be written.
 """

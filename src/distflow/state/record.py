@@ -91,7 +91,7 @@ class TransferProgress(Struct, frozen=True, kw_only=True):
 
 
 class Saved(Struct, frozen=True, kw_only=True):
-    """The outcome of collecting a task's output for other groups."""
+    """The outcome of collecting a task's output for other groups, or to write it to its URLs from this machine."""
 
     at: float
     digest: str = ""
@@ -242,7 +242,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     """The seconds between TERM and KILL of its stop; ``None`` before its node has reported them."""
     outputs: tuple[str, ...] = ()
     saved: Saved | None = None
-    """Its output, after it was fetched for the groups that use it."""
+    """Its output, after it was collected for other groups or for its URLs, or after that failed."""
     output_dir: str | None = None
     """The directory of its ``{{output}}`` on the node."""
     has_files: bool | None = None
@@ -289,7 +289,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """The earlier workflow in which a group completed, so that the restarted workflow did not run it again."""
+    """The earlier workflow in which a group completed. The workflow that restarts it does not run the group again."""
 
     uuid: str
     id: str
@@ -330,7 +330,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     stopping_at: float | None = None
     ended_at: float | None = None
     silent_since: float | None = None
-    """When its tasks last printed something, if that is longer ago than ``hang_timeout``; otherwise ``None``."""
+    """When it last showed progress (output, a heartbeat or its start), if that is longer ago than ``hang_timeout``."""
     stop_reason: Reason | None = None
     """Why it is being stopped; ``None`` at other times."""
     withdrawing: bool = False

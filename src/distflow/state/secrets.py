@@ -50,9 +50,10 @@ def remove_secrets(folder: Path, workflow: str) -> None:
 
 
 def gang_token(folder: Path, gang: str) -> Secret:
-    """Return the token of one attempt of a gang: the same at every call, and not valid for any other gang.
+    """Return the token of an attempt of a gang (``<workflow uuid>/<group>/<attempt>``): the same at every call.
 
-    It is derived from a key in ``folder``, which is created if it does not exist (HMAC, RFC 2104).
+    The token is derived from a key in ``folder``, which is created if it does not exist (HMAC, RFC 2104). It is not valid for
+    any other gang or attempt.
     """
     return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
 

@@ -143,9 +143,9 @@ class Datasets:
     ) -> Manifest:
         """Write a new version with the files of an existing one, replaced or extended by ``files``.
 
-        ``name`` is the dataset with the number of that version, or without a number for the latest one, which includes files
-        that other uploads add at the same time. Existing files are not written again. ``upload_id`` is as in ``add``. Raises
-        ``StorageError``, and ``NotFound`` if the version does not exist.
+        ``name`` is the dataset with the number of that version, or without a number for the latest one. The latest one is
+        determined after the upload, so files that other uploads add at the same time are kept. Existing files are not written
+        again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and ``NotFound`` if the version does not exist.
         """
         plain, wanted = parse_dataset(name)
         self.manifest(plain, wanted)  # fails before anything is uploaded

@@ -139,8 +139,8 @@ class SftpStore:
     def delete(self, key: str, *, top: str = "") -> None:
         """Remove a file or a link, but no directory. Refuse a path below ``top`` in which a directory is a link.
 
-        SFTP cannot open a directory and then remove a file in it, so another user of the server who may write there can
-        still replace a directory between the check and the removal.
+        SFTP cannot open a directory and then remove a file in it. Between the check and the removal, another user of the server
+        who may write there can therefore still replace a directory.
         """
         path = _path(key)
         with self._session(key) as client, contextlib.suppress(FileNotFoundError):

@@ -48,7 +48,9 @@ class DueCheckpoints:
     packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()
     """Checkpoints to pack, each with its task."""
     stores: tuple[TransferData, ...] = ()
+    """Checkpoints to write to their URLs."""
     wake_at: float | None = None
+    """When the next checkpoint is due, or an unreachable node with an unsaved checkpoint is given up."""
     message: str = ""
     """The checkpoints that remain to be saved after all tasks have ended, as a message; empty if there are none."""
 

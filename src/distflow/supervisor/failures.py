@@ -237,6 +237,7 @@ def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
 
 
 def _blame_order(task: TaskRecord, report: FailureReport) -> int:
+    """Return 0 for a failure by itself, 1 for one that only reports the loss of a peer, 2 for the loss of the node."""
     if task.reason is Reason.NODE_LOST:
         return 2
     is_by_output = task.reason is Reason.EXIT_CODE or (bool(report.detail) and task.reason is not Reason.OOM_KILLED)
@@ -311,6 +312,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
 
 
 def _first_hidden(group: GroupRecord) -> TaskRecord | None:
+    """Return the first task that ended with code 0 although its ranks failed."""
     found = [task for task in group.tasks if task.hidden_failure is not None]
     return min(found, key=lambda task: task.ended_at or 0.0, default=None)
 

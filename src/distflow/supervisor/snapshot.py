@@ -97,7 +97,7 @@ class Workflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldResources:
-    """Resources of a node that a task, a master's port or an orphan attempt holds."""
+    """Resources of a node that a task or an orphan attempt holds, or the port of a group's master."""
 
     node: str
     gpus: int = 0
