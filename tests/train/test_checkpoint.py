@@ -209,7 +209,7 @@ def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) 
     assert report["replaced"] == 6, "neither the old one nor the new one was lost"
     no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
     assert "has no state of loader; it has none" in no_state
-    assert "does not fit this model and optimizer" in other_model
+    assert "cannot be loaded into this model and optimizer" in other_model
     assert "rank 0: " in no_directory
     assert "set DISTFLOW_CHECKPOINT" in none
     assert "keep_last=0" in keep
@@ -339,7 +339,7 @@ def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path
             assert (apart["step"], apart["same"], apart["there"], apart["count"]) == (2, True, True, 7)
         assert ("made anew", rank) in records
         assert records["still", rank]["step"] == 2
-    assert "is not the same directory for ranks 1 as for rank 0" in records["apart without 0", 0]["warned"]
+    assert "is not the same directory for rank 1 as for rank 0" in records["apart without 0", 0]["warned"]
     assert sorted(path.name for path in (tmp_path / "shared").glob("step-[12]")) == ["step-1", "step-2"]
 
 

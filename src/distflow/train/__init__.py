@@ -1,7 +1,7 @@
 """The library for training scripts, and the launcher of their processes.
 
-It does not import other packages of distflow, so that it can be copied to machines without distflow. Public names are loaded
-on first use, so that the launcher never imports torch.
+Of distflow's other packages, it imports only ``distflow.protocol``, so that both can be copied to machines without distflow.
+Public names are loaded on first use, so that the launcher never imports torch.
 """
 
 from __future__ import annotations

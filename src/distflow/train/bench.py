@@ -34,7 +34,7 @@ Row = dict[str, Any]
 def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
     """Return the median seconds of an all-reduce for each size in bytes, and its bandwidths in bytes per second.
 
-    As in nccl-tests, the algorithm bandwidth is bytes by time, and the bus bandwidth is the traffic of the busiest link.
+    As in nccl-tests, the algorithm bandwidth is the size divided by the time; the bus bandwidth is that of the busiest link.
     """
     device, ranks = world().device, dist.get_world_size()
     rows = []
@@ -48,7 +48,7 @@ def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
 
 
 def step_time(*, batch_size: int = 1024) -> float:
-    """Return the median seconds of a training step of four wide layers under DDP, on a global batch that all ranks share."""
+    """Return the median seconds of a training step of four layers under DDP. The ranks divide the global batch."""
     torch.manual_seed(0)
     place = world()
     layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
@@ -71,7 +71,7 @@ def _median_seconds(statement: str, **names: Any) -> float:
 
 
 def scaling(ranks: int) -> list[Row]:
-    """Return seconds of a step and the efficiency (t1/n)/tn for 1, 2, 4 … ranks: the same global batch, so strong scaling."""
+    """Return seconds of a step and the efficiency (t1/n)/tn for 1, 2, 4 … and ``ranks`` ranks, with one global batch size."""
     counts = sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
     times = {count: float(_start(count, step_time)) for count in counts}
     return [{"ranks": n, "seconds": times[n], "efficiency": times[1] / n / times[n]} for n in counts]
@@ -85,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=["text", "json"], default="text")
     options = parser.parse_args(arguments)
     if options.ranks < 1:
-        parser.error("--ranks is at least 1")
+        parser.error("--ranks must be at least 1")
     ranks = options.ranks
     if "RANK" in os.environ:
         if options.what == "scaling":
-            parser.error("scaling starts worlds of its own: run it outside of a launcher")
+            parser.error("scaling starts its own ranks, but RANK is set: run it without a launcher")
         ranks, backend = init(_backend()).size, str(dist.get_backend())
         rows, is_first = allreduce(), world().rank == 0
         finish()
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.format == "json":
         lines = [json.dumps({"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}, indent=2)]
     else:
-        lines = [f"{options.what}, {ranks} ranks, {backend}", "".join(f"{name.replace('_', ' '):>21}" for name in rows[0])]
+        lines = [f"{options.what}, ranks: {ranks}, {backend}", "".join(f"{name.replace('_', ' '):>21}" for name in rows[0])]
         lines += ["".join(f"{_text(name, value):>21}" for name, value in row.items()) for row in rows]
     sys.stdout.write("\n".join(lines) + "\n")
 

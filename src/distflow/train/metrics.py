@@ -21,14 +21,14 @@ from distflow.train.world import control_group
 __all__ = ["Pace", "StepTimer", "report"]
 
 Scalar = str | int | float | bool | None
-"""The types of a metric."""
+"""The types of a metric's value."""
 
 
 def report(*, step: int, **values: object) -> None:
     """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}`` in one write, so that lines of ranks do not mix.
 
-    Values are scalars, or tensors and numpy arrays of one element. NaN and infinities become strings. ``rank`` is added. Raises
-    ``TypeError``, which names the metric, for other values.
+    Values are scalars, or tensors and numpy arrays of shape () or (1,). NaN and infinities become strings. ``rank`` is added
+    if it is not given. Raises ``TypeError``, which names the metric, for other values.
     """
     record: dict[str, Scalar] = {"step": int(step)}
     for name, value in values.items():
@@ -53,7 +53,7 @@ def _scalar(name: str, value: object) -> Scalar:
         return str(value)
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise TypeError(f"{name} is a {type(value).__name__}: a metric is a number, a text, or a tensor of one element")
+    raise TypeError(f"{name} is a {type(value).__name__}: give a number, a string, None, or a tensor of shape () or (1,)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Pace:
     step_s: tuple[float, ...]
     """Mean time of one step in seconds, by rank, without the waiting time if the loop measures ``work``."""
     samples_per_s: tuple[float, ...]
-    """By rank, over the slowest rank's time including waiting."""
+    """Samples of each rank, divided by the elapsed time of the slowest rank, which includes waiting."""
     memory_bytes: tuple[int, ...]
     """Peak memory by rank: of the GPU, or else of the process."""
 
@@ -102,8 +102,8 @@ class Pace:
 class StepTimer:
     """Measures steps. Every ``every`` steps, each rank reports its own metrics, and rank 0 also those of all ranks together.
 
-    Wrap the rank's own work in ``with timer.work():``. Time outside, such as reductions that wait for the slowest rank, does
-    not count. Then call ``timer.step(samples)`` on all ranks; every ``every``-th call is a collective.
+    If ``with timer.work():`` encloses the rank's own work, time outside of it does not count, such as reductions that wait for
+    the slowest rank. Call ``timer.step(samples)`` after each step on all ranks; every ``every``-th call is a collective.
     """
 
     def __init__(self, every: int = 50) -> None:

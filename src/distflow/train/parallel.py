@@ -84,7 +84,7 @@ class ParallelPlan:
     def data_shard(self) -> tuple[int, int]:
         """This rank's share of the data and the number of shares: ``rank`` and ``num_replicas`` of a ``DistributedSampler``.
 
-        Ranks that share a tensor, and stages of one pipeline, have the same share.
+        Ranks that share a tensor or a sequence, and stages of one pipeline, have the same share.
         """
         return self.strategy.data_shard(self.rank)
 
@@ -128,7 +128,7 @@ class ParallelPlan:
         own number of micro-batches and the loss that it was created with.
 
         The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; under a
-        pipeline it is that of all stages. Raises ``ValueError`` for fewer samples than micro-batches.
+        pipeline it is that of all stages. Except for a pipeline, raises ``ValueError`` for fewer samples than micro-batches.
         """
         count = self.strategy.passes if micro_batches is None else micro_batches
         if isinstance(self.model, Pipeline):
@@ -226,9 +226,9 @@ class ParallelPlan:
     ) -> torch.optim.Optimizer:
         """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
 
-        ``every`` is by default the strategy's ``sync_gradients_every``. With 1 the optimizer is returned as it is. No gradient
-        is sent between two averages, after ``warmup_steps`` ordinary steps. Steps of the result are collective. Raises
-        ``TypeError`` for a model that is not in DDP, and ``ValueError`` for ``every`` below 1.
+        ``every`` is by default the strategy's ``sync_gradients_every``. With 1, or on one rank, the given optimizer is
+        returned. After ``warmup_steps`` ordinary steps, no gradient is sent between two averages. Steps of the result are
+        collective. Raises ``TypeError`` for a model that is not in DDP, and ``ValueError`` for ``every`` below 1.
         """
         return local_sgd(self.model, optimizer, every=self._apart if every is None else every, warmup_steps=warmup_steps)
 
@@ -237,8 +237,8 @@ class ParallelPlan:
     def full_state_dict(self) -> dict[str, Any]:
         """Return the whole model's parameters and buffers on the CPU of rank 0, by their names without a strategy.
 
-        Collective. Other ranks get an empty dictionary. Under a pipeline, each rank gets its own stage. Between two averages of
-        ``local_sgd``, parameters are the mean over the ranks.
+        Collective. Other ranks get an empty dictionary. Under a pipeline, each rank gets its own stages. Between two averages
+        of ``local_sgd``, parameters are the mean over the ranks.
         """
         from distflow.train.strategies.states import full_state_dict  # noqa: PLC0415  it imports torch's checkpoints
 
@@ -266,9 +266,9 @@ class ParallelPlan:
     def save_weights(self, directory: str | Path, *, max_file_size: int = 5_000_000_000) -> None:
         """Write the whole model's parameters and buffers to safetensors files that ``from_pretrained`` of transformers reads.
 
-        Collective. Rank 0 creates the directory and writes; it gathers one tensor after the other, and holds at most one
-        file of ``max_file_size`` bytes in memory. Weights that were in the directory are replaced. A model of
-        Hugging Face writes its ``config.json`` too. Needs the package safetensors.
+        Collective: all ranks gather one tensor after the other. Rank 0 creates the directory, writes, and holds about one file
+        in memory: at most ``max_file_size`` bytes, or one larger tensor. Weights that were in the directory are replaced. A
+        model of Hugging Face writes its ``config.json`` too. Needs the package safetensors.
         """
         from distflow.train.strategies.weights import save_weights  # noqa: PLC0415  it imports torch's checkpoints
 

@@ -1,7 +1,7 @@
 """Decisions that all ranks make together: to skip a step, and to stop.
 
-If only one rank skipped a step or left the loop, the others would wait forever in a reduction. Therefore all ranks vote on
-lack of memory, gradients that are not finite, and SIGTERM. Other errors are raised at once, and the launcher stops the world.
+If only one rank skipped a step or left the loop, the others would wait forever in a reduction. Therefore all ranks vote on lack
+of memory, gradients that are not finite, and requests to stop. Other errors are raised at once and end the world.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class GradientGuard:
     """Checks on all ranks together whether gradients are finite: ``if guard.finite(model): optimizer.step()``."""
 
     def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None) -> None:
-        """Raises ``NonFiniteGradients`` after more than ``limit`` steps in a row with gradients that are not finite."""
+        """``finite`` raises ``NonFiniteGradients`` after more than ``limit`` steps in a row with infinite or NaN gradients."""
         self.count = 0
         """Number of steps with gradients that are not finite."""
         self._limit, self._group, self._in_a_row = limit, group, 0
@@ -177,7 +177,7 @@ def listen_for_stop() -> None:
 def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether any rank was asked to stop. Collective: every rank calls it once per step.
 
-    From the first call on, SIGTERM no longer ends the process.
+    From the first call on, SIGTERM and SIGINT no longer end the process.
     """
     listen_for_stop()
     return any_rank(_asked, group=group)

@@ -58,7 +58,7 @@ class World:
     device: torch.device
     """The GPU of this rank, or the CPU."""
     backend: str
-    """As ``torch.distributed`` names it: ``gloo``, or ``cpu:gloo,cuda:nccl``."""
+    """As ``torch.distributed`` names it, such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
 
     def parallelize(
         self, model: nn.Module, strategy: Strategy | StrategyOptions | str | None = None, *,
@@ -67,8 +67,8 @@ class World:
     ) -> ParallelPlan:  # fmt: skip
         """Let all ranks train the model together, and return the plan, which has the model of this rank. Collective.
 
-        ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``), a ``Strategy`` on a mesh,
-        or by default the strategy of the spec (``DISTFLOW_STRATEGY``), without one ``"ddp"``.
+        ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``) or a ``Strategy`` on a mesh.
+        The default is the strategy of the last plan, else of the spec (``DISTFLOW_STRATEGY``), else ``"ddp"``.
 
         Every rank starts from the parameters of rank 0. The model may be on any device. On the meta device it is divided before
         it has values: then each rank gets its part of the values that rank 0 draws, so no rank holds the whole model, except
@@ -76,7 +76,7 @@ class World:
         is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
-        of the tensors, and rank 0 draws only missing tensors (such as buffers of a model on the meta device).
+        of the tensors. On the meta device, rank 0 draws only tensors that state dictionaries omit (non-persistent buffers).
 
         Raises ``ValueError`` if the model, the strategy, its options and the number of ranks do not fit together.
         """
@@ -96,15 +96,15 @@ _stores: dict[tuple[str, int, int], TCPStore] = {}
 
 
 def init(backend: str = "auto", timeout: float | timedelta | None = None, *, start_timeout: float | timedelta = 600.0) -> World:
-    """Join the world, choose this rank's device, and return the ``World``. Later calls return the same object.
+    """Join the world, choose this rank's device, and return the ``World``. Until ``finish``, later calls return the same one.
 
     ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` with CUDA, else ``gloo``. ``timeout`` (seconds) limits each collective. It
     defaults to ``timeout_s`` of the spec's strategy, or else to torch's default. ``start_timeout`` (seconds) limits the wait
     for the other ranks. Without torch's variables, the world has one rank. A process that ends without an
     exception leaves the world at exit.
 
-    SIGUSR1 then prints the stack of every thread to standard error. In a task of distflow, ``distflow workflow stacks`` reads
-    the stacks and the current collective of the rank. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
+    SIGUSR1 then prints the stack of every thread, to standard error or, in a task of distflow, to a file. ``distflow workflow
+    stacks`` reads it and the rank's current collective. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
 
     Raises ``WorldError``, and ``ValueError`` if ``DISTFLOW_STRATEGY`` is not valid.
     """
@@ -227,10 +227,10 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     device = torch.device("cpu")
     if has_cuda and "nccl" in backend:
-        if local_rank >= torch.cuda.device_count():
+        if local_rank >= (count := torch.cuda.device_count()):
             raise WorldError(
-                f"rank {rank} wants GPU {local_rank}, but this machine shows {torch.cuda.device_count()}: give --size "
-                f"{torch.cuda.device_count()} or less here, or check CUDA_VISIBLE_DEVICES"
+                f"rank {rank} wants GPU {local_rank}, but torch sees {count} GPU{'s' * (count > 1)}: give --size {count} or "
+                "less here, or check CUDA_VISIBLE_DEVICES"
             )
         device = torch.device("cuda", local_rank)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
@@ -270,7 +270,7 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
     except dist.DistNetworkError as error:
         del _stores[key]
         why = str(error).splitlines()[0]
-        raise WorldError(f"rank {place.rank} lost the store of rank 0 before all ranks were there: {why}") from error
+        raise WorldError(f"rank {place.rank} lost the store at {address}:{port} before all ranks had joined: {why}") from error
 
 
 def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
@@ -300,7 +300,7 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 3, 5 and 2 others``."""
+    """Return ``rank 3`` or ``ranks 3, 5``; after 16 ranks, ``and 2 others``."""
     shown = ", ".join(map(str, ranks[:16]))
-    more = f" and {len(ranks) - 16} others" if len(ranks) > 16 else ""
+    more = f" and {len(ranks) - 16} other{'s' * (len(ranks) > 17)}" if len(ranks) > 16 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

@@ -59,16 +59,17 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one training run, in one directory. Every method is a collective, and raises inside ``join``.
+    """The checkpoints of one training run, in one directory. Every method is a collective.
 
-    If the path names different directories on different machines or tasks, each directory gets all files.
+    All but ``wait`` raise ``RuntimeError`` inside ``join``. If the path names different directories on different machines or
+    tasks, each directory gets all files.
     """
 
     def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:
         """``directory`` defaults to ``DISTFLOW_CHECKPOINT``. ``keep_last`` is the number of checkpoints to keep.
 
         Warns if the ranks see different directories, unless the directory is the default (a task's ``checkpoint:``). Raises
-        ``ValueError``, and ``CheckpointError`` if a directory cannot be created.
+        ``ValueError``, and ``CheckpointError`` before ``init`` or if a directory cannot be created.
         """
         if not dist.is_initialized():
             raise CheckpointError("this process has not joined its world yet: call distflow.train.init() first")
@@ -88,8 +89,8 @@ class Checkpoints:
         if directory and not self._places.is_one and self._rank == 0:
             without = [rank for rank, holder in enumerate(self._places.holders) if holder != 0]
             warnings.warn(
-                f"{self.directory} is not the same directory for ranks {', '.join(map(str, without))} as for rank 0: each "
-                "directory gets all files; a file system that all machines share spares that",
+                f"{self.directory} is not the same directory for rank{'s' * (len(without) > 1)} {', '.join(map(str, without))} "
+                "as for rank 0: each directory gets all files; to avoid the copies, use a file system that all machines share",
                 stacklevel=2,
             )
         before_leaving(self._leave)
@@ -111,8 +112,7 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        The checkpoint is complete after ``wait()``, the next call of a method, ``finish()``, or the end of the process. These
-        also raise the errors of writing.
+        It is complete after ``wait()``, another call, ``finish()``, or the end of the process. These also raise the errors.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -231,7 +231,7 @@ class Checkpoints:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _whole(self, folder: Path) -> files.Manifest | None:
-        """Return the manifest if a directory has the complete checkpoint, and copy it to directories that lack it.
+        """Return the manifest if a directory has the complete checkpoint. Copy the checkpoint to directories that lack it.
 
         Each rank checks its share of the files.
         """
@@ -298,7 +298,7 @@ class Checkpoints:
             if manifest.world_size == self._size:
                 set_random_state(torch.load(folder / _random_name(self._rank), map_location="cpu", weights_only=True))
 
-        self._together(load, f"{folder} does not fit this model and optimizer")
+        self._together(load, f"{folder} cannot be loaded into this model and optimizer")
         self._together(load_others)
 
     # -- all ranks ----------------------------------------------------------------------------------------------------

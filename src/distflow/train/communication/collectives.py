@@ -21,7 +21,7 @@ from distflow.train.torch_private import named_groups, recorded_collectives
 
 __all__ = ["answer_collectives", "known_collectives", "where"]
 
-_TALK_S = 5.0
+_SEND_TIMEOUT_S = 5.0
 _is_answering = False
 
 
@@ -50,16 +50,16 @@ def answer_collectives() -> None:
 
 def _serve(listener: socket.socket) -> None:
     while True:
-        # Ignore attributes that another torch version does not have; they do not affect the rank.
+        # Ignore errors, such as names that another torch version does not have: they must not affect the rank.
         with suppress(Exception):
             caller, _ = listener.accept()
             with caller:
-                caller.settimeout(_TALK_S)
+                caller.settimeout(_SEND_TIMEOUT_S)
                 caller.sendall(json.dumps(known_collectives()).encode())
 
 
 def known_collectives() -> dict[str, Any]:
-    """Return ``rank``, and for each of its process groups ``name``, ``ranks`` and the fields of ``where``.
+    """Return ``rank``, and its process ``groups``: for each ``name``, ``ranks`` and the fields of ``where``.
 
     The result is empty without a world, and if entries lack their group, as in gloo with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
     (torch 2.13).

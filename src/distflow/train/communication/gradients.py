@@ -45,7 +45,7 @@ _averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDiction
 def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 1, start_iteration: int = 10) -> None:
     """Let DDP compress gradients: ``fp16`` and ``bf16`` halve the bytes, ``powersgd`` sends a low-rank approximation.
 
-    ``rank`` is PowerSGD's. It leaves the first ``start_iteration`` steps (at least 2) uncompressed. Raises ``ValueError``.
+    PowerSGD uses ``rank``, and leaves the first ``start_iteration`` steps (at least 2) uncompressed. Raises ``ValueError``.
     """
     group = model.process_group
     if how == "fp16":
@@ -76,15 +76,15 @@ def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.
 def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
     """Implement ``ParallelPlan.accumulate``.
 
-    ``apart`` is the strategy's ``sync_gradients_every``. Warns once if it requires ``local_sgd``, which never got the model.
+    ``apart`` is the strategy's ``sync_gradients_every``. If it is above 1, warns once for a model without ``local_sgd``.
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
     if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
         _averaged.add(model)
         warnings.warn(
-            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: make the optimizer "
-            "optimizer = plan.local_sgd(optimizer)",
+            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: write "
+            "`optimizer = plan.local_sgd(optimizer)` before the first step",
             stacklevel=4,
         )
     done = _passes.get(model, 0) + 1
@@ -120,7 +120,7 @@ def local_sgd(
 
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
-    # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
+    # The averager counts from 0 and averages in its first step after the warm-up. That must be the ``every``-th step.
     averager = PeriodicModelAverager(period=every, warmup_steps=warmup_steps + every - 1, process_group=model.process_group)
     model.register_comm_hook((averager, warmup_steps), _until_apart)
     _averagers[model.module] = averager

@@ -56,7 +56,7 @@ def any_rank(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
 def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> bool:
     """Return whether the answers of all ranks are true. Collective.
 
-    Raises ``RuntimeError`` when a rank does not vote within ``timeout``, by default the limit of the group.
+    Raises ``RuntimeError`` inside ``without_votes``, and if a rank does not vote within ``timeout`` (default: the group's).
     """
     if not dist.is_initialized():
         return answer

@@ -67,7 +67,7 @@ def prepare_process() -> None:
 
 
 def _redirect_output() -> None:
-    """Write to the pipe that distflow reads for this rank alone, if it exists. Redirected output stays redirected."""
+    """Write to the pipe that distflow reads for this rank alone, if it exists. Output that goes elsewhere stays there."""
     folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if not folder or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
         return

@@ -66,7 +66,7 @@ class End:
         """Whether the rank failed by itself."""
         if self.failure is not None:
             return self.code != 0
-        # A rank with much memory or a GPU takes a while to end, so its peers may lose it before the launcher sees its end.
+        # A rank that something else kills (lack of memory) may end after the launcher has already sent SIGTERM for its peers.
         is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_asked and self.code < 0
         return self.code != 0 and not self.is_stop and not is_ours
 
@@ -91,7 +91,7 @@ class Outcome:
     """How the ranks of this machine ended."""
 
     exit_code: int
-    """0, the exit code of the first failure, or 143 after a request to stop (130 after Ctrl-C, 129 after SIGHUP)."""
+    """0, the exit code of the first failure, or, after a request to stop, 143 (Ctrl-C: 130, SIGHUP: 129, SIGQUIT: 131)."""
     first: End | None
     """The first failure, if a rank failed."""
 
@@ -107,9 +107,9 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait until all ranks have ended.
 
-    When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. When
-    this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, or a rank exits with 143, the ranks have ``stop_grace_s`` seconds to
-    end. Enter ``woken()``, which yields ``wake``, before the first rank starts: a signal during the start then stops the ranks.
+    When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. With
+    ``stop_grace_s`` instead, the same happens when this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, and when a rank exits
+    with 143 or ends by SIGTERM. Enter ``woken()``, which yields ``wake``, before the first rank starts, to lose no signal.
     """
     watch = _Watch(ranks)
     while watch.running:

@@ -1,7 +1,7 @@
 """Start one process per rank of this machine, from a script's command line or from a function; never imports torch.
 
-Each process gets the whole environment that torchrun gives to its workers, so that ``env://`` and anything written for
-torchrun works. ``TORCHELASTIC_USE_AGENT_STORE`` is never ``True``: rank 0 itself hosts the store.
+Each process gets the whole environment that torchrun gives to its workers, so that ``env://`` and programs
+written for torchrun work. ``TORCHELASTIC_USE_AGENT_STORE`` is never ``True``: rank 0 itself hosts the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayoutError(ValueError):
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Options that a program or a command line may set; the others come from distflow's variables."""
+    """Options that a program or a command line may set. See ``read_share`` and ``Share`` for their defaults."""
 
     offset: int | None
     """First global rank of this machine."""
@@ -52,7 +52,7 @@ class LaunchOptions(TypedDict, total=False):
     stop_grace_s: float
     """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
     failure_grace_s: float
-    """The same, when another rank has failed. It is shorter than a pool's ``peer_failed_grace``, so that this is reported."""
+    """The same, after a rank has failed. If it is below the pool's ``peer_failed_grace``, the launcher can still report."""
     numa: bool
     """Bind each rank to the CPUs next to its GPU."""
 
@@ -74,7 +74,7 @@ class Share:
 
 
 def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions]) -> Share:
-    """Combine the options with distflow's variables. Raises ``LayoutError``, which names the flag and the remedy."""
+    """Take ranks, address and port from the options, else from ``DISTFLOW_*`` and ``MASTER_*``. Raises ``LayoutError``."""
     first = _number(environment, "DISTFLOW_RANK_OFFSET", options.get("offset"), 0)
     count = _number(environment, "DISTFLOW_RANK_SIZE", options.get("size"), 1)
     world = _number(environment, "DISTFLOW_WORLD_SIZE", options.get("world_size"), first + count)
@@ -144,8 +144,8 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
     directly. ``function`` must be importable; in a notebook, or a program from standard input, it must come from a module. Call
     ``launch`` in the main thread, under ``if __name__ == "__main__":``.
 
-    Raises ``LayoutError``, ``TypeError`` if pickling fails, and ``SystemExit`` with the exit code of the first failure, or 143
-    after a request to stop.
+    Raises ``LayoutError``, ``TypeError`` if new processes cannot get or import the function, ``RuntimeError`` in another
+    thread, and ``SystemExit`` with the exit code of ``distflow.train.launch`` if it is not 0.
     """
     if is_rank(os.environ):
         function(*args)

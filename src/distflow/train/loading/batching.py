@@ -61,7 +61,7 @@ class DynamicBatcher(Generic[_Sample]):
         self._longest = 0
 
     def add(self, sample: _Sample) -> list[_Sample] | None:
-        """Add a sample; return a batch if it is full now. Raises ``ValueError`` if the sample is longer than ``max_tokens``."""
+        """Add a sample; return a full batch, which may not contain it, or ``None``. Raises ``ValueError`` above ``max_tokens``."""
         tokens = self._length(sample) if self._max_tokens is not None else 0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens does not fit max_tokens={self._max_tokens}: cut it, or allow more")
@@ -92,7 +92,8 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
     """Split batches until every rank has the same number of batches. Collective.
 
     A rank with fewer batches than other ranks splits its largest batches in two. A rank with fewer samples than other ranks
-    have batches repeats some samples, and warns. Raises ``ValueError`` on all ranks if one rank has no sample.
+    have batches repeats some samples, and warns. Raises ``ValueError`` for an empty batch, and on all ranks if one has no
+    sample.
     """
     if any(not batch for batch in batches):
         raise ValueError("a batch is empty: leave it out")
@@ -108,9 +109,8 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
         position = max(range(len(result)), key=lambda index: len(result[index]))
         largest = result[position]
         if len(largest) == 1:
-            missing = count - len(result)
-            warnings.warn(f"this rank has {len(result)} samples for {count} batches: {missing} come twice", stacklevel=2)
-            result += [result[index % len(result)] for index in range(missing)]
+            warnings.warn(f"this rank repeats samples to fill {count} batches; its own samples: {len(result)}", stacklevel=2)
+            result += [result[index % len(result)] for index in range(count - len(result))]
             break
         middle = -(-len(largest) // 2)
         result[position : position + 1] = [largest[:middle], largest[middle:]]
@@ -125,7 +125,7 @@ class BatchSizes:
     """The sizes of one optimizer step, in samples: ``per_rank * shares * accumulation == total``."""
 
     per_rank: int
-    """Samples in one batch of a rank's loader. Without ``accumulation``, ``backward`` takes that batch and cuts it itself."""
+    """Samples in one batch of a rank's loader. ``forward_backward`` of a plan cuts a batch into micro-batches itself."""
     total: int
     """Samples over which the gradients of one optimizer step are averaged."""
     shares: int
@@ -135,7 +135,7 @@ class BatchSizes:
 
 
 def own_share() -> tuple[int, int]:
-    """Return the number of this rank's data share and the number of shares. Without a strategy, each rank has one share."""
+    """Return the index of this rank's data share and the number of shares. Without a strategy, each rank has one share."""
     if not dist.is_initialized():
         return 0, 1
     warn_of_conflict()
@@ -166,8 +166,8 @@ def batch_sizes(
     """Compute one batch size from the other, in samples; give both to check them, or neither to use the strategy's.
 
     ``shares`` is the number of parts of the global batch. The default is the strategy's (``data_shard``; ranks that share a
-    tensor or a pipeline count once), or the number of ranks without a strategy. A loader takes the per-rank size. Warns if the
-    per-rank size seems to be multiplied by the world size already. Raises ``ValueError``.
+    tensor, a sequence or a pipeline count once), or the number of ranks without a strategy. A loader takes the per-rank size.
+    Warns if the per-rank size seems to be multiplied by the world size already. Raises ``ValueError``.
     """
     if shares is None:
         shares = own_share()[1]
@@ -183,7 +183,7 @@ def batch_sizes(
     times = shares * accumulation
     if per_rank_batch_size is None:
         if global_batch_size is None:
-            raise ValueError("give global_batch_size or per_rank_batch_size: the strategy says neither")
+            raise ValueError("give global_batch_size or per_rank_batch_size: no strategy sets a batch size")
         if global_batch_size % times:
             near = max(1, round(global_batch_size / times)) * times
             raise ValueError(
@@ -210,9 +210,9 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
     """Let ranks have different numbers of batches: ranks that finish early still take part in the reductions.
 
     ``parts`` are models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, or other ``Joinable`` objects of torch.
-    Raises ``TypeError`` for other objects: a sharded model needs every rank in every forward pass, so give its loader
-    ``uneven="pad"``. Inside, ``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer`` and ``Checkpoints`` raise
-    ``RuntimeError``, because ranks that finished early would not take part.
+    Raises ``TypeError`` for other objects and for models under ``local_sgd``. A sharded model needs every rank in every forward
+    pass, so give its loader ``uneven="pad"``. Inside, ``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer`` and
+    ``Checkpoints`` raise ``RuntimeError``, because ranks that finished early would not take part.
     """
     for part in parts:
         if not isinstance(part, Joinable):
@@ -239,7 +239,7 @@ def _joined(parts: list[Joinable]) -> Iterator[None]:
 
 
 Batch = Any
-"""A tensor, or tensors in tuples, lists and mappings. Every part of a batch gets other values unchanged."""
+"""A tensor, or tensors in tuples, lists and mappings. When a batch is cut, every part gets the other values unchanged."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a model."""
@@ -256,19 +256,19 @@ def sample_count(batch: Batch) -> int:
     """Return the length of the first tensor. Raises ``ValueError`` if the batch has no tensor with dimensions."""
     first = next((tensor for _, tensor in tensors_of(batch)), None)
     if first is None:
-        raise ValueError("the batch holds no tensor: give a tensor, or a tuple, a list or a mapping of tensors")
+        raise ValueError("the batch holds no tensor with samples: give a tensor, or a tuple, list or mapping of tensors")
     return len(first)
 
 
 def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
-    """Return ``count`` parts along the first dimension. Raises ``ValueError`` if a tensor's length is not ``samples``."""
+    """Return ``count`` parts along the first dimension. If there are several, every length must be ``samples``."""
     if count == 1:
         return [batch]
     for name, tensor in tensors_of(batch):
         if len(tensor) != samples:
             raise ValueError(
-                f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has {len(tensor)} samples, but "
-                f"the first tensor has {samples}: give all tensors the same number of samples"
+                f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has length {len(tensor)}, but "
+                f"the first tensor of the inputs has length {samples}; give all tensors the same number of samples"
             )
 
     def part(number: int) -> Batch:

@@ -1,4 +1,4 @@
-"""A data loader with epochs and one share per rank, which resumes exactly in the middle of an epoch."""
+"""A data loader that gives each rank its share of every epoch, and that can resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Samples(Protocol):
 
 
 class EpochSampler(Sampler[int]):
-    """Yields this rank's samples of an epoch, in an order that depends only on seed and epoch.
+    """Yields the indices of this rank's samples of an epoch, in an order that depends only on length, seed and epoch.
 
     All ranks share this order and take samples from it in turn, so any number of ranks can resume an epoch at ``position``.
     """
@@ -61,7 +61,7 @@ class EpochSampler(Sampler[int]):
     ) -> None:  # fmt: skip
         """``rank`` and ``world_size`` default to the strategy's data share (``data_shard``), else to the process group's.
 
-        Ranks that share a tensor take the same samples. Raises ``ValueError``.
+        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same samples. Raises ``ValueError``.
         """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
@@ -231,7 +231,7 @@ class _Seeded(Dataset[Any]):
         return self.dataset[place[2]]
 
     def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
-        """Return a batch, with the dataset's own ``__getitems__`` if it has one."""
+        """Return a batch. A dataset's own ``__getitems__`` is seeded once, by the first sample's position."""
         together = getattr(self.dataset, "__getitems__", None)
         if together is None:
             return [self[place] for place in places]
@@ -247,7 +247,7 @@ class _Seeded(Dataset[Any]):
 
 
 def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Make ``get_worker_info`` return the program's own dataset, then call its ``worker_init_fn``."""
+    """Make ``get_worker_info`` return the program's own dataset, then call the program's ``worker_init_fn``."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Seeded):
         set_worker_dataset(info.dataset.dataset)
