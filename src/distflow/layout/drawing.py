@@ -36,7 +36,7 @@ class Bar:
     """First global rank; ranks below 0 are not drawn."""
     size: int
     note: str = ""
-    """A note at the end of its line: the claimed world size."""
+    """A note after its ranks, such as the claimed world size."""
     place: str = ""
     """``file:line`` of the claim."""
     marked: bool = False
@@ -120,7 +120,7 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 
 
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
-    """Return the lines to draw. Of many, these are the first, the last and those around mistakes; ``None`` marks a gap."""
+    """Return the lines to draw. Of many: the first two, the last and those around the first mistakes; ``None`` marks a gap."""
     if len(bars) <= _MANY:
         return list(bars)
     wanted = {0, 1, len(bars) - 1}

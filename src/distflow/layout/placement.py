@@ -1,8 +1,8 @@
 """Place tasks on nodes. The result depends only on the arguments.
 
-At submission, this module proposes a placement. Later the queue uses it to decide. Each task, in the order of node ranks, goes
-to the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need
-different nodes. For other gangs, a backtracking search with a limit tries other nodes.
+At submission, the client proposes a placement with this module. Later, the queue decides with it. Each task, in the order of
+node ranks, goes to the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one
+world, which need different nodes. For other gangs, a backtracking search with a limit tries other nodes.
 
 ``place_near`` also satisfies OSMO's ``topology``: tasks of one gang with the same ``key`` and ``group`` go to nodes with the
 same value of the label ``key``, for example to one rack. If no placement satisfies all requests, the preferred ones are dropped

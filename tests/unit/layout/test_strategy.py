@@ -108,7 +108,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         (
             "{mesh_shape: [[2, 2], [fsdp]]}",
             (4,),
-            "the mesh has a different number of names and sizes: [2, 2] and ['fsdp']",
+            "the mesh needs sizes and equally many names, but has [2, 2] and ['fsdp']",
             "[[2, 2]",
         ),
         ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is not a valid size of a mesh axis", "at least 1"),

@@ -5,8 +5,8 @@ consequences: the values of each task, the tasks with ranks, their ranks, then t
 
 These rules follow OSMO's tutorial and torch's launcher:
 
-* Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that
-  get their rank and the world size.
+* Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
+  the world size follow the same rule.
 * All tasks state the same world_size, the master's address and one port.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
@@ -118,7 +118,7 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
 
 
 def _members(claims: Sequence[TaskClaims]) -> list[Member]:
-    """Return the tasks that share the world: those with claims, and those that run the same program without claims."""
+    """Return the tasks that share the world: those with claims, and those that run the same program with too few flags."""
     alone = len(claims) == 1
     counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
     numbered = [item for item in claims if item.numbered is not None]
@@ -226,7 +226,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for a group whose only task claims a part of a world; empty if no other group has the other part."""
+    """Return the hint if a group's only task claims a part of a world; empty for several tasks, or without other groups."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)

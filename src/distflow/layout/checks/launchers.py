@@ -58,7 +58,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
-    """Return a problem for each task whose command its launcher or framework cannot start."""
+    """Return the problem of the first task that its launcher or framework cannot start, or whose launcher restarts ranks."""
     problems = _launcher_and_framework(group)
     for item in claims:
         starter = _starter(group, item.task)

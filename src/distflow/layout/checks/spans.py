@@ -127,11 +127,12 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 
 
 def _missing(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem for each command that lacks a required flag, unless its task has a ``ranks`` field."""
+    """Return a problem for each command that lacks a flag or has an undefined size, unless its task has a ``ranks`` field."""
     problems = []
     stated = {number for member in members if (number := member.number("world_size"))}
     sizes = [member.number("size") or member.claims.gpus for member in members]
     total = sum(size for size in sizes if size) if all(sizes) else "N"
+    has_example = any(all(key in member.flags for key in RANK_KEYS) for member in members)
     cursor = 0
     for member in members:
         size = member.number("size") or member.claims.gpus or 0
@@ -141,10 +142,8 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
             values = {"offset": cursor, "size": size or "N", "world_size": max(stated) if stated else total}
             if absent:
                 flags = " ".join(f"--{key} {values[key]}" for key in absent)
-                message = (
-                    f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}, as in the other tasks "
-                )
-                message += "of this group"
+                message = f"{member.name}: {member.invocation.program} needs flags for {and_list(absent)}"
+                message += ", as in the other tasks of this group" if has_example else ""
                 problems.append(Problem(where=member.where, message=message, hint=f"add {flags}"))
             elif (claim := member.flags["size"]).known is Known.COMPUTED:
                 problems.append(_undefined_size(member, claim))

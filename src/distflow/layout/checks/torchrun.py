@@ -40,7 +40,7 @@ _MAX_NAMED = 3
 
 
 def is_shared(members: Sequence[Member]) -> bool:
-    """Return whether the torchrun commands of a group form one world: at least one has a flag about other nodes."""
+    """Return whether the tasks form one world: at least one has a ``ranks`` field, or a torchrun flag about other nodes."""
     if any(member.claims.field is not None for member in members):
         return True
     for member in members:
@@ -209,7 +209,7 @@ class _Nodes:
 
     @property
     def absent(self) -> list[int]:
-        """The first node ranks that no task holds, if all lines agree on more nodes and nothing else is wrong."""
+        """The first node ranks that no task holds, if all lines agree on more nodes than tasks and nothing else is wrong."""
         held = set(self.node_ranks)
         if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
             return []
@@ -234,7 +234,10 @@ class _Nodes:
             claim = member.literal("node_rank")
             message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
             message += f"also used by {self.members[held[rank]].name}" if rank in held else "too high"
-            message += f"; {self.count} tasks need the {self.ranks} 0-{self.count - 1}, and no task has {right}"
+            if self.count == 1:
+                message += f"; the only task needs {self.ranks[:-1]} 0"
+            else:
+                message += f"; {self.count} tasks need the {self.ranks} 0-{self.count - 1}, and no task has {right}"
             problems.append(
                 Problem(
                     where=claim.where if claim else member.where,
@@ -274,11 +277,12 @@ class _Nodes:
             if any(problem.where == claim.where for problem in problems):
                 continue  # replicas share a line
             others = [line for line in lines if line != place(claim.where)]
+            sharing = f"{self.count} tasks of this group share the world ({names})"
+            sharing = sharing if self.count > 1 else "it is the only task of its world"
             problems.append(
                 Problem(
                     where=claim.where,
-                    message=f"{self.members[index].name} has {claim.text}, but {self.count} tasks of this group share the "
-                    f"world ({names})",
+                    message=f"{self.members[index].name} has {claim.text}, but {sharing}",
                     hint=change(claim, self.count) + (f" (also in {and_list(others, 8)})" if others else ""),
                     drawing="" if problems or drawn else self._drawing([at for at, _ in wrong]),
                 )

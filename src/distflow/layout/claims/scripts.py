@@ -139,7 +139,7 @@ def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
 
 
 def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]:
-    """Return the values of variables that distflow, the environment or the scripts set; ``None`` if there are several."""
+    """Return the values of variables that distflow, the environment or scripts set; ``None`` if unknown or ambiguous."""
     known: dict[str, str | None] = dict(COMPUTED)
     known.update({name: text.value for name, text in task.environment.items()})
     own = {name for name in COMPUTED if name not in task.environment}

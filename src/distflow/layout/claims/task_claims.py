@@ -9,7 +9,7 @@ These commands claim ranks:
   are torchrun's; the script's own options are not checked.
 * any other command with ``--world_size`` and at least one of ``--offset`` and ``--size``. Programs that only process text
   (``echo``, ``grep``, …) never count. A command with fewer of the three flags counts if another task of the group runs the same
-  program with more, or if several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that). A single
+  program with more, or if several tasks run it with ``--offset`` and ``--size`` (``layout.checks`` decides that). A single
   ``crop.py --offset 3 --size 128`` claims no ranks.
 * a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
   ``WORLD_SIZE``, if several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
@@ -128,7 +128,7 @@ class TaskClaims:
     invocations: tuple[Invocation, ...] = ()
     """Commands that claim ranks, independent of other tasks."""
     others: tuple[Invocation, ...] = ()
-    """Commands with too few rank flags. ``checks`` counts them if other tasks run the same program with more."""
+    """Commands with too few rank flags. ``layout.checks`` counts them if other tasks run the same program with more."""
     numbered: Invocation | None = None
     """The task's rank and the world size, from flags or variables. They count if another task has them, too."""
     modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))

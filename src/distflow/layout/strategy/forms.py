@@ -2,7 +2,7 @@
 
 A spec has one form: ``{kind: hybrid, mesh_shape: [[2, 2], [fsdp, tp]], mixed_precision: bf16}``, where each key
 is optional and options stand next to ``kind``. Blocks that were copied from other guides are converted, with a warning that
-shows the result (``layout.strategy.groups``):
+shows the result (``layout.strategy.model.group_strategy``):
 
 * tunix: ``mesh: {shape: "(2, 2)", axis_names: "('fsdp', 'tp')"}``, and ``shape`` and ``axis_names`` without ``mesh``
 * ``DISTFLOW_STRATEGY``: ``{kind, mesh: {shape, names}, options: {…}}``
@@ -26,7 +26,7 @@ AXES = {
     "dp": "dp", "data": "dp", "replicate": "dp", "dp_replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "dp_shard": "fsdp",
     "cp": "cp", "tp": "tp", "pp": "pp",
 }  # fmt: skip
-"""Names of mesh axes in specs, in torchtitan and accelerate, and in other guides, and their names here."""
+"""Name of a mesh axis in specs, torchtitan, accelerate or other guides → its name in distflow."""
 
 _CLUSTER_KINDS = {"ray": "ddp", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "pipeline": "pipeline"}
 _CLUSTER_KEYS = (
@@ -75,9 +75,9 @@ class Draft:
     """The path of the mesh; empty if there is none."""
     options: dict[str, Given] = field(default_factory=dict)
     worlds: list[Given] = field(default_factory=list)
-    """Numbers of ranks that the block claims."""
+    """The total number of ranks, each time that the block states it."""
     sizes: Given | None = None
-    """Numbers of ranks in each task that the block claims (a list)."""
+    """The number of ranks in each task, as the block states them (a list)."""
     placement: Given | None = None
     """The requested placement of ranks on nodes, in Ray's terms."""
     problems: list[Problem] = field(default_factory=list)
@@ -158,7 +158,7 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
     sizes = [int(word) if word.isdigit() else word for word in _words(shape)]
     words = _words(names)
     if not sizes or not words or len(sizes) != len(words):
-        draft.add(path, f"the mesh has a different number of names and sizes: {shape!r} and {names!r}", _MESH_HINT)
+        draft.add(path, f"the mesh needs sizes and equally many names, but has {shape!r} and {names!r}", _MESH_HINT)
         return
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
         draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
@@ -224,7 +224,7 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
 
 
 def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
-    """Note the numbers of ranks that a cluster claims."""
+    """Store the numbers of ranks that a ``cluster`` block states, and report invalid ones."""
     counts: dict[str, int] = {}
     for key in ("num_workers", "num_nodes", "num_gpus", "gpus_per_node"):
         value = block.get(key)
@@ -287,7 +287,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         if piped and key == "gradient_accumulation_steps":
             name = "micro_batches"
         if replicated and key == "mixed_precision":
-            # In the guide this option lowers the precision of communication.
+            # In NeMo RL's blocks, this option lowers the precision of communication.
             name, value = "compression", {True: "bf16", False: "none"}.get(value, value) if isinstance(value, bool) else value  # noqa: PLW2901
         _known_option(draft, key, value, here, _TRAINING, name)
 

@@ -2,8 +2,8 @@
 
 The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
 bytes per parameter. Activations of a layer are counted in bytes per token and hidden unit: 34 s·b·h, or 2 s·b·h with
-recomputation (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with attention that does not
-store a matrix of scores). A tenth of each GPU is reserved for CUDA, NCCL and fragmentation.
+recomputation; twice that in fp32 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with
+attention that does not store a matrix of scores). A tenth of each GPU is reserved for CUDA, NCCL and fragmentation.
 """
 
 from __future__ import annotations

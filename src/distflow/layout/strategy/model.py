@@ -1,7 +1,7 @@
 """How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
 
-A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
-``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 share the shards of one half.
+A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in ``[[2,
+2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 hold the shards of the same halves.
 
 The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
 stages divide the ranks; options are valid for the kind and with each other; batch sizes add up.
@@ -98,7 +98,7 @@ def _values(draft: Draft) -> dict[str, Any]:
     if "state_dict_type" in options:
         message = "`state_dict_type` has no effect: the calls of the program define which state is saved"
         hint = (
-            "full_state_dict(model) returns the whole state on rank 0; Checkpoints writes shards that every strategy can read"
+            "plan.full_state_dict() returns the whole state on rank 0; Checkpoints writes shards that every strategy can read"
         )
         draft.add(draft.options["state_dict_type"].path, message, hint, severity=Severity.WARNING)
     kind = draft.kind
@@ -108,7 +108,7 @@ def _values(draft: Draft) -> dict[str, Any]:
 
 
 def _kind(draft: Draft, world: int) -> str:
-    """Return the kind of the block, or the one that its mesh implies; ddp if it has neither."""
+    """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ddp, or none for one rank."""
     active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
     implied = "none"
     if active:
@@ -257,5 +257,5 @@ def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
     if block is None or framework is None or framework.value not in _OF_THEIR_OWN:
         return ()
     message = f"`framework: {framework.value}` does not use `strategy`: it has its own configuration"
-    hint = "configure it there, or use `framework: pytorch`, or call `parallelize` of `distflow.train`, which uses `strategy`"
+    hint = "configure it there, or use `framework: pytorch`, or call `world.parallelize` of `distflow.train`, which uses it"
     return (Problem(where=block.mark_at(block.path), severity=Severity.WARNING, message=message, hint=hint),)

@@ -61,7 +61,7 @@ class DynamicBatcher(Generic[_Sample]):
         self._longest = 0
 
     def add(self, sample: _Sample) -> list[_Sample] | None:
-        """Add a sample; return a full batch, which may not contain it, or ``None``. Raises ``ValueError`` above ``max_tokens``."""
+        """Add a sample; return a full batch (perhaps without it) or ``None``. Raises ``ValueError`` for a too long sample."""
         tokens = self._length(sample) if self._max_tokens is not None else 0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise ValueError(f"a sample of {tokens} tokens does not fit max_tokens={self._max_tokens}: cut it, or allow more")
