@@ -67,7 +67,7 @@ class Channel(Protocol):
     Contract, held by tests/contract/test_transport.py for every implementation:
 
     1. ``write`` may be called from several threads; the bytes of one call stay together. It returns when all bytes have been
-       sent, and raises ``NodeUnreachable`` if the other side or the channel is closed.
+       sent or queued, and raises ``NodeUnreachable`` if the other side or the channel is closed.
     2. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises;
        ``stderr_tail`` explains an early end.
     3. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` or ``write`` that blocks in another
@@ -99,7 +99,7 @@ class Stream(Protocol):
     Contract, held by tests/contract/test_transport.py for every implementation:
 
     1. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises.
-    2. ``write`` returns when all bytes have been sent, and raises ``NodeUnreachable`` if the other side has closed.
+    2. ``write`` returns when all bytes have been sent or queued, and raises ``NodeUnreachable`` if the other side has closed.
     3. ``end`` closes the sending direction; the other direction stays open.
     4. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` that blocks in another thread.
     """

@@ -240,7 +240,7 @@ class MultiplexedChannel:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the command cannot send anything more."""
+        """Whether the command has ended and all of its output has arrived, or both directions of the TCP connection ended."""
         return self._output_ended and (
             (self._stderr_ended and self._code is not None) if self._is_command else self._input_ended or self._input_closed
         )
@@ -475,7 +475,9 @@ class _HubConnection:
         printed = "\n".join(filter(None, [noise.decode("utf-8", "replace").strip(), channel.stderr_tail().strip()]))
         hint = f"The node printed:\n{printed[-_SHOWN:]}" if printed else ""
         if code is None or code == _NO_CONNECTION:
-            return NodeUnreachable(self.node, f"the connection broke before `{self._python}` answered", hint=hint)
+            is_noisy = code is None and len(noise) > _MOST_NOISE
+            what = f"it printed more than {_MOST_NOISE >> 20} MiB" if is_noisy else "the connection broke"
+            return NodeUnreachable(self.node, f"{what} before `{self._python}` answered", hint=hint)
         if code > _SIGNALED:
             how = f"signal {code - _SIGNALED} ended the command hub"
             return NodeUnreachable(self.node, f"{how} before `{self._python}` answered", hint=hint)
@@ -505,7 +507,7 @@ class _HubConnection:
 
 
 def _copy_of(error: TransportError) -> NodeUnreachable:
-    """Return another exception with the same message. Each thread raises its own."""
+    """Return a ``NodeUnreachable`` with the same message. Each thread raises its own exception."""
     return NodeUnreachable(error.node, error.detail, hint=error.hint)
 
 

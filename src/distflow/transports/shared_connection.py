@@ -51,7 +51,7 @@ class SharedConnection(Generic[C]):
 
     @property
     def current(self) -> C | None:
-        """The last connection that was opened; ``None`` if it was dropped or replaced."""
+        """The last opened connection, which may be broken; ``None`` before the first, after ``drop``, and while connecting."""
         return self._connection
 
     def get(self, deadline: Deadline | None) -> C:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a process group exists, which it would keep: `world._leave`
+import torch.distributed.nn  # its default arguments would keep a process group: see `world._leave`
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
-    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` if the numbers of ranks differ."""
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` before ``init``, or if its size differs."""
     if not dist.is_initialized():
         raise ValueError("the ranks are not connected yet: call `world = train.init()` before `world.parallelize(…)`")
     if strategy.world_size != dist.get_world_size():
@@ -50,7 +50,7 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
 
 
 def make_sequence_mesh(strategy: Strategy) -> DeviceMesh | None:
-    """Return the mesh of the ranks that share this rank's sequences (``cp``). Collective."""
+    """Return the mesh of the ranks that share this rank's sequences (``cp``); ``None`` without this axis. Collective."""
     if "cp" not in strategy.names:
         return None
     mesh = init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
@@ -133,7 +133,7 @@ def _divide(
 
 
 def _device() -> torch.device:
-    """Return this rank's device: its GPU if the ranks communicate through NCCL, else the CPU."""
+    """Return this rank's device: its GPU if the ranks use NCCL or are not connected yet, else the CPU."""
     connected = dist.is_initialized()
     if torch.cuda.is_available() and (not connected or "nccl" in str(dist.get_backend_config())):
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -176,7 +176,7 @@ def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list
 def large_modules(model: nn.Module, min_parameters: int = 100_000_000) -> list[nn.Module]:
     """Return the modules with at least ``min_parameters`` parameters, inner modules first.
 
-    Parameters of a returned module do not count for the modules around it. The default is that of torch's size-based policy.
+    Parameters of a returned module do not count for the modules around it. The model itself and module lists are omitted.
     """
     found: list[nn.Module] = []
 

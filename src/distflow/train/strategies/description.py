@@ -58,7 +58,7 @@ class Strategy:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of one step over all ranks; ``None`` without ``global_batch_size`` and ``micro_batch_size``."""
+        """The samples of one step over all ranks; ``None`` if the options state neither batch size."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
         return int(self.options["micro_batch_size"]) * known.micro_batches(self.options) * self.data_shard(0)[1]
@@ -88,7 +88,7 @@ class Strategy:
     def data_shard(self, rank: int) -> tuple[int, int]:
         """Return the index of a rank's share of the data, and the number of shares.
 
-        Ranks that share a tensor, and stages of one pipeline, take the same share.
+        Ranks that share a tensor or a sequence, and stages of one pipeline, take the same share.
 
         >>> Strategy(kind="hybrid", shape=(2, 2), names=("fsdp", "tp")).data_shard(1)
         (0, 2)
@@ -184,9 +184,9 @@ def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
 
 
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
-    """Return a strategy over ``world`` ranks. Options in ``MESH_SIZES`` set the sizes of inner axes.
+    """Return a strategy over ``world`` ranks. Options in ``MESH_SIZES`` set the sizes of axes.
 
-    Raises ``ValueError`` if these sizes do not divide the number of ranks, and for invalid options.
+    Raises ``ValueError`` if these sizes do not fit the number of ranks, and for an unknown kind or invalid options.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown strategy {kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}")

@@ -49,7 +49,7 @@ KINDS = tuple(AXES)
 """Replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and an unchanged module."""
 
 MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "cp_size": "cp", "shard_size": "fsdp", "stages": "pp"})
-"""Option → mesh axis whose size it sets. The outermost axis takes the remaining ranks."""
+"""Option → mesh axis whose size it sets. One axis without such an option takes the remaining ranks (``default_mesh``)."""
 
 
 class InvalidValue(Exception):
@@ -189,7 +189,7 @@ class Option:
 
     kinds: tuple[str, ...]
     words: tuple[str, ...]
-    """The valid values, if they are a fixed list; else empty, and ``type`` counts."""
+    """The valid values, if they are a fixed list; else empty, and ``type`` decides."""
     type: Any
     instead: str
     """The hint if the option is given for another kind; may be empty."""
@@ -284,7 +284,7 @@ def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
 
 
 def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: int | None) -> dict[str, int] | Misfit:
-    """Return axis → size of a mesh over all ranks, or a ``Misfit``. Options in ``MESH_SIZES`` set the sizes of inner axes.
+    """Return axis → size of a mesh over all ranks, or a ``Misfit``. Options in ``MESH_SIZES`` set the sizes of their axes.
 
     ``per_node`` is the default ``shard_size`` of HYBRID_SHARD: the ranks on each node, or ``None`` if nodes differ.
     """
@@ -348,7 +348,7 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
     if sharding == "NO_SHARD":
         for name in ("cpu_offload", "mixed_precision", "reduce_dtype"):
             if options.get(name, False) not in (False, "none"):
-                yield Misfit(name, f"`{name}` needs shards, but NO_SHARD creates none", "write FULL_SHARD, or remove it")
+                yield Misfit(name, f"`{name}` needs shards, but NO_SHARD creates none", f"use FULL_SHARD, or remove `{name}`")
     if kind in ("hybrid", "pipeline") and sharding in ("HYBRID_SHARD", "NO_SHARD"):
         message = f"{kind} does not support {sharding}: the axes dp and fsdp of the mesh define replicas and shards"
         yield Misfit("sharding_strategy", message, "write FULL_SHARD or SHARD_GRAD_OP")
@@ -377,7 +377,7 @@ def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterat
 
 
 def micro_batches(options: Mapping[str, Any]) -> int:
-    """Return how many micro-batches each share of a step is divided into."""
+    """Return into how many micro-batches the options divide each share of a step; 1 if they do not say."""
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", 1)))
 
 
@@ -409,7 +409,7 @@ def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Mi
     parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
     if micro is not None and whole != micro * data * steps:
         message = f"a global batch of {whole} is not {micro} × {parts} = {micro * data * steps}"
-        yield Misfit("global_batch_size", message, f"write {micro * data * steps}, or leave one of the three out")
+        yield Misfit("global_batch_size", message, f"write {micro * data * steps}, or remove `global_batch_size`")
     elif whole % (data * steps):
         message = f"a global batch of {whole} cannot be divided over {parts}"
         yield Misfit("global_batch_size", message, f"use a multiple of {data * steps}")

@@ -47,7 +47,7 @@ class Pipeline(nn.Module):
         self.part = part
         """The module of this rank's stages."""
         self.stages = tuple(stages)
-        """The modules of each stage, which FSDP has sharded separately."""
+        """This rank's stages, one module each. FSDP shards them separately."""
         self.micro_batches = micro_batches
         """The number of micro-batches; lower for batches that cannot be divided equally."""
         self.is_first = mesh.get_local_rank("pp") == 0
@@ -68,8 +68,8 @@ class Pipeline(nn.Module):
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
 
         All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
-        the tensors of a tuple one by one, and with those of a mapping by their names. The mean of their gradients is added to
-        the existing gradients. Raises ``TypeError`` for targets that are not a tensor.
+        the tensors of a tuple one by one, and with those of a mapping by their names. The mean gradient of the micro-batches
+        is added to the existing gradients. Raises ``TypeError`` for targets that are not a tensor.
         """
         if not isinstance(targets, torch.Tensor):
             raise TypeError("a pipeline takes its targets as one tensor, which torch cuts into micro-batches")
@@ -145,7 +145,7 @@ def make_pipeline(
     example: tuple[torch.Tensor, ...] | None,
     divide: Callable[[nn.Module], nn.Module],
 ) -> Pipeline:
-    """Return this rank's stages of the model over the mesh axis ``pp``; ``divide`` divides each over the other axes, in place.
+    """Return this rank's stages of the model over the mesh axis ``pp``; ``divide`` divides each stage over the other axes.
 
     An ``nn.Sequential`` is cut between its children, into parts of about equally many parameters or at ``split_points``. Any
     other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``; its stages
@@ -244,5 +244,5 @@ def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> li
     stage_of: dict[nn.Parameter, int] = {}
     for number, one in enumerate(stages):
         if any(stage_of.setdefault(parameter, number) != number for parameter in one.parameters()):
-            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; put both in one stage")
+            raise ValueError(f"pipeline: stage {number} shares a parameter with an earlier stage; keep its layers in one stage")
     return stages

@@ -67,8 +67,8 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 def own_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     """Return the plan of a Hugging Face model (``tp_plan``), by module name; empty if it has none.
 
-    Embeddings and the head stay whole if they are tied or cannot be divided equally. Raises ``ValueError`` for a style that
-    torch's tensor parallelism does not support.
+    Embeddings and the head stay whole if they are tied, have a padding row or are not divisible. Raises ``ValueError`` for a
+    style that torch's tensor parallelism does not support.
     """
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     plan: dict[str, str] = {}
@@ -102,7 +102,7 @@ def tensor_styles(model: nn.Module, ranks: int, plan: Mapping[str, str] | None =
     """Return module name → style for each matrix of a model that is cut over ``ranks``.
 
     The styles are those of ``plan``, else of the model's own plan, else of a plan from common names. Raises ``ValueError`` if
-    there is no plan, or if a matrix cannot be cut.
+    there is no plan or a matrix cannot be cut, and ``TypeError`` for modules other than linear layers.
     """
     chosen = dict(plan or own_plan(model, ranks) or derive_plan(model))
     if not chosen:
@@ -189,7 +189,7 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     if style == "colwise" and (last.lower() in FUSED or tripled):
         raise ValueError(
             f"tensor parallelism: {name} seems to hold several matrices at once (such as query, key and value), which a cut by "
-            "columns would mix: make them layers of their own (q_proj, k_proj, v_proj; or up_proj, when it is one), or leave "
+            "columns would mix: make them layers of their own (q_proj, k_proj, v_proj; or up_proj for a single one), or leave "
             "this layer and the one after it out of the plan"
         )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)

@@ -27,7 +27,7 @@ _FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
-    """Return the names of a model's tensors in the safetensors files of a directory.
+    """Return the names of all tensors in the safetensors files of a directory, with each name of tied parameters.
 
     For a tied parameter, the files need only one of its names. Raises ``FileNotFoundError`` for a directory without
     safetensors files, and ``ValueError`` if they lack a tensor of the model.
@@ -39,8 +39,8 @@ def weight_names(directory: str | Path, model: nn.Module) -> frozenset[str]:
         if not stored.isdisjoint(names):
             stored.update(names)
     if missing := sorted(_states(model).keys() - stored):
-        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
-        raise ValueError(f"the safetensors files in {directory} lack {', '.join(missing[:3])}{more} of the model")
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"the safetensors files in {directory} lack {', '.join(missing[:3])}{more}, which the model has")
     return frozenset(stored)
 
 

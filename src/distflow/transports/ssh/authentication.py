@@ -1,7 +1,7 @@
 """Log in with a key: collect the keys for a host, and try them in the order of ssh.
 
-Keys come from files and from the agent, with their certificates. No input of a person is needed: a key with a passphrase works
-only through the agent, and passwords are never sent.
+Keys come from files and from the agent, with their certificates. distflow never asks for a password or passphrase: a key with a
+passphrase works only through the agent, and passwords are never sent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _refusal(
 ) -> AuthenticationRefused:
     hints = []
     if tried:
-        suffix = " and closed the connection: too many keys were tried" if hung_up else ""
+        suffix = " and closed the connection; perhaps too many keys were tried" if hung_up else ""
         message = f"{endpoint} refused {'the key' if len(tried) == 1 else f'all {len(tried)} keys'}{suffix}"
         hints.append("tried:\n" + "\n".join(f"  {label}" for label in tried))
         if suffix:
@@ -133,7 +133,8 @@ def _refusal(
     elif keyring.locked:
         message = f"there is no usable key for {endpoint}: {keyring.locked[0]} is protected by a passphrase"
     else:
-        message = f"there is no usable key for {endpoint}: no key was found"
+        was_found = any(not note.endswith(": file not found") for note in keyring.notes)
+        message = f"there is no usable key for {endpoint}" + ("" if was_found else ": no key was found")
     if keyring.locked:
         commands = " or ".join(f"`ssh-add {quote([file])}`" for file in keyring.locked)
         lack = "" if keyring.agent is not None else ' (no agent is running: first run `eval "$(ssh-agent)"`)'

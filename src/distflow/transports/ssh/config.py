@@ -61,8 +61,8 @@ class SshConfigError(ValueError):
 class SshDestination:
     """A host to reach over SSH. The OpenSSH configuration and its defaults fill in each field that is ``None``.
 
-    ``host_key_policy``, ``connect_timeout_s``, ``keepalive_s`` and ``known_hosts_files`` apply to jump hosts too; ``port``,
-    ``user`` and ``identity_file`` apply only to the destination, as with ``ssh -p -l -i``.
+    ``port``, ``user`` and ``identity_file`` apply only to the destination, as with ``ssh -p -l -i``. The fields after those
+    apply to jump hosts too.
     """
 
     host: str
@@ -104,7 +104,7 @@ class SshHost:
     user: str
     identity_files: tuple[str, ...]
     has_own_identities: bool
-    """Whether the configuration names the identity files. Default ones need not exist."""
+    """Whether the destination or the configuration names identity files. Default ones need not exist."""
     certificate_files: tuple[str, ...]
     identities_only: bool
     identity_agent: str | None
@@ -157,7 +157,7 @@ def resolve_destination(destination: SshDestination) -> SshHost:
 
 def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
     """Return the settings for a host on the way to ``destination``. Raises ``SshConfigError``."""
-    # Check both first: they may become part of the shell command of a ProxyCommand or a `Match exec`.
+    # Check host and user first: they may become part of the shell command of a ProxyCommand or a `Match exec`.
     if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host) or not hop.host:
         raise SshConfigError(f"`{hop.host}` is not a valid host name")
     if hop.user is not None and not _USER.fullmatch(hop.user):

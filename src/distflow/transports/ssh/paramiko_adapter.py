@@ -183,7 +183,7 @@ _CODES: dict[int | None, tuple[str, str]] = {
 
 @contextlib.contextmanager
 def foreign_errors(node: str, endpoint: str, doing: str = "") -> Iterator[None]:
-    """Raise foreign errors as ``NodeUnreachable`` of ``node``. The message names the ``endpoint`` and the step ``doing``."""
+    """Raise the errors in ``FOREIGN`` as ``NodeUnreachable``. The message names the ``endpoint`` and the step ``doing``."""
     try:
         yield
     except NodeError:

@@ -56,7 +56,7 @@ def addresses_of(host: SshHost) -> tuple[str, ...]:
 
 
 def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
-    """Return the host name of each destination that no name service knows, and ``None`` for all others.
+    """Return for each destination its host name if no name service knows this name, else ``None``.
 
     A destination behind a jump host or a ``ProxyCommand`` is ``None``, because the jump host or proxy resolves its name. A
     name whose lookup failed for another reason, or did not end within 2 s, is ``None`` too.

@@ -24,7 +24,7 @@ __all__ = ["SshChannel", "SshDestination", "SshStream", "SshTransport", "remote_
 class SshTransport:
     """Runs commands over one SSH connection (contract: ``transports.base.Transport``).
 
-    1. The first ``run`` or ``open`` connects. After a broken connection, the next one connects again.
+    1. The first call connects. After a broken connection, the next one connects again.
     2. Threads that need the connection at the same time share one connection attempt and its outcome.
     3. ``HostKeyUnknown``, ``HostKeyMismatch`` and ``AuthenticationRefused`` need an action of a person; other errors may be
        temporary.
