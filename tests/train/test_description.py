@@ -73,7 +73,7 @@ def test_both_sides_refuse_the_same(kind: str) -> None:
         ("ddp", {"cpu_offload": True}, "ddp has no option `cpu_offload`: only sharded parameters"),
         ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "hybrid does not support NO_SHARD"),
         ("fsdp", {"mixed_precision": "bf17"}, "mixed_precision is 'bf17': give one of `none`, `bf16`, `fp16`"),
-        ("tp", {"tp_size": 2}, "`tp_size` is 2, but there are 4 ranks"),
+        ("tp", {"tp_size": 2}, "`tp_size` is 2, but the number of ranks is 4"),
         ("ddp", {"bucket_cap": 1}, "a strategy has no option 'bucket_cap': did you mean 'bucket_cap_mb'?"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start
     )  # fmt: skip
     assert run.wait() == 1
     assert run.error["rank"] == 1
-    assert "OutOfMemory: this rank ran out of memory, and the other ranks did not vote within 2 s" in run.stderr
+    assert "OutOfMemory: this rank ran out of memory, and the vote with the other ranks (limit: 2 s) failed" in run.stderr
 
 
 def test_a_request_to_one_rank_stops_all_after_the_same_step(start_with_torch: Start) -> None:

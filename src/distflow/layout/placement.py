@@ -241,9 +241,9 @@ def _lacks(demand: Demand, node: Free) -> str:
             )
     note = f" ({node.note})" if node.note else ""
     if node.gpus is not None and demand.gpus > node.gpus:
-        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} requested{note}"
+        return f"{_of(node.gpus, node.all_gpus, 'GPU')} free, {demand.gpus} requested{note}"
     if node.cpus is not None and demand.cpus > node.cpus:
-        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} requested{note}"
+        return f"{_of(node.cpus, node.all_cpus, 'CPU')} free, {demand.cpus} requested{note}"
     if node.memory is not None and demand.memory > node.memory:
         free = _bytes(node.memory)
         free += f" of {_bytes(node.all_memory)}" if node.all_memory is not None else ""
@@ -251,8 +251,8 @@ def _lacks(demand: Demand, node: Free) -> str:
     return ""
 
 
-def _of(free: int, everything: int | None) -> str:
-    return f"{free} of {everything}" if everything is not None else str(free)
+def _of(free: int, everything: int | None, unit: str) -> str:
+    return f"{free} of {everything} {unit}s" if everything is not None else f"{free} {unit}{'s' * (free != 1)}"
 
 
 def _bytes(count: int) -> str:

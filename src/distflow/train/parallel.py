@@ -135,7 +135,7 @@ class ParallelPlan:
             return self.model.step(inputs, targets)
         samples = sample_count(inputs)
         if not 1 <= count <= samples:
-            raise ValueError(f"a batch of {samples} samples cannot be cut into {count} micro-batches")
+            raise ValueError(f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches")
         begin_step(self.model)
         losses = []
         for some, wanted in zip(cut(inputs, count, samples), cut(targets, count, samples), strict=True):

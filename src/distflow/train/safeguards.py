@@ -123,9 +123,9 @@ class MemoryGuard:
             all_ranks(False, group=self._group, timeout=self._timeout)
         except RuntimeError as why:
             raise OutOfMemory(
-                f"this rank ran out of memory, and the other ranks did not vote within {self._timeout.total_seconds():g} s "
-                f"({str(why).splitlines()[0]}). They may wait in a collective of the guarded block: keep the backward pass and "
-                "sharded models out of it, or use smaller batches"
+                f"this rank ran out of memory, and the vote with the other ranks (limit: {self._timeout.total_seconds():g} s) "
+                f"failed: {str(why).splitlines()[0]}. They may wait in a collective of the guarded block: keep the backward pass "
+                "and sharded models out of it, or use smaller batches"
             ) from error
 
 

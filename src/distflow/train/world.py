@@ -76,7 +76,7 @@ class World:
         is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
-        of the tensors. On the meta device, rank 0 draws only tensors that state dictionaries omit (non-persistent buffers).
+        of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
 
         Raises ``ValueError`` if the model, the strategy, its options and the number of ranks do not fit together.
         """

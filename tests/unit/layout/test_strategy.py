@@ -133,7 +133,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{mesh_shape: [[2, 4], [fsdp, tp]]}", (2, 2, 2, 2), "tp is 4, but a task has 2 ranks", "set tp to 1 or 2"),
         ("{mesh_shape: [[4, 4], [fsdp, tp]]}", (4, 4), "the mesh has 4 × 4 = 16 places", "[[2, 4], [fsdp, tp]]"),
         ("{kind: tp}", (2, 2), "tp is 4, but a task has 2 ranks", "use the other ranks for fsdp"),
-        ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but there are 4 ranks", "kind: hybrid"),
+        ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but the number of ranks is 4", "kind: hybrid"),
         ("{kind: hybrid}", (4,), "the size of `tp` is not defined", "tp_size"),
         ("{kind: hybrid, tp_size: 3}", (4,), "`tp_size` is 3, which does not divide 4 ranks", "1, 2, 4"),
         ("{kind: pipeline, stages: 3}", (4,), "`stages` is 3, which does not divide 4 ranks", "1, 2, 4"),

@@ -292,7 +292,7 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
     has_replicas = options.get("sharding_strategy") == "HYBRID_SHARD"
     if kind == "tp" and sizes.setdefault("tp", ranks) != ranks:
         hint = "write kind: hybrid, which shards the model over the other ranks"
-        return Misfit("tp_size", f"`tp_size` is {sizes['tp']}, but there are {ranks} ranks", hint)
+        return Misfit("tp_size", f"`tp_size` is {sizes['tp']}, but the number of ranks is {ranks}", hint)
     if kind == "fsdp" and not has_replicas and "shard_size" in options:
         message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
         return Misfit("shard_size", message, "add sharding_strategy: HYBRID_SHARD, or remove `shard_size`")
@@ -307,7 +307,7 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
     for name, axis in MESH_SIZES.items():
         if rest % sizes.get(axis, 1):
             fitting = ", ".join(str(number) for number in range(1, rest + 1) if rest % number == 0)
-            message = f"`{name}` is {sizes[axis]}, which does not divide {rest} ranks"
+            message = f"`{name}` is {sizes[axis]}, which does not divide {rest} rank{'s' * (rest > 1)}"
             return Misfit(name, message, f"use one of {fitting}")
         rest //= sizes.get(axis, 1)
     outer = next((axis for axis in (MAIN_AXIS[kind], "fsdp" if kind == "hybrid" else "dp") if axis not in sizes), "dp")
