@@ -124,8 +124,8 @@ class MemoryGuard:
         except RuntimeError as why:
             raise OutOfMemory(
                 f"this rank ran out of memory, and the vote with the other ranks (limit: {self._timeout.total_seconds():g} s) "
-                f"failed: {str(why).splitlines()[0]}. They may wait in a collective of the guarded block: keep the backward pass "
-                "and sharded models out of it, or use smaller batches"
+                f"failed: {str(why).splitlines()[0]}. They may wait in a collective of the guarded block: keep the backward "
+                "pass and sharded models out of it, or use smaller batches"
             ) from error
 
 

@@ -103,8 +103,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     for the other ranks. Without torch's variables, the world has one rank. A process that ends without an
     exception leaves the world at exit.
 
-    SIGUSR1 then prints the stack of every thread, to standard error or, in a task of distflow, to a file. ``distflow workflow
-    stacks`` reads it and the rank's current collective. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
+    SIGUSR1 then prints the stack of every thread, to standard error or, in a task of distflow, to a file. The command
+    ``distflow workflow stacks`` reads it and the current collective. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
 
     Raises ``WorldError``, and ``ValueError`` if ``DISTFLOW_STRATEGY`` is not valid.
     """
