@@ -1,4 +1,4 @@
-"""Deprecated functions of distflow 0.2, which use the strategy of the last plan. Each warns and calls its replacement."""
+"""Deprecated functions of distflow 0.2, which use the last plan's strategy. Each warns, then does what its replacement does."""
 
 from __future__ import annotations
 

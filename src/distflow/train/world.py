@@ -104,7 +104,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     exception leaves the world at exit.
 
     SIGUSR1 then prints the stack of every thread, to standard error or, in a task of distflow, to a file. The command
-    ``distflow workflow stacks`` reads it and the current collective. With ``DISTFLOW_DEBUG=1``, torch checks collectives against each other.
+    ``distflow workflow stacks`` reads it and the rank's collective. With ``DISTFLOW_DEBUG=1``, torch compares the collectives.
 
     Raises ``WorldError``, and ``ValueError`` if ``DISTFLOW_STRATEGY`` is not valid.
     """
