@@ -25,18 +25,18 @@ class Member:
 
     member_id: str
     rank: int
-    """Number of the member. Member 0 is the master."""
+    """The position of the member's id in the order of all ids. The member with rank 0 is the master."""
     identity: str
     """Name of the node."""
     job_id: str
     announce_time: str
-    """When the member joined, as ISO 8601."""
+    """The time of the attempt's leases as ISO 8601 (UTC), the same for all members."""
     local_ips: tuple[str, ...] = ()
-    """Addresses on the training network, the usual one first."""
+    """The address on the training network. distflow writes only one."""
     public_ips: tuple[str, ...] = ()
     """The same as ``local_ips``: distflow does not know public addresses."""
     exposed_ports: Mapping[str, str] = field(default_factory=dict)
-    """Port of the node → port of the container."""
+    """Port of the node → port of the container; empty in files that distflow writes."""
 
     @property
     def is_master(self) -> bool:
@@ -86,7 +86,7 @@ class Distributed:
     rank = property(lambda self: self.me().rank, doc="Number of this task among the members.")
 
     def is_distributed_task(self) -> bool:
-        """Return whether ``distributed.json`` exists and names a gang."""
+        """Return whether ``distributed.json`` exists, is valid and names a gang."""
         try:
             return bool(self.config.group_name)
         except (OSError, ValueError):
@@ -105,7 +105,7 @@ class Distributed:
         raise RuntimeError(f"no member has the id {member_id!r}; existing members: {known or 'none'}")
 
     def me(self) -> Member:
-        """Return the member of this task."""
+        """Return the member of this task. Raises ``RuntimeError`` if the file does not contain it."""
         return self.member(self.config.member_id)
 
     def master(self) -> Member:

@@ -5,13 +5,13 @@
     DistflowError                      exit  what happened
     ├── InputError                      2    a document or the command line is wrong
     │   ├── ProblemsFound               2    findings with file:line (documents.problems)
-    │   └── NotFound                    2    a workflow, task, pool or node of that name does not exist
+    │   └── NotFound                    2    a workflow, task, node, file or another named thing does not exist
     ├── NodeError                       3    a node, or the connection to it, failed
     │   ├── TransportError              3    a command or bytes could not be sent to it
     │   │   ├── NodeUnreachable         3    no connection, or it broke
     │   │   │   ├── HostKeyUnknown      3    known_hosts does not have the host: retrying does not help
     │   │   │   ├── HostKeyMismatch     3    the host's key differs from known_hosts, or is revoked
-    │   │   │   └── AuthenticationRefused 3  the host accepts none of the user's keys
+    │   │   │   └── AuthenticationRefused 3  the host accepts none of the user's keys, or there is no usable key
     │   │   └── BootstrapFailed         3    connected, but distflow's runtime does not start
     │   └── AgentError                  3    the node's agent refused a request
     ├── StorageError                    3    data at a URL, or local files, could not be read or written
@@ -27,8 +27,9 @@
     ├── WaitTimeout                     3    a workflow has not ended within the time that was given
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
-Messages say what failed, where, and what to do. The command line prints them unchanged (``cli.app``). Every other exception is
-a bug in distflow, with exit code 70.
+Messages say what failed, where, and what to do. The command line prints them unchanged, most of them after ``error:``. Usage
+errors exit with 2, a full disk with 5 and Ctrl-C with 130. Any other exception is a bug in distflow, with exit code 70
+(``cli.app``).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class InputError(DistflowError):
 
 
 class NotFound(InputError):
-    """There is no such workflow, task, pool or node."""
+    """Something that a name or a pattern selects does not exist, such as a workflow, a task, a pool, a node or a file."""
 
 
 class NodeError(DistflowError):
@@ -130,7 +131,7 @@ class HostKeyMismatch(NodeUnreachable):
 
 
 class AuthenticationRefused(NodeUnreachable):
-    """The host accepts none of the user's keys; retrying does not help."""
+    """The host accepts none of the user's keys, or the user has no usable key; retrying does not help."""
 
 
 class BootstrapFailed(TransportError):
@@ -205,7 +206,10 @@ class StoreBroken(StateError):
 
 
 class WorkflowEnded(DistflowError):
-    """The workflow ended and did not complete. Commands that wait for a workflow raise this."""
+    """The workflow ended and did not complete, or a rank of a function did not return a usable value.
+
+    Commands that wait for a workflow raise this.
+    """
 
     exit_code = 1
 

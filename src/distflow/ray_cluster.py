@@ -1,13 +1,14 @@
 """A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
-worker tries to join until the head answers, and stays as long as Ray does. Neither stops anything: the tasks of a gang are
-ended by distflow, with all their processes, and ``ray stop`` would end every Ray of the machine.
+worker tries to join until the head answers or the time is over, and runs as long as Ray does. Neither of them calls
+``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their processes.
 
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
 
-Exit codes: the command's; 1 when the nodes did not come together in time; 127 when Ray or the command is not there.
+Exit codes: the command's; the exit code of ``ray start`` if the head does not start or a worker's Ray ends; 1 if not all nodes
+joined in time; 2 for wrong arguments; 127 if Ray or the command does not exist.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ Clock = Callable[[], float]
 
 
 def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) -> int:
-    """Do one node's part; return the exit code. The head's becomes the command and does not return when all went well."""
+    """Run the head or a worker, and return the exit code. If all nodes join, the head becomes the command instead."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     args, command = _parser().parse_args(words[:at]), words[at + 1 :]
     if (args.part == "head") != bool(command):
-        _parser().error("the head is given a command after --, a worker none")
+        _parser().error("`head` needs a command after `--`, and `worker` takes none")
     deadline = clock() + args.timeout
     try:
         if args.part == "worker":
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) ->
 
 
 def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
-    """Start the head and wait for all nodes; return 0 when they are there."""
+    """Start the head, wait for all nodes, and return 0 when they have joined; otherwise an exit code."""
     _, _, port = args.address.rpartition(":")
     started = subprocess.run([*_start(args), "--head", "--port", port, "--include-dashboard=false"], check=False)
     if started.returncode != 0:
@@ -74,10 +75,10 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
 
 def _worker(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
     while True:
-        # With --block it ends only when Ray does; before that it ends because the head does not answer yet.
+        # With --block, `ray start` ends when Ray ends, or when the head does not answer.
         ended = subprocess.run([*_start(args), "--address", args.address, "--block"], check=False)
         if clock() > deadline:
-            _say(f"Ray of this node has ended with {ended.returncode}")
+            _say(f"`ray start` for {args.address} ended with exit code {ended.returncode}; its output above shows the cause")
             return ended.returncode or 1
         _pause()
 
@@ -89,7 +90,7 @@ def _start(args: argparse.Namespace) -> list[str]:
 
 
 def _nodes() -> int:
-    """Return how many nodes are alive; 0 while Ray cannot say."""
+    """Return the number of nodes that are alive; 0 if Ray does not answer."""
     asked = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     for line in asked.stdout.splitlines():
         word, _, number = line.partition(" ")
@@ -110,12 +111,12 @@ def _pause() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distflow.ray_cluster", description="One node of a gang's Ray cluster.")
     parser.add_argument("part", choices=["head", "worker"])
-    parser.add_argument("--address", required=True, metavar="HOST:PORT", help="of the head")
-    parser.add_argument("--node-address", required=True, help="of this node on the training network")
-    parser.add_argument("--gpus", type=int, help="that Ray may use here (default: all that it sees)")
-    parser.add_argument("--cpus", type=int, help="that Ray may use here (default: all)")
-    parser.add_argument("--nodes", type=int, default=1, help="how many the head waits for")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="until all nodes must have joined")
+    parser.add_argument("--address", required=True, metavar="HOST:PORT", help="address of the head")
+    parser.add_argument("--node-address", required=True, help="address of this node on the training network")
+    parser.add_argument("--gpus", type=int, help="number of GPUs that Ray may use on this node (default: all that it sees)")
+    parser.add_argument("--cpus", type=int, help="number of CPUs that Ray may use on this node (default: all)")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes that the head waits for, including its own")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="maximum time until all nodes have joined")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Compress and hash an archive on all cores, while its files are still being read."""
+"""Compress and hash an archive on up to 8 cores, while its files are still being read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ParallelGzip:
         return self._hasher.hexdigest()
 
     def write(self, data: bytes) -> int:
-        """Compress a block. May wait for earlier blocks. Raises ``OSError`` if one of them could not be written."""
+        """Compress a block, possibly after a wait for earlier blocks. Raises ``OSError`` if one of those could not be written."""
         while len(self._pending) >= self._most_pending:
             self._pending.popleft().result()
         block = self._compressing.submit(self._compress, bytes(data))
@@ -75,7 +75,7 @@ class ParallelGzip:
 
     def _store(self, block: Future[bytes]) -> None:
         if self._has_failed:
-            return  # the failed block has reported the error to the caller
+            return  # the future of the failed block reports the error to the caller
         try:
             data = block.result()
             self._hasher.update(data)
@@ -86,7 +86,7 @@ class ParallelGzip:
 
 
 def _is_dense(data: bytes) -> bool:
-    """Return whether evenly spaced samples of a block can hardly be compressed."""
+    """Return whether evenly spaced samples of a block can hardly be compressed; false for a block of less than 16 KiB."""
     step = len(data) // _SAMPLES
     if step < _SAMPLE:
         return False

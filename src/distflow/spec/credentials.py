@@ -56,7 +56,10 @@ def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
 def check_credentials(
     spec: WorkflowSpec, known: Mapping[str, KnownCredential], *, severity: Severity = Severity.ERROR
 ) -> tuple[Problem, ...]:
-    """Return a finding for each missing credential, with this ``severity``, and for each missing key of a credential."""
+    """Return a finding for each credential or key that is missing, and for each credential that tasks cannot use.
+
+    ``severity`` applies to missing credentials only. All other findings are errors.
+    """
     uses = [use for group in spec.groups for task in group.tasks for use in task.credentials]
     return tuple(problem for use in uses for problem in _findings(use, known, severity))
 

@@ -74,7 +74,7 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
     for position, entry in enumerate(task.views("checkpoint")):
         path, data = entry.text("path"), _data(entry, position, writes=True)
         every_s = entry.parsed("frequency", parse_duration)
-        _check_directory(entry, "path", path)
+        _check_directory(entry, "path", path, "checkpoints")
         _check_frequency(entry, every_s)
         _regex_finding(entry)
         if path is not None and every_s is not None:
@@ -97,14 +97,14 @@ def shared_directory(group: View) -> CheckpointSpec | None:
         path = entry.text("path")
         every_s = entry.parsed("frequency", parse_duration)
         _check_frequency(entry, every_s)
-    _check_directory(entry, key, path)
+    _check_directory(entry, key, path, "`shared`")
     return CheckpointSpec(path=path, url="", every_s=every_s or _SHARED_EVERY_S) if path is not None else None
 
 
-def _check_directory(entry: View, key: str, path: Text | None) -> None:
+def _check_directory(entry: View, key: str, path: Text | None, use: str) -> None:
     if path is not None and (".." in path.value.split("/") or normpath(path.value).strip("/") == ""):
         hint = "write a directory of the task, such as `/tmp/models`, or `.` for its working directory"
-        entry.add(f"`{path.value}` is not a valid directory for checkpoints", hint, key=key)
+        entry.add(f"`{path.value}` is not a valid directory for {use}", hint, key=key)
 
 
 def _check_frequency(entry: View, every_s: float | None) -> None:
@@ -183,7 +183,7 @@ def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Location:
-    """The group of an entry of ``tasks``."""
+    """The group of an entry of ``tasks``, or of one of its replicas."""
 
     group: int
     """The position of its group in the file."""
@@ -214,7 +214,7 @@ class Graph:
                 yield name
 
     def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
-        """Return the inputs of an entry of ``tasks`` from other tasks. Add findings for invalid inputs."""
+        """Return the inputs that an entry of ``tasks`` gets from tasks of this workflow. Add findings for invalid inputs."""
         found = []
         for position, entry in enumerate(task.views("inputs")):
             what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
@@ -265,7 +265,7 @@ class Graph:
         return f"`{own}` must wait for `{name}`, which comes later in the file", f"move `{name}` before `{own}`"
 
     def _path(self, start: int, goal: int) -> list[int]:
-        """Return the groups on a path of dependencies, with both ends; empty if there is no path."""
+        """Return the groups on a shortest path of dependencies, with both ends; empty if there is no path."""
         came_from: dict[int, int | None] = {start: None}
         queue = [start]
         while queue and goal not in came_from:

@@ -2,11 +2,12 @@
 
 Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
 are not read again (``spec.unchanged``). A directory becomes one gzipped tar with names in order and without times and owners,
-so equal content has an equal digest. Files that a ``.gitignore`` in it names are not sent, and neither are ``.git`` and
-directories of distflow itself: the state, results, and files of tasks on nodes.
+so equal content has an equal digest. The following are not sent: files that match ``exclude`` or a ``.gitignore`` in the
+directory, ``.git``, logs of distflow's Slurm jobs, and directories of distflow itself (its state, results, and files of nodes).
 
-``distflow.train`` is sent as well, as one archive, if a task needs it. The archive has its own ``distflow/__init__.py``, which
-also finds a distflow that is installed on the node. ``distflow.train`` itself is always the version of the submitting machine.
+``distflow.train`` is sent as well, as one archive with the modules that it needs, if a task needs it. The archive has its own
+``distflow/__init__.py``, which also finds a distflow that is installed on the node. ``distflow.train`` itself is always the
+version of the submitting machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _OUTPUT = "/osmo/data/output/"
 
 
 def parse_files(task: View, base_dir: Path) -> tuple[FileSpec, ...]:
-    """Return the files of a task; their ``localpath`` is relative to ``base_dir``."""
+    """Return the files of a task, whose ``localpath`` is relative to ``base_dir``. Add findings for invalid entries."""
     return tuple(_without_clashes(task, base_dir))
 
 
@@ -169,7 +170,7 @@ def _decoded(entry: View, value: str | bytes, key: str) -> bytes:
 
 
 def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
-    """Return the absolute path of a ``localpath``, if it can be sent."""
+    """Return the absolute path of a ``localpath``; ``None``, after a finding, if it cannot be sent."""
     try:
         path = Path(written.value).expanduser()
     except RuntimeError:
@@ -184,9 +185,9 @@ def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
         message = f"`localpath: {written.value}`: " + (
             "the file or directory does not exist" if missing else f"it cannot be read: {reason}"
         )
-        entry.add(
-            message, f"the path is relative to the directory of the spec, so distflow looked for `{path}`", key="localpath"
-        )
+        is_relative = not os.path.isabs(os.path.expanduser(written.value))
+        hint = f"the path is relative to the directory of the spec, so distflow looked for `{path}`" if is_relative else ""
+        entry.add(message, hint or f"check the path `{path}`", key="localpath")
         return None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         entry.add(
@@ -272,10 +273,11 @@ def _ignore(_done: int, _total: int) -> None:
 
 
 def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
-    """Store all files of the spec in ``blobs``, one for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
+    """Store the files of the spec, one blob for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
-    The key of ``distflow.train`` is ``LIBRARY``. A file that cannot be read is a problem at its line in the spec. Raises
-    ``StateError`` if ``blobs`` cannot be written.
+    Inline ``contents`` are not stored: the spec contains them. The key of ``distflow.train`` is ``LIBRARY``. A file that cannot
+    be read, or a link that leaves its directory, is a problem at its line in the spec. Raises ``StateError`` if a blob
+    cannot be written.
     """
     packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -503,7 +505,7 @@ def _mode(head: bytes, status_mode: int) -> int:
 # -- distflow.train as an archive -------------------------------------------------------------------------------------
 
 LIBRARY = "distflow.train"
-"""The name of the archive among the bundles of a spec, whose names are paths."""
+"""The key of the archive among the bundles of a spec. All other keys begin with a path."""
 
 _PACKAGE = """\
 \"\"\"distflow.train of the submitting machine; all else belongs to the distflow that is installed here, if any.\"\"\"
@@ -526,7 +528,7 @@ def needs_library(group: GroupSpec, task: TaskSpec) -> bool:
 
 
 def library_archive() -> bytes:
-    """Return a gzipped tar, with the same bytes for the same sources on every machine."""
+    """Return ``distflow.train`` and the other modules for tasks as a gzipped tar. Equal sources give equal bytes."""
     top = Path(distflow.__file__).parent
     modules = [
         top / "distributed.py",

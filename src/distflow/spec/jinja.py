@@ -199,7 +199,7 @@ class Names:
 
 
 def read_names(template: str, file: str) -> Names:
-    """Return the variables that a template uses and assigns. Raises ``ProblemsFound`` if it is not a template."""
+    """Return the variables that a template uses and assigns. Raises ``ProblemsFound`` if it is not a valid template."""
     tree = _guarded(file, lambda: _parsed(template), template)
     names = list(tree.find_all(nodes.Name))
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -215,7 +215,8 @@ def render_template(
     """Return the rendered text, and the line of the template for each of its lines. Raises ``ProblemsFound``.
 
     The template is rendered twice: without and with marks of lines. Marks in captured text (``{% set x %}…``) may change later
-    computations. The text without marks is therefore the result, and the marks count only if both texts have as many lines.
+    computations. The text without marks is therefore the result. The marks are used only if both texts have the same number of
+    lines. Otherwise each line of the text gets the line of the template with the same number.
     """
     text = _guarded(file, lambda: _rendered(template, variables, None, limit_s), template, variables)
     try:
@@ -284,7 +285,7 @@ def _guarded(file: str, work: Callable[[], Result], template: str = "", variable
         hint = "compute the value outside of the template, and pass it with `--set NAME=VALUE`"
         _refuse(file, _line_of(error.__traceback__), message, hint)
     except (RecursionError, MemoryError, SyntaxError):
-        _refuse(file, 0, "the template is nested too deeply")
+        _refuse(file, 0, "the template is nested too deeply or needs too much memory")
     except Exception as error:  # noqa: BLE001  an expression of a template may raise anything: 1/0, "a" + 1, [].pop()
         _refuse(file, _line_of(error.__traceback__), f"the template fails: {type(error).__name__}: {error}")
 

@@ -62,7 +62,7 @@ class Retry:
     """After this number of failures on one node, the group waits for other nodes; 0: never."""
 
     def wait_s(self, attempt: int) -> float:
-        """Return the seconds to wait before an attempt, which is counted from 0."""
+        """Return the seconds to wait before an attempt, which is counted from 0; the first attempt does not wait."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
 
 
@@ -117,7 +117,7 @@ class Launcher:
     kind: str = "command"
     """``torchrun``, ``spawn`` (distflow's launcher), or ``command``: the command starts its ranks itself."""
     max_restarts: int = 0
-    """How often it restarts all ranks of the task before the task fails."""
+    """How often it restarts all ranks before the task fails."""
     numa: bool = False
     """Whether it binds each rank to the CPUs of its GPU's NUMA node."""
     mark: Mark = Mark("")
@@ -191,7 +191,7 @@ class DataSpec:
     path: str = ""
     """For an output to ``dataset``: the part of the output, as a relative path; empty: all."""
     is_update: bool = False
-    """For an output: whether the new version also contains the files of the named version, or else of the latest version."""
+    """For an output: whether the new version also contains the files of an earlier one (the named, else the latest version)."""
     paths: tuple[str, ...] = ()
     """For an update: the parts of the output, as relative paths; empty: all."""
     regex: str = ""
@@ -281,7 +281,7 @@ class Elastic:
     """The smallest number of tasks that a world may run with."""
 
     least: int
-    """The number of tasks, counted from rank 0."""
+    """The number of tasks. The tasks with the lowest ranks run."""
     wait_s: float = 60.0
     """The seconds to wait for room for all tasks."""
     mark: Mark = Mark("")

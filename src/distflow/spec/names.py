@@ -23,9 +23,10 @@ class Namespace:
     _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
 
     def take(self, name: str, view: View, *, made_from: str = "") -> None:
-        """Add the name of a task or group (a mapping with the key ``name``). Report duplicate and too long names.
+        """Add the name of a task or group (a mapping with the key ``name``). Report duplicate names.
 
-        ``made_from`` describes the origin of a name that distflow made.
+        ``made_from`` describes the origin of a name that distflow made. Such a name is also reported if it is too long. The
+        check against the schema reports other names that are too long.
         """
         shown = f"`{name}`" + (f" (made from {made_from})" if made_from else "")
         where = view.key_mark("name")
@@ -44,7 +45,7 @@ class Namespace:
 
 
 def lead_position(group: View, tasks: Sequence[View]) -> int | None:
-    """Return the position of the task that leads a group. Report groups without a lead or with several."""
+    """Return the position of the task that leads a group; ``None``, after a finding, if there is no lead or more than one."""
     leads = [position for position, task in enumerate(tasks) if task.flag("lead")]
     if len(tasks) == 1:
         return 0

@@ -49,7 +49,7 @@ def replica_names(task: View) -> tuple[str, ...]:
 def parse_task(
     task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
 ) -> tuple[TaskSpec, ...]:
-    """Return the tasks of an entry. With ``leads``, the first task is the lead."""
+    """Return the tasks of an entry, and add findings. With ``leads``, the first task is the lead."""
     _notice_task(task)
     _notice_variables(task)
     names = replica_names(task)
@@ -174,7 +174,7 @@ def _ranks(task: View) -> Ranks | None:
 
 
 def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: Container[str]) -> None:
-    """Report tokens that cannot be replaced: misspelled ones, and hosts that are not in the task's group.
+    """Report tokens that cannot be replaced: unknown tokens, hosts outside of the task's group, and inputs that it lacks.
 
     ``elsewhere`` has the names of the tasks of all groups.
     """
@@ -223,7 +223,7 @@ def _input_finding(argument: str | None, spec: TaskSpec) -> tuple[str, str]:
     known += [name for one in spec.earlier_inputs for name in (str(one.position), one.task)]
     if argument in known:
         return "", ""
-    token = f"`{{{{input:{argument or 'N'}}}}}`"
+    token = "`{{input}}`" if argument is None else f"`{{{{input:{argument}}}}}`"
     if not known:
         return f"{token} cannot be replaced: the task has no `inputs`", "add `inputs: [{task: …}]` or `inputs: [{url: …}]`"
     return f"{token} does not name an input of this task", did_you_mean(argument or "", known, what="inputs")
@@ -302,7 +302,7 @@ _NEAR = 0.88
 
 
 def _notice_variables(task: View) -> None:
-    """Warn about misspelled variables of NCCL and torch in the task's environment."""
+    """Warn about variables in the task's environment that NCCL and torch do not read, such as misspelled ones."""
     environment = task.view("environment")
     for name in environment.keys:
         if name in _KNOWN or not name.startswith(("NCCL_", "TORCH_NCCL_")):
@@ -336,7 +336,7 @@ def parse_strategy_block(group: View) -> StrategyBlock | None:
 
 
 def parse_elastic(group: View) -> Elastic | None:
-    """Return the smallest number of tasks that the group may run with; ``None`` if it needs all of them."""
+    """Return how few tasks the group may run with, and how long it waits for all tasks; ``None`` if it needs all of them."""
     given = group.view("elastic")
     least = given.whole("min")
     if least is None:

@@ -2,8 +2,9 @@
 
 The steps are the same as in OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
 It defines variables, which ``--set`` overrides, and ``--set-string`` overrides both. Tokens such as ``{{output}}`` remain
-unchanged. Comments above the first section are not rendered. Jinja renders the rest in a sandbox. Files of ``localpath`` are
-never rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
+unchanged. Comments above the first section are not rendered, unless one of them defines a name (``# {% set x = 1 %}``). Jinja
+renders the rest in a sandbox. Files of ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does not
+import Jinja.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rendered:
 
     text: str
     line_map: tuple[int, ...] = ()
-    """The line in the file for each line of ``text``; empty if they are equal."""
+    """The line in the file for each line of ``text``; empty if both have the same lines."""
     problems: tuple[Problem, ...] = ()
     """Warnings only."""
 
@@ -91,7 +92,8 @@ def render(
 def _without_header(body: str) -> str:
     """Replace comments above the first section by blank lines if they contain template syntax.
 
-    OSMO renders nothing above the first section. distflow renders statements and definitions above it.
+    OSMO renders nothing above the first section. If one of these comments defines a name, such as ``# {% set x = 1 %}``,
+    distflow renders all of them.
     """
     found = _HEADER.match(body)
     header = found.group() if found else ""
@@ -101,7 +103,10 @@ def _without_header(body: str) -> str:
 
 
 def split_defaults(text: str, file: str) -> tuple[str, str]:
-    """Return the text without ``default-values``, and ``default-values`` alone. Blank lines preserve the line numbers."""
+    """Return the text without ``default-values``, and ``default-values`` alone. Blank lines preserve the line numbers.
+
+    Raises ``ProblemsFound`` if the key is given twice.
+    """
     body, defaults = [], []
     inside, begun = False, 0
     for number, line in enumerate(text.split("\n"), start=1):
@@ -137,7 +142,8 @@ def _check_name(document: Document, name: str) -> list[Problem]:
     where = document.key_mark_at(("default-values", name))
     if not name.isidentifier():
         message = f"the variable `{name}` has no effect: a template cannot use a variable of this name"
-        hint = f"rename it to `{re.sub('[^A-Za-z0-9_]', '_', name)}`"
+        fixed = re.sub("[^A-Za-z0-9_]", "_", name)
+        hint = f"rename it to `{fixed}`" if fixed.isidentifier() else "use letters, digits and `_`, not beginning with a digit"
     elif name in PLAIN_TOKENS:
         message = f"the variable `{name}` has no effect: {{{{{name}}}}} is a token that distflow replaces when the task starts"
         hint = "rename the variable"
@@ -160,7 +166,7 @@ def _check_options(
             hint = (
                 did_you_mean(name, known, what="variables")
                 if known
-                else "the spec has no variables; add it to its `default-values`"
+                else "the spec has no variables; to define this one, add it to its `default-values`"
             )
             found.append(Problem(where=Mark(option), message=f"the spec has no variable `{name}`", hint=hint))
     if found:
