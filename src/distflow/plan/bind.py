@@ -23,7 +23,7 @@ def bind(
     workflow_id: str,
     nodes: Mapping[str, Node],
 ) -> dict[str, BoundLaunch]:
-    """Return every task of a group with all placeholders filled in, except ``@@ATTEMPT_DIR@@``.
+    """Return every task of a group for its first attempt, with all placeholders filled in except ``@@ATTEMPT_DIR@@``.
 
     ``nodes`` are the pool's nodes by name. Variables of the plan override the ``environment`` of a node.
     """
@@ -33,7 +33,7 @@ def bind(
 def bind_task(
     group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node], attempt: int = 0
 ) -> BoundLaunch:
-    """Return one task of a group, like ``bind``. ``attempt`` is the number of its attempt."""
+    """Return one task of a group, like ``bind``. ``attempt`` is the number of its attempt, counted from 0."""
     launch, own = group.launch(task), binding.tasks[task]
     values = {
         "WORKFLOW_ID": workflow_id,
@@ -62,7 +62,7 @@ def bind_task(
         # No interface has the address itself, so torch and NCCL must choose one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
     container = container_of(launch, node, fill)
-    # In a container, a directory of the node may have another path.
+    # In a container, a directory of the node may have another path, so the node does not check its mounts.
     is_inside = container is not None or (launch.image is not None and node.container == "engine")
     mounts = () if is_inside else tuple(fill(mount).partition(":")[0] for mount in launch.mounts)
     return BoundLaunch(

@@ -3,9 +3,9 @@
 Valohai: programs for its distributed tasks find the other tasks without a change. They use the package ``valohai-utils``, which
 reads ``distributed.json`` or ``distributed.yaml`` in the directory ``VH_CONFIG_DIR``. A *member* is a task, not a rank:
 eight GPUs of a node are one member. Members are numbered in the order of ranks, and tasks without ranks come last. By Valohai's
-rule the lowest ``member_id`` is the master, so the master is the task with rank 0. distflow knows one address of a member, so
-its public and its local address are equal. Format: the samples and the parser of https://github.com/valohai/valohai-utils
-(``valohai/internals/distributed_config``).
+rule the lowest ``member_id`` is the master, so the master is the task with rank 0, or the lead if no task has ranks. distflow
+knows one address of a member, so its public and its local address are equal. Format: the samples and the parser of
+https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 
 OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. OSMO's specs pass it to ``nslookup``,
 ``getent hosts``, ``dig`` or ``host``, which fail for an address. If a text of a task mentions one of these programs, distflow

@@ -38,8 +38,8 @@ def compile_plan(
 ) -> Plan:
     """Return the plan of a spec.
 
-    ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: each file of the spec, by its path on this
-    machine. ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
+    ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: the stored files, by ``FileSpec.bundle``.
+    ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
     ``venv`` are the packages of the tasks' Python environment.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)

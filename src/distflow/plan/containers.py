@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distflow.documents.problems import Mark, Problem, Severity
+from distflow.documents.quantities import count_text
 from distflow.plan.model import Container, GroupPlan, Launch
 from distflow.pools.model import Node
 from distflow.spec.files import Bundle
@@ -23,7 +24,10 @@ _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every
 
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
-    """Return the container of a task on a node, with its strings filled in; ``None`` if it runs without one."""
+    """Return the container that distflow starts for a task on a node, with its strings filled in; ``None`` for no container.
+
+    With ``engine``, the engine of the pool starts the task in its image, so distflow starts no container.
+    """
     if launch.image is None or node.container in ("none", "engine"):
         return None
     mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in map(fill, launch.mounts))
@@ -50,7 +54,7 @@ def _has_own_tmp(runtime: str) -> bool:
 
 
 def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return a warning for each key without effect when there are no containers, at the first task with that key."""
+    """Return a warning for each key that needs a container, at its first task, if a node runs tasks without containers."""
     if all(node.container != "none" for node in nodes):
         return ()
     found: dict[str, Problem] = {}
@@ -126,7 +130,7 @@ def sharing_notices(
 
 def _notice(tasks: tuple[str, ...], mark: Mark, paths: list[str]) -> Problem:
     first, more = tasks[:_SHOWN], len(tasks) - _SHOWN
-    who = ", ".join(f"`{task}`" for task in first) + (f" and {more} more tasks" if more > 0 else "")
+    who = ", ".join(f"`{task}`" for task in first) + (f" and {count_text(more, 'more task')}" if more > 0 else "")
     what = ", ".join(f"`{path}`" for path in sorted(set(paths))[:_SHOWN])
     return Problem(
         where=mark,

@@ -1,4 +1,4 @@
-"""The credentials of a task. The plan has only their names; ``given_secrets`` adds their values for the node."""
+"""The credentials of a task. The plan has the names of their variables and keys; ``given_secrets`` adds the values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredentia
 def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
     """Return the secrets of a task from the values ``stored`` for its workflow. ``--set-env`` overrides credentials.
 
-    Raises ``LookupError`` with a description of a missing value.
+    The result has no ``token`` and no ``stores``: the caller adds them. Raises ``LookupError`` with a description of a missing
+    value.
     """
     variables = {
         name: _value(stored, stored_name(one.name, key), f"the key {key} of the credential {one.name}")

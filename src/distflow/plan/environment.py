@@ -42,9 +42,9 @@ def task_environment(
 ) -> dict[str, str]:
     """Return the variables of one task. Variables of the spec (``given``) override the other variables.
 
-    RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank. Otherwise ``python train.py`` in a task of eight ranks
-    would join the world as one process, and all processes would wait for the other seven. ``checkpoint`` is the path of the
-    task's first checkpoint, relative to the attempt's directory.
+    RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE are set only for a task of one rank. Otherwise ``python train.py`` in a
+    task of eight ranks would join the world as one process, and all processes would wait for the other seven. ``checkpoint`` is
+    the path of the task's first checkpoint, relative to the attempt's directory.
     """
     environment = {
         "DISTFLOW_WORKFLOW_ID": "@@WORKFLOW_ID@@",
@@ -62,7 +62,7 @@ def task_environment(
     if ranks is not None and world is not None:
         environment |= _world_environment(ranks, world)
     if resource.cpu is not None or ranks is not None:
-        # torchrun sets 1 if it starts several processes. distflow divides the requested CPUs among the ranks.
+        # torchrun sets this variable to 1 if it starts several processes. distflow divides the requested CPUs among the ranks.
         environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
     return environment | (dict(_DEBUG) if debug else {}) | dict(given)
 

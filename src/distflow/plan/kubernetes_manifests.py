@@ -49,7 +49,8 @@ def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: M
             Trainer 2.2 or newer.
 
     Raises:
-        InputError: if a setting of the pool is missing or not possible, or if the files are too large.
+        InputError: if a setting of the pool is missing or cannot be expressed, if the files are too large, or if a variable of
+            the spec has the name of a variable of the script.
         ProblemsFound: if manifests cannot express the spec.
 
     """
@@ -146,7 +147,9 @@ class _Group:
         """Return a part of a task that manifests cannot express; empty if there is none."""
         if launch.inputs:
             return "inputs from other groups"
-        if launch.url_inputs or launch.earlier_inputs or launch.url_outputs:
+        if launch.earlier_inputs:
+            return "inputs from earlier workflows"
+        if launch.url_inputs or launch.url_outputs:
             return "inputs or outputs at URLs"
         return "credentials" if launch.credentials or launch.secret_names else ""
 
@@ -163,7 +166,7 @@ class _Group:
             if launch.exit_actions.reschedule:
                 raise _refusal(task.mark, f"a TrainJob cannot start task {task.name} again after an exit code", or_else)
             if (launch.ranks and launch.ranks.size) != (first.ranks and first.ranks.size):
-                message = f"all nodes of a TrainJob have the same number of ranks, but task {task.name} has another one"
+                message = f"all nodes of a TrainJob have the same number of ranks, but task {task.name} has another number"
                 raise _refusal(task.mark, f"{message} than task {first.task}", or_else)
         if len(kinds := kinds_of(launches)) > 1:
             other = tasks[kinds[1][0].task]
@@ -179,7 +182,7 @@ class _Group:
         if not (image := launch.image or settings.image):
             raise InputError(
                 f"task {launch.task} has no container image",
-                hint="set `image` of the task, or choose a pool that sets `kubernetes.image` with --pool",
+                hint="set `image` of the task, or `kubernetes.image` of the pool; --pool selects another pool",
             )
         return image
 

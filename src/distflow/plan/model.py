@@ -5,7 +5,7 @@ Values that only the nodes know are placeholders of the form ``@@NAME@@``:
 =====================  ====================================================
 ``@@WORKFLOW_ID@@``    id of the workflow, such as ``pytorch-dist-3``
 ``@@ADDRESS:<task>@@`` address of that task's node on the training network
-``@@MASTER_ADDR@@``    the same for the task that holds rank 0
+``@@MASTER_ADDR@@``    the same for the task that holds rank 0 (without ranks: for the lead)
 ``@@MASTER_PORT@@``    the rendezvous port, free on the master's node
 ``@@IFNAME@@``         the interface that owns the task's own address
 ``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
@@ -61,7 +61,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def runs_torchrun(argv: Sequence[str]) -> bool:
-    """Return whether ``launcher: torchrun`` made this command."""
+    """Return whether a command runs torchrun in the form that ``launcher: torchrun`` creates."""
     return tuple(argv[1:3]) == TORCHRUN
 
 
@@ -119,6 +119,7 @@ class PlannedCheckpoint:
     url: str
     """The URL to upload the directory to, under its own name. It may contain ``{{workflow_id}}``. Empty for ``shared``."""
     every_s: float
+    """Seconds from the end of one copy to the beginning of the next."""
     regex: str = ""
 
     @property
@@ -155,7 +156,7 @@ class Launch:
     """The destinations of its output, which is uploaded after the task has completed and before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
     earlier_inputs: tuple[EarlierInput, ...] = ()
-    """Its inputs from tasks of earlier workflows. Fetched ones are in ``files``, too."""
+    """Its inputs from tasks of earlier workflows. ``compile.with_previous_outputs`` adds their archives to ``files``."""
     checkpoints: tuple[PlannedCheckpoint, ...] = ()
     image: str | None = None
     mounts: tuple[str, ...] = ()
@@ -204,7 +205,7 @@ class GroupPlan:
     """Groups that must have completed before it is queued."""
     stop_on_missing_ranks: bool | None = None
     """Whether to stop the group if a task ended with code 0 although its ranks failed, and other tasks wait for these ranks.
-    ``None``: only if the ranks cannot have met before."""
+    ``None``: only if the ranks failed before they can have met at the rendezvous (``docs/diagnosis.md``)."""
     ends_with_lead: bool = False
     """Whether its other tasks only serve the lead, and are stopped when the lead has completed. Their failures count."""
     smaller: tuple[GroupPlan, ...] = ()
@@ -283,6 +284,7 @@ class GangLink:
     address: str | None = None
     """The address of the hub on the training network; ``None`` for the hub itself."""
     port: int | None = None
+    """The port of the hub; ``None`` for the hub itself."""
     counts: bool
     """Whether the task's failure makes the group fail."""
     success: Codes

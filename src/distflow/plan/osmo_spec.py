@@ -1,8 +1,8 @@
 """Write a spec in the language of OSMO, without the keys that only distflow has (``x-distflow`` in the schema).
 
-If only keys must be removed, the result is the spec's own file, with its template, comments and order. Otherwise distflow
-writes the rendered spec again. Each replica then becomes a task, and the commands and variables that distflow would add for a
-world become part of its tasks.
+If it is enough to remove keys, to add ``ignoreNonleadStatus`` and to replace ``{{master_port}}``, the result is the spec's own
+file, with its template, comments and order. Otherwise distflow writes the rendered spec again. Each replica then becomes a
+task, and the commands and variables that distflow would add for a world become part of its tasks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def osmo_spec(spec: WorkflowSpec, worlds: Mapping[str, World], template: str | N
     Args:
         spec: The spec.
         worlds: The world of each group that has ranks.
-        template: The file of the spec, if its template has no values of options. Default: the rendered document.
+        template: The text of the spec's file before rendering, if no option such as ``--set`` changes its variables. Default:
+            the rendered document.
 
     """
     document = parse_yaml(spec.rendered, spec.file)
@@ -131,7 +132,7 @@ class _Notes:
 
 
 def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the file with keys removed and one key added, or ``None`` if the result differs from ``wanted``."""
+    """Return the file with keys removed and ``ignoreNonleadStatus`` added; ``None`` if the result differs from ``wanted``."""
     try:
         rendered = render(text, file)
         document = parse_yaml(rendered.text, file, rendered.line_map)
@@ -430,4 +431,5 @@ _ONLY_HERE = frozenset(
         "DISTFLOW_OUTPUT",
     }
 )  # fmt: skip
-"""Variables that distflow sets for all tasks. The converted spec sets them only for tasks whose texts use them."""
+"""Variables that are not part of a world. The converted spec sets ``DISTFLOW_*`` only for tasks whose texts use them, and the
+others never."""

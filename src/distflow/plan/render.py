@@ -1,6 +1,7 @@
 """Show a plan as text, as JSON, and as one shell script for each task, which a user could run by hand.
 
-All three show placeholders for values that only the nodes know. The dry run adds the placement that would be tried first.
+Text and JSON show placeholders for values that only the nodes know; a script has variables for them. The dry run adds the
+placement that would be tried first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from distflow.documents.json_keys import name_keys
+from distflow.documents.quantities import count_text
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import waits_for
@@ -73,8 +75,8 @@ def _venv_json(plan: Plan) -> dict[str, Any] | None:
 def script(group: GroupPlan, launch: Launch) -> str:
     """Return a POSIX shell script that runs one task by hand, on its node, in a separate directory.
 
-    Values that distflow would determine are variables with defaults at its top. Files that the script does not contain as text
-    must be in the directory that the variable ``BLOBS`` names.
+    Values that distflow would determine are variables with defaults at its top. The user must set variables for inputs, secrets
+    and credentials, and ``BLOBS``: the directory with the files that the script does not contain as text.
     """
     files = (*launch.files, *distributed_files(group, launch.task))
     used = _placeholders(launch, files)
@@ -120,14 +122,15 @@ def script(group: GroupPlan, launch: Launch) -> str:
 
 
 def _headline(group: GroupPlan) -> str:
-    words = [f"group {group.name}: {len(group.launches)} task" + ("s" if len(group.launches) != 1 else "")]
+    words = [f"group {group.name}: {count_text(len(group.launches), 'task')}"]
     if group.world:
         port = group.world.port if group.world.port is not None else "a free port"
-        words.append(f"one world of {group.world.world_size} ranks, master {group.master}, {port}")
+        words.append(f"one world of {count_text(group.world.world_size, 'rank')}, master {group.master}, {port}")
     if group.venv is not None:
         words.append(f"Python environment of {group.venv.file}")
     if group.smaller:
-        words.append(f"at least {len(group.smaller[-1].launches)} tasks after {group.smaller_after_s:g} s (elastic)")
+        least = count_text(len(group.smaller[-1].launches), "task")
+        words.append(f"at least {least} after {group.smaller_after_s:g} s (elastic)")
     if group.upstream:
         words.append(waits_for(group.upstream))
     if group.timeouts.exec_s is not None:

@@ -77,7 +77,7 @@ def _task_limits(launch: Launch, pool: Pool) -> Iterator[tuple[str, str]]:
     if launch.exit_actions.reschedule:
         yield "RESCHEDULE of `exitActions` is left out: a failed job is not retried", "submit the script again"
     if launch.secret_names or launch.credentials:
-        yield "secrets are not in the script", "set their variables before you submit it"
+        yield "secrets are not in the script", "set their variables before you submit the script"
     if launch.image is not None and (slurm is None or slurm.container != "pyxis"):
         hint = "if the cluster has Pyxis, use a pool with `slurm: {container: pyxis}`"
         yield "`image` is left out: the tasks run without a container", hint

@@ -1,5 +1,6 @@
 """Write the part of a script for Slurm that runs on each node: files, environment, and the command of its task.
 
+``plan.kubernetes_manifests`` runs the same part in each pod.
 Equal tasks share one part, in which the node rank, the first rank and the name of the task are variables.
 """
 
@@ -83,7 +84,7 @@ def input_variable(source: DataSpec | EarlierInput) -> str:
 
 
 def without_member_files(group: GroupPlan) -> GroupPlan:
-    """Return the group without the variables of Valohai's format, whose files the script does not write."""
+    """Return the group without its smaller sizes and without Valohai's variables, whose files the script does not write."""
     given = {launch.task: [name for name in launch.environment if name.startswith("VH_")] for launch in group.launches}
 
     def cleaned(launch: Launch) -> Launch:
@@ -302,7 +303,7 @@ def _body(launch: Launch, common: set[str], files: Mapping[str, str]) -> list[st
 
 def _input(source: str, position: int, regex: str) -> list[str]:
     place = f'"$task_dir"/{input_place(position)}'
-    missing = f'[ -d {source} ] || {{ echo {source} does not exist. Do all nodes share "$run_dir"? >&2; exit 1; }}'
+    missing = f"[ -d {source} ] || {{ echo {source} does not exist. Do all nodes share this directory? >&2; exit 1; }}"
     if regex:
         return [missing, f"mkdir -p {place} && copy_matching {shlex.quote(regex)} {source} {place} || exit"]
     return [missing, f'mkdir -p "$task_dir"/input && ln -sfn {source} {place} || exit']
@@ -361,7 +362,10 @@ def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
 
 
 def _test(codes: Codes, *, zero_only: bool = False) -> str:
-    """Return a shell condition that is true if ``status`` is one of ``codes``; empty if ``codes`` has no possible status."""
+    """Return a shell condition that is true if ``status`` is one of ``codes``; empty if ``codes`` has no possible status.
+
+    With ``zero_only``, only the status 0 is tested, because every other status already counts as a failure.
+    """
     tests = []
     most = 0 if zero_only else 255
     for first, last in ((first, min(last, most)) for first, last in codes if first <= most):

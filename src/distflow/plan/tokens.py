@@ -1,8 +1,8 @@
 """Replace the spec's tokens and injected paths by numbers and placeholders.
 
-``{{host:master}}`` becomes a placeholder for that node's address, ``{{rank_offset}}`` a number. Without a container, a file
-cannot be created at ``/train.py``. It is created below the attempt's directory, and exactly this path is replaced in the
-command, the arguments, the environment and the other injected files.
+``{{host:master}}`` becomes a placeholder for the address of that task's node, ``{{rank_offset}}`` a number. Without a
+container, a file cannot be created at ``/train.py``. It is created below the attempt's directory, and exactly this path is
+replaced in the command, the arguments, the environment and the other injected files.
 
 In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
 file. In distflow a task starts in ``work``. If a path is injected or used in its relative form, distflow therefore puts it into
@@ -35,8 +35,8 @@ TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token in a string of a checked spec."""
 
 _CONTINUES = re.compile(r"(?:(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])|\+ ?[bfruBFRU]?)[\"']\Z")
-"""Matches before a path that continues another one: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix
-of a string in Python; or a sum of texts, as in ``folder + "/train.py"``."""
+"""Matches the text before a path that continues another path: the end of a quoted text, as in ``"$FOLDER"/train.py``, or a sum
+of texts, as in ``folder + "/train.py"``. It does not match the beginning of a Python string, as in ``f"/train.py"``."""
 
 Rewrite = Callable[[str], str]
 

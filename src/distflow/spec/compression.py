@@ -48,7 +48,7 @@ class ParallelGzip:
         return self._hasher.hexdigest()
 
     def write(self, data: bytes) -> int:
-        """Compress a block, possibly after a wait for earlier blocks. Raises ``OSError`` if one of those could not be written."""
+        """Compress a block, perhaps after waiting for earlier ones. Raises ``OSError`` if one of those could not be written."""
         while len(self._pending) >= self._most_pending:
             self._pending.popleft().result()
         block = self._compressing.submit(self._compress, bytes(data))

@@ -183,7 +183,7 @@ ulimit -n 4096
 
 case $task in
 reader)
-[ -d "$run_dir"/client/output ] || { echo "$run_dir"/client/output does not exist. Do all nodes share "$run_dir"? >&2; exit 1; }
+[ -d "$run_dir"/client/output ] || { echo "$run_dir"/client/output does not exist. Do all nodes share this directory? >&2; exit 1; }
 mkdir -p "$task_dir"/input/0 && copy_matching '.*[.]txt' "$run_dir"/client/output "$task_dir"/input/0 || exit
 cd "$task_dir/work" || exit
 sh -c 'ls '"${task_dir}"'/input/0 > '"${task_dir}"'/output/seen; cat '"${task_dir}"'/input/0/keep.txt >> '"${task_dir}"/output/seen < /dev/null

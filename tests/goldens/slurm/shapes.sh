@@ -20,7 +20,7 @@
 # * master: inputs from URLs and datasets are not downloaded (download them, and name their directories in variables)
 # * master: the output is not uploaded to the URLs and datasets of `outputs` (it is in RUN_DIR/TASK/output)
 # * master: RESCHEDULE of `exitActions` is left out: a failed job is not retried (submit the script again)
-# * master: secrets are not in the script (set their variables before you submit it)
+# * master: secrets are not in the script (set their variables before you submit the script)
 # * master, worker-0, worker-1: `image` is left out: the tasks run without a container (if the cluster has Pyxis, use
 #   a pool with `slurm: {container: pyxis}`)
 # * master: `storage` is not requested (Slurm's own option is `#SBATCH --tmp=100G`, if the nodes are configured for
@@ -112,7 +112,7 @@ export DISTFLOW_WORLD_SIZE=9
 case $task in
 master)
 mkdir -p "$task_dir"/work
-[ -d "$INPUT_s3_bucket_mnist" ] || { echo "$INPUT_s3_bucket_mnist" does not exist. Do all nodes share "$run_dir"? >&2; exit 1; }
+[ -d "$INPUT_s3_bucket_mnist" ] || { echo "$INPUT_s3_bucket_mnist" does not exist. Do all nodes share this directory? >&2; exit 1; }
 mkdir -p "$task_dir"/input/0 && copy_matching '.*[.]gz' "$INPUT_s3_bucket_mnist" "$task_dir"/input/0 || exit
 mkdir -p "$task_dir"/files/run/secrets/deploy && cp -R "$CREDENTIAL_deploy"/. "$task_dir"/files/run/secrets/deploy || exit
 export DISTFLOW_CHECKPOINT="${task_dir}"/work/models
@@ -169,7 +169,7 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml: warning: master: RESCHEDULE of `exitActions` is left out: a failed job is not retried
 # stderr:     submit the script again
 # stderr: shapes.yaml: warning: master: secrets are not in the script
-# stderr:     set their variables before you submit it
+# stderr:     set their variables before you submit the script
 # stderr: shapes.yaml: warning: master, worker-0, worker-1: `image` is left out: the tasks run without a container
 # stderr:     if the cluster has Pyxis, use a pool with `slurm: {container: pyxis}`
 # stderr: shapes.yaml: warning: master: `storage` is not requested

@@ -133,7 +133,7 @@ def test_specs_that_manifests_cannot_express_are_errors(
         (
             {"ranks": {"size": 4}},
             {},
-            "all nodes of a TrainJob have the same number of ranks, but task b has another one than task a",
+            "all nodes of a TrainJob have the same number of ranks, but task b has another number than task a",
         ),
         ({"command": ["python3", "train.py", "--fast"]}, {}, "task b has another command, environment or files than task a"),
         ({"environment": {"X": "1"}}, {}, "task b has another command, environment or files than task a"),
