@@ -140,7 +140,7 @@ def files(skipped: list[str]) -> list[Path]:
 
 
 def main() -> int:
-    """Print all findings. Return 1 if there are any, else 0."""
+    """Print all findings of the rules and of codespell. Return 1 if there are any, else 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["distflow-prose"]
     checked = files(settings["not-clean-yet"])
     found = 0
@@ -149,7 +149,7 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)}:{line}: `{phrase}`: write {remedy}")
             found += 1
     if found:
-        print(f"{found} phrases are hard to read. [tool.distflow-prose] in pyproject.toml lists unchecked files.")
+        print(f"{found} phrase{'s' * (found > 1)} to improve. [tool.distflow-prose] in pyproject.toml lists unchecked files.")
     codespell = [str(Path(sys.executable).with_name("codespell")), *(str(path.relative_to(ROOT)) for path in checked)]
     spelled = subprocess.run(codespell, check=False, cwd=ROOT).returncode == 0
     return 0 if spelled and not found else 1

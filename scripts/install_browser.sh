@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests of `distflow ui` need Chromium, and axe-core to check its pages. axe-core is installed into a virtual environment. If one
+# The tests of `distflow ui` need Chromium, and axe-core to check the pages. axe-core is installed into a virtual environment. If one
 # is missing and cannot be installed, pytest skips these tests.
 set -eu
 VENV=$1

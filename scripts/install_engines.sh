@@ -12,12 +12,12 @@ has() {
 }
 
 has podman dockerd runc || apt_install podman docker.io runc ||
-    echo "podman or dockerd is missing, so the container tests will be skipped. Run: sudo apt-get install podman docker.io" >&2
+    echo "podman, dockerd or runc is missing, so container tests will be skipped. Run: sudo apt-get install podman docker.io runc" >&2
 # The Kubernetes tests start a cluster with a script that is not part of the project.
 if [ -f "${DISTFLOW_TEST_KUBERNETES:-$(dirname "$0")/../../shared/kubernetes}/cluster.sh" ]; then
     has etcd containerd runc busybox openssl curl xz ip && [ -x /usr/lib/cni/bridge ] ||
         apt_install etcd-server containerd runc containernetworking-plugins busybox-static openssl curl xz-utils iproute2 ||
-        echo "parts of Kubernetes are missing, so its tests will be skipped. Run: sudo apt-get install etcd-server containerd" >&2
+        echo "programs of Kubernetes are missing, so its tests will be skipped. Run: sudo apt-get install etcd-server containerd runc containernetworking-plugins busybox-static openssl curl xz-utils iproute2" >&2
 fi
 has slurmctld slurmd sbatch || apt_install slurm-wlm ||
     echo "Slurm is missing, so its tests will be skipped. Run: sudo apt-get install slurm-wlm" >&2

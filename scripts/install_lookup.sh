@@ -6,4 +6,4 @@ set -eu
 
 command -v nslookup >/dev/null 2>&1 && command -v dig >/dev/null 2>&1 && command -v nc >/dev/null 2>&1 && exit 0
 apt_install bind9-dnsutils bind9-host netcat-openbsd && exit 0
-echo "nslookup or nc is missing, so the tests that use them will be skipped. Run: sudo apt-get install bind9-dnsutils bind9-host netcat-openbsd" >&2
+echo "nslookup, dig or nc is missing, so the tests that use them will be skipped. Run: sudo apt-get install bind9-dnsutils bind9-host netcat-openbsd" >&2

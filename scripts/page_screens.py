@@ -144,7 +144,10 @@ SCROLLED = {"compared": ".charts >> nth=0", "use": ".part"}
 
 
 def with_gpus(folder: Path, node: str) -> str:
-    """Write replacements of NVIDIA's library and ``nvidia-smi`` for a node. Return an interpreter that uses them."""
+    """Write a replacement of NVIDIA's library for a node, and of ``nvidia-smi`` for the last node.
+
+    Return the path of a Python interpreter that uses them.
+    """
     tools = folder / node / "tools"
     (tools.parent / "leases").mkdir(parents=True)
     (tools.parent / "leases").chmod(0o1777)

@@ -3,7 +3,7 @@
 Each page gets a new home directory. The machines that it names are real OpenSSH servers. The terminal is tmux. The script
 types one command after another, waits for its end, and compares the output with the page. It draws the commands that a comment
 `screen` of the page names (see `tests/pages.py`) to docs/screens/. It replaces names, times and process ids, so two runs differ
-little. The exit code is 1 if the output of a command differs from its page.
+little. The exit code is 1 if a command fails or its output differs from the page.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class Window:
 
 
 def play(blocks: Sequence[Block], folder: Path, draw: Callable[[str, str], None]) -> list[str]:
-    """Type the commands of a page in the new home `folder`. Return a text for each command that failed.
+    """Type the commands of a page in the new home `folder`. Return the failures.
 
+    A command fails if its output differs from the page, or if its exit code is not 0 and the next command does not show `$?`.
     `draw` is called with the name and the text of each picture.
     """
     terminal = Terminal(folder)
@@ -154,7 +155,7 @@ def play(blocks: Sequence[Block], folder: Path, draw: Callable[[str, str], None]
 def machine_like(folder: Path) -> Callable[[str], Sequence[str]]:
     """Return a function from the name of a host to words that precede the command of its SSH server.
 
-    As root, they give the host its own name, boot id and lease directory. For other users there are no such words.
+    As root, they give the host its own name, boot id, lease directory and ``/etc/hosts``. Other users get no such words.
     """
 
     def prefix(name: str) -> Sequence[str]:

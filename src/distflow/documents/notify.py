@@ -20,7 +20,7 @@ _AFTER_S = 1800.0
 
 
 class Trigger(str, Enum):
-    """What a notification reports."""
+    """The event that a notification reports."""
 
     STARTED = "started"
     COMPLETED = "completed"
@@ -60,7 +60,7 @@ class NotifyTarget:
 
 
 def parse_notify(owner: View, *, allows_commands: bool) -> tuple[NotifyTarget, ...]:
-    """Return the entries of ``notify`` of a spec or a configuration. Wrong entries become findings, and are omitted."""
+    """Return the entries of ``notify`` of a document. Wrong entries become findings, and are omitted."""
     found: list[NotifyTarget] = []
     for entry in owner.views("notify"):
         given = [key for key in _TARGETS if entry.has(key)]

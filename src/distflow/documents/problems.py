@@ -33,7 +33,7 @@ class Mark:
 
 
 class Severity(str, Enum):
-    """How bad a finding is."""
+    """Whether a finding prevents the use of a document."""
 
     ERROR = "error"
     """The document cannot be used."""

@@ -54,7 +54,7 @@ def parse_duration(value: str | float) -> float:
     # Whole numbers are not converted, because they may be too large for a float.
     seconds = _duration_of(value) if isinstance(value, str) else value
     if not 0 <= seconds <= _LONGEST_S:
-        sign = "negative" if seconds < 0 else "longer than 100 years"
+        sign = "negative" if seconds < 0 else "longer than 100 years" if seconds > 0 else "not a duration"
         raise InvalidValue(f"`{value}` is {sign}", _EXAMPLES)
     return float(seconds)
 
@@ -76,7 +76,7 @@ def _duration_of(text: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """Return the shortest exact way to write a duration with one unit, such as ``90s`` or ``2h``."""
+    """Return the shortest way to write a duration with one unit, such as ``90s`` or ``2h``, exact to a microsecond."""
     for unit in ("d", "h", "m", "s"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{int(seconds // _SECONDS[unit])}{unit}"
@@ -131,7 +131,7 @@ def parse_bytes(value: str | float) -> int:
 
 
 def parse_log_bytes(value: str | float) -> int:
-    """Return the size of a log in bytes. Raises ``InvalidValue`` for less than 1 MiB."""
+    """Return the size of a log in bytes, like ``parse_bytes``. Also raises ``InvalidValue`` for less than 1 MiB."""
     size = parse_bytes(value)
     if size < 1 << 20:
         raise InvalidValue(f"`{value}` is too small for a log", "write `1Mi` or more")

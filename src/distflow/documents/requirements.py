@@ -20,7 +20,7 @@ class Requirements:
     """The lines of its constraints files."""
 
     def digest(self, variables: Mapping[str, str]) -> str:
-        """Return a key for the packages: the SHA-256 of the lines and of the given variables for pip and uv."""
+        """Return a key for the packages: the SHA-256 of the lines, the constraints, and the ``variables`` for pip and uv."""
         import hashlib  # noqa: PLC0415  frequent commands load this class, and few need its digest
         import json  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
 
-Nodes get the lines, not the files, so a line must name a package of an index or a file on the node. Lines with files of this
-machine are therefore errors. URLs with passwords are errors, too, because plans show all lines.
+Nodes get the lines, not the files, so a line must name a package of an index, a URL or a file on the node. Lines with files of
+this machine are therefore errors. URLs with passwords are errors, too, because plans show all lines.
 """
 
 from __future__ import annotations

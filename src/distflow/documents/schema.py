@@ -168,7 +168,8 @@ def _message_and_hint(
         "minItems": f"at least {limit} items long",
     }
     if keyword in bounds:
-        return f"{name} must be {bounds[keyword]}, not {shown}", ""
+        found = f"but it has {len(value)}" if isinstance(value, Mapping | list) else f"not {shown}"
+        return f"{name} must be {bounds[keyword]}, {found}", ""
     if keyword == "enum":
         near = most_similar(str(value), [str(choice) for choice in rule["enum"]])
         hint = f"did you mean `{near}`?" if near else ""
@@ -179,7 +180,7 @@ def _message_and_hint(
 
 
 def _expected(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Describe the expected value: by ``x-expects``, by the referenced schema, or by the type."""
+    """Describe the expected value by ``x-expects``, the referenced schema or the type; empty if the schema has none of them."""
     if "x-expects" in rule:
         return str(rule["x-expects"])
     reference = str(rule.get("$ref", ""))

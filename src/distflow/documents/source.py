@@ -93,7 +93,7 @@ def _found(shown: str, message: str, hint: str = "", *, line: int = 0) -> Proble
 
 
 def _similar_file(path: str) -> str:
-    """Return a hint with the most similar name in the directory of a missing file."""
+    """Return a hint for a missing file: the most similar name in its directory, or what to check."""
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder or ".") as entries:
@@ -103,12 +103,12 @@ def _similar_file(path: str) -> str:
     near = most_similar(name, names)
     if near is not None:
         return f"did you mean `{os.path.join(folder, near)}`?"
-    return "check the path; it is relative to the current directory"
+    return "check the path" if os.path.isabs(path) else "check the path; it is relative to the current directory"
 
 
 def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:
     message = f"the file is too large: {_megabytes(size)}, and the maximum is {_megabytes(limit)}"
-    hint = "name a spec, and send large files with `localpath`" if kind == _YAML else f"name a {kind}"
+    hint = "name a spec or a configuration; a spec sends large files with `localpath`" if kind == _YAML else f"name a {kind}"
     return _found(shown, message, hint)
 
 

@@ -10,9 +10,9 @@ __all__ = ["ESCAPES", "did_you_mean", "few", "listed", "most_similar", "plain", 
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str) -> str:
-    """Return a hint with the most similar known name, if there is one, and all known names.
+    """Return a hint with the most similar known name, if there is one, and the first 40 known names.
 
-    ``what`` describes the known names, such as ``pools``.
+    ``what`` describes the known names, such as ``pools``. Without known names, the hint states that there are none.
     """
     names = sorted(set(known))
     if not names:
@@ -73,7 +73,7 @@ _CONTROLS = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+"
 
 
 def plain(text: str) -> str:
-    """Return text without escape sequences and control characters, so that it cannot disturb a terminal or a table."""
+    """Return text that cannot disturb a terminal or a table: without escape sequences, with spaces for control characters."""
     return text if text.isprintable() else re.sub(_CONTROLS, " ", re.sub(ESCAPES, "", text))
 
 

@@ -15,6 +15,7 @@ __all__ = ["READ_ONLY", "StorageUrl", "parse_dataset", "parse_url"]
 
 _SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
 READ_ONLY = ("http", "https")
+"""Schemes that distflow can only read."""
 
 _SHAPES = {
     "file": "file:///directory/name",
@@ -41,8 +42,8 @@ class StorageUrl:
     scheme: str
     """The scheme, such as ``s3``; ``file`` for a plain absolute path."""
     container: str
-    """The bucket; for ``azure``, ``account/container``; for ``http``, ``https`` and ``sftp``, ``[user@]host[:port]``; empty for
-    ``file``."""
+    """The bucket; ``account/container`` for ``azure``; ``host[:port]`` for ``http`` and ``https``; ``[user@]host[:port]`` for
+    ``sftp``; empty for ``file``."""
     key: str
     """The path in the container, without a slash at either end; empty: the whole container."""
     is_folder: bool = False

@@ -46,7 +46,7 @@ class Host:
 
 
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
-    """Return the hosts in order, and all findings. If there are findings, only valid hosts are returned."""
+    """Return the valid hosts in order, and at most the first 50 findings."""
     problems: list[Problem] = []
     given: list[Host] = []
     named = 0
@@ -185,7 +185,7 @@ def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
 
 
 def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
-    """Return only the first findings: very few for a file of another kind, which has more findings than ``lines``."""
+    """Return only the first findings: two if there are more than ``lines`` (lines with hosts), as in a file of another kind."""
     is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
     most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS
     more = len(problems) - most
@@ -211,7 +211,8 @@ def choose_pool(
     """Return the pool of the flag (``given``), else the pool of the spec (``wanted``), else the default pool.
 
     ``hosts`` replace its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it, and is
-    otherwise replaced by a pool with default settings.
+    otherwise replaced by a pool with default settings. Raises ``NotFound`` for an unknown pool, and ``InputError`` for a pool
+    that cannot use ``hosts``.
     """
     name = given or wanted or configuration.default_pool
     if hosts is not None and name == HOSTFILE_POOL and name not in configuration.pools:

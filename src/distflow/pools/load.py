@@ -79,7 +79,7 @@ Found = TypeVar("Found")
 def load_configuration(
     cwd: Path, environ: Mapping[str, str], machine: Machine | None = None, *, names_only: bool = False
 ) -> Configuration:
-    """Return the configuration for ``cwd``. Raises ``ProblemsFound`` with all findings.
+    """Return the configuration for ``cwd``. Raises ``ProblemsFound``, and ``InputError`` as ``find_configuration`` does.
 
     With ``names_only``, which is faster, only the names of pools and nodes can be used: other values are not checked.
     """
@@ -134,9 +134,10 @@ def read_hosts(hosts: str | os.PathLike[str] | Sequence[str]) -> tuple[Host, ...
 
 
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine, names_only: bool = False) -> Configuration:
-    """Return the configuration in ``text``. ``root`` is the default directory of distflow on this machine.
+    """Return the configuration in ``text``. ``root`` is the default ``root`` of a node that is this machine.
 
-    Its hostfiles are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check of the schema.
+    Its hostfiles are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check against the
+    schema. Raises ``ProblemsFound`` with all findings.
     """
     document = parse_yaml(text, file)
     problems = [*document.warnings]
@@ -291,7 +292,7 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
 
 
 def _parse_login(pool: View) -> Node | None:
-    """Return the login node of a pool, which the configuration gives as an SSH destination or a mapping."""
+    """Return the login node of a pool, which is given as an SSH destination or a mapping; ``None`` without one."""
     item = pool.view("login")
     named = item.string("host") or pool.string("login")
     if named is None:
@@ -433,7 +434,7 @@ def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> st
 
 
 def _absolute(layers: Sequence[View], key: str, value: str | None) -> str | None:
-    """Return a directory of this machine with ``~`` expanded. Add a finding if it is relative."""
+    """Return a path on this machine with ``~`` expanded. Add a finding if it is relative."""
     if value is None:
         return None
     path = os.path.expanduser(value)

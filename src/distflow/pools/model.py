@@ -57,7 +57,7 @@ class Node:
     address: str | None = None
     """The address on the training network; ``None``: the address of the SSH connection."""
     root: str
-    """The directory of distflow on the node, which expands ``~``."""
+    """The directory of distflow on the node. The node expands ``~`` in it."""
     python: str
     """The Python interpreter on the node. Its directory is the first in PATH of tasks."""
     gpus: int | None = None
@@ -79,7 +79,7 @@ class Node:
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret
     """The directory of the lock files, for all users of the machine."""
     share_gpus: bool = False
-    """Whether to lease a GPU on which another program computes that distflow did not start."""
+    """Whether to lease a GPU that is in use by a program that distflow did not start."""
     check_capacity: bool = True
     """Whether to lease no more than the node reports; ``False`` for resources that distflow cannot count."""
 
@@ -238,7 +238,7 @@ class Pool:
     backend: str
     nodes: tuple[Node, ...]
     host_key_policy: Literal["strict", "accept-new"] | None = None
-    """``strict``, or ``accept-new`` (but never a changed key); ``None``: as in the OpenSSH configuration, else ``strict``."""
+    """``accept-new``: accept unknown keys, never changed ones. ``None``: as in the OpenSSH configuration, else ``strict``."""
     ssh_config: str | None = None
     """The SSH configuration to read instead of ``~/.ssh/config`` and the system's file."""
     connect_timeout_s: float = 10.0
@@ -261,7 +261,7 @@ class Pool:
     venv_timeout_s: float = 1800.0
     """The maximum time to build that environment on a node."""
     given: NodeSettings = NO_SETTINGS
-    """The settings that the command gave. ``nodes`` have them already. A restart applies them to the new configuration."""
+    """The settings that the command gave. ``nodes`` have them already. A resubmission applies them to the current pool."""
     slurm: SlurmSettings | None = None
     """Slurm allocates the nodes; ``nodes`` is empty then."""
     ray: RaySettings | None = None

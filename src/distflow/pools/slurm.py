@@ -70,7 +70,9 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "--wrap": "",
     }
 )
-"""Options of ``sbatch`` that distflow sets itself, each with the key of ``slurm`` to use instead, if there is one."""
+"""Options of ``sbatch`` that ``extra`` may not contain: distflow sets them, or they would change how distflow runs the job.
+
+Each has the key of ``slurm`` to use instead; empty if there is none."""
 
 
 def parse_slurm(pool: View) -> SlurmSettings:
@@ -113,7 +115,7 @@ def _platform(item: View) -> SlurmPlatform:
 
 
 def _extra(slurm: View) -> tuple[str, ...]:
-    """Return further options of ``sbatch``. It would use an argument without a dash as the job's script."""
+    """Return further options of ``sbatch``, and add findings. ``sbatch`` would use an argument without a dash as its script."""
     found = []
     for text in slurm.texts("extra"):
         option = text.value
@@ -127,7 +129,9 @@ def _extra(slurm: View) -> tuple[str, ...]:
         elif name in _INSTEAD:
             key = _INSTEAD[name]
             slurm.add(
-                f"`{name}` in `slurm.extra` is an option that distflow sets itself",
+                f"`{name}` in `slurm.extra` is an option that distflow sets itself"
+                if key
+                else f"`{name}` cannot be in `slurm.extra`, because it would change how distflow runs the job",
                 f"remove it; use the key `{key}` of `slurm`" if key else "remove it",
                 where=text.mark,
             )

@@ -25,7 +25,7 @@ class Behavior:
     signal: int | None = None
     output: bytes = b""
     obeys_term: bool = True
-    """Whether it ends at once when it is stopped; otherwise it ends after the grace period."""
+    """Whether it ends at once when the backend stops it; otherwise it ends after the grace period."""
     prepare_error: str = ""
     """The error of its preparation; empty if the preparation succeeds."""
     collect_error: str = ""
@@ -41,6 +41,7 @@ class Attempt:
     expires_at: float = _NEVER
     """The time at which the lease expires if the attempt has not started."""
     phase: str = "leased"
+    """``leased``, ``prepared``, ``running``, ``stopping`` or ``ended``."""
     behavior: Behavior = field(default_factory=Behavior)
     started_at: float = 0.0
     ends_at: float = _NEVER
@@ -89,7 +90,7 @@ class Attempt:
 
 
 class Attempts:
-    """All attempts, and the watched attempts. Both are indexed by node, because there may be thousands of nodes."""
+    """All attempts, and the watched ones, whose changes are reported. Indexed by node: there may be thousands of nodes."""
 
     def __init__(self) -> None:
         """Start without attempts."""
@@ -129,7 +130,7 @@ class Attempts:
         self._alive_on[key.node].pop(key, None)
 
     def drop(self, key: AttemptKey) -> None:
-        """Remove an attempt."""
+        """Remove an attempt, and with it the record of its end."""
         self.end(key)
         self.known.pop(key, None)
 

@@ -67,7 +67,7 @@ class FakeBackend:
         behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """Create the pool's nodes, which are reachable after ``connect``. ``clocks`` has the wrong clocks, by node."""
+        """Create the pool's nodes, which are reachable after ``connect``. ``clocks`` has the clocks that are wrong, by node."""
         self._pool = pool
         self._now = now
         self._sink = sink
@@ -122,7 +122,7 @@ class FakeBackend:
                 self._emit_node_up(node)
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
-        """Report these attempts now and after each reconnection."""
+        """Report these attempts now, after each reconnection and when they end."""
         for key in keys:
             self._attempts.watch(key)
             if self._up.get(key.node):
@@ -148,7 +148,7 @@ class FakeBackend:
         self.canceled_builds.append(key)
 
     def lease(self, request: LeaseRequest) -> None:
-        """Grant the lease if every node is reachable and has the GPUs."""
+        """Grant the lease if every node is reachable and responds, and has the GPUs and the requested Python environments."""
         lacking = {
             task: name for task, name in request.nodes.items() if task in request.venvs and self.venvs.get(name) is not True
         }
@@ -258,7 +258,7 @@ class FakeBackend:
             self._report(key)
 
     def release(self, key: AttemptKey) -> None:
-        """Forget an attempt that has not started."""
+        """Forget an attempt that has not started. Report any other attempt."""
         if self._watch_if_reachable(key):
             attempt = self._attempts.known.get(key)
             has_run = attempt is not None and attempt.started_at > 0
@@ -402,7 +402,7 @@ class FakeBackend:
 
     @property
     def next_end(self) -> float:
-        """The time at which the next attempt ends by itself."""
+        """The time at which the next attempt ends by itself, or at which its lease expires; infinite if there is none."""
         return min((attempt.due_at for attempt in self._attempts.alive.values()), default=float("inf"))
 
     # Internals.

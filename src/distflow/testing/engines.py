@@ -1,6 +1,7 @@
 """Real container engines for tests: podman and dockerd, each with its own store and a generated image.
 
-Both need root. No registry is used: the image consists of empty directories, into which a test mounts the machine's ``/usr``.
+Both need root. No registry is used: the image has only empty directories, links to ``usr`` and a few files of ``/etc``. A test
+mounts the machine's ``/usr`` into it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Podman(Engine):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove every container and the store: overlay mounts in it would outlive the test's folder."""
+        """Remove all containers and images, and the mounts in the store, which would prevent the removal of the folder."""
         self.run("rm", "--force", "--all")
         self.run("rmi", "--force", "--all")
         _unmount(self.folder)
@@ -147,7 +148,7 @@ class Dockerd(Engine):
 
 
 def skeleton() -> bytes:
-    """Return an image as a tar: empty directories, and the files of /etc that programs need."""
+    """Return an image as a tar: empty directories, links to ``usr``, and the files of /etc that programs need."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in _EMPTY:

@@ -170,7 +170,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def lose(self, percent: float) -> None:
-        """Drop this share of all packets at random, in both directions. Raises ``OSError`` if iptables fails."""
+        """Drop this percentage of packets at random, in both directions. Raises ``OSError`` if iptables fails."""
         for chain in ("INPUT", "OUTPUT"):
             rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:g}", "-j", "DROP"]
             done = subprocess.run(
@@ -236,7 +236,7 @@ class MemoryLimit:
 
 
 def missing_cgroups() -> str:
-    """Return the reason why memory limits cannot be created, or the kernel's log not be read; empty if both are possible."""
+    """Return the reason why memory limits cannot be created or the kernel's log cannot be read; empty if both are possible."""
     if os.getuid() != 0:
         return "cgroups need root"
     if not any(_can_be_used(root) for root, _ in _ROOTS):

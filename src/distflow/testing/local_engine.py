@@ -46,7 +46,7 @@ class LocalEngine:
         """Start without allocations. Unless ``grants_at_once``, an allocation waits until ``grant`` is called."""
         self.grants_at_once = grants_at_once
         self.refusal = ""
-        """The error that refuses every request for good; empty if requests are accepted."""
+        """The message with which the engine refuses every request permanently; empty if it accepts requests."""
         self.given_notice = ""
         self.is_away = False
         """Whether calls fail because the engine does not respond."""
@@ -58,7 +58,7 @@ class LocalEngine:
         self._lock = threading.RLock()
 
     def request(self, wanted: AllocationRequest) -> str:
-        """Request an allocation. Its hosts are ``h0``, ``h1`` and so on."""
+        """Request an allocation, and return its id. Its hosts are ``h0``, ``h1`` and so on."""
         with self._lock:
             self._check_reachable()
             if self.refusal:
@@ -75,7 +75,7 @@ class LocalEngine:
             return number
 
     def notice(self, allocation_id: str) -> str:
-        """Return ``given_notice`` for every allocation."""
+        """Return ``given_notice`` for every known allocation, else an empty text."""
         return self.given_notice if allocation_id in self._jobs else ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:

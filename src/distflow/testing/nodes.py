@@ -1,7 +1,7 @@
 """Prepare nodes for tests: install the runtime, set a wrong clock, or simulate another version of Python.
 
-On the first connection, a node otherwise receives the runtime and compiles its sixty modules. This takes a quarter of a second
-of CPU time, which is more than most tests of a node need for everything else.
+Without ``install_runtime``, a node receives the runtime on the first connection and compiles all of its modules. This takes a
+quarter of a second of CPU time, which is more than most tests of a node need for everything else.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
 
 
 def write_skewed_python(path: Path, offset_s: float) -> str:
-    """Write a wrapper of this Python whose clock is ``offset_s`` seconds ahead of the real one, and return its path."""
+    """Write a wrapper of this Python whose ``time.time`` is ``offset_s`` seconds ahead, and return the wrapper's path."""
     return _write_wrapper(path, f"right = time.time\ntime.time = lambda: right() + {offset_s!r}")
 
 
 def write_other_python(path: Path, version: tuple[int, int, int]) -> str:
-    """Write a wrapper of this Python that reports another version of itself, and return its path."""
+    """Write a wrapper of this Python whose ``sys.version_info`` is another version, and return the wrapper's path."""
     return _write_wrapper(path, f"sys.version_info = {(*version, 'final', 0)!r}")
 
 

@@ -103,6 +103,7 @@ class RayCluster:
         """Start a node that is not running, and wait until it has joined the head.
 
         On a busy machine, a start may exceed Ray's timeout of 30 s, which no setting changes. The node is then started again.
+        Raises ``RuntimeError`` after three failed starts.
         """
         for attempt in range(_MAX_STARTS):
             self._launch(node)
@@ -162,7 +163,10 @@ class RayCluster:
                 _kill([pid])
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """Call a method of ``cluster_program.Cluster`` in distflow's program for Ray, and return its result."""
+        """Call a method of ``cluster_program.Cluster`` in distflow's program for Ray, which is started if it does not run.
+
+        Returns the method's result.
+        """
         try:
             return self._program.ask(name, **arguments)
         except NodeUnreachable:  # the program was killed
@@ -174,7 +178,7 @@ class RayCluster:
         return subprocess.run(command, capture_output=True, check=True, timeout=60, text=True, cwd=self.folder).stdout
 
     def kill_programs(self) -> int:
-        """Kill distflow's programs that are connected to this cluster, also that of ``ask``, and return their number."""
+        """Kill distflow's programs that are connected to this cluster, including that of ``ask``, and return their number."""
         mark = f"'distflow', 'exec'))\0{self.address}\0"
         found = [int(name) for name in os.listdir("/proc") if name.isdigit() and mark in _command(int(name))]
         return len(_kill(found))
@@ -194,7 +198,7 @@ class RayCluster:
         self.await_empty()
 
     def residents(self, node: str = "") -> list[int]:
-        """Return the process ids of distflow's resident programs, on one node or on all."""
+        """Return the process ids of distflow's resident programs (``runtime.services.resident``), on one node or on all."""
         return [pid for pid in self.processes(node) if "\0tied\0distflow-" in _command(pid)]
 
     def processes(self, node: str = "") -> list[int]:

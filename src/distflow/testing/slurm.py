@@ -113,7 +113,8 @@ class Slurm:
         port = self._port = _free_ports(nodes + 1)
         lines = _CONFIG.format(
             name="ci",
-            # Unique job ids, because resident programs of several clusters on one machine differ only by their job ids.
+            # Unique job ids: distflow finds its resident program on a node (`runtime.services.resident`) by the job id, and
+            # several clusters may run on this machine.
             first=port * 1000,
             host=socket.gethostname().partition(".")[0],
             folder=folder,

@@ -119,12 +119,12 @@ class Sshd:
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
     def known_lines(self, name: str | None = None) -> list[str]:
-        """Return the lines of known_hosts with the server's keys."""
+        """Return the lines of known_hosts with the server's keys, for ``known_name`` or another ``name`` of the server."""
         keys = [path.with_name(f"{path.name}.pub").read_text().split() for path in self.host_keys.values()]
         return [f"{name or self.known_name} {key[0]} {key[1]}\n" for key in keys]
 
     def client_stanza(self, **options: str) -> str:
-        """Return a ``Host`` block with which a client can log in."""
+        """Return a ``Host`` block with which a client can log in. ``options`` override settings; an empty value removes one."""
         given = {
             "HostName": self.address,
             "Port": str(self.port),
@@ -139,7 +139,7 @@ class Sshd:
         return f"Host {self.alias}\n" + "".join(f"  {key} {value}\n" for key, value in given.items() if value)
 
     def authorize(self, public_key: Path) -> None:
-        """Accept another key."""
+        """Accept another key, given as the path of its public part."""
         with self._authorized.open("a") as file:
             file.write(public_key.read_text())
 
@@ -237,7 +237,7 @@ class Sshd:
 
 
 def die_with_parent() -> None:
-    """Make the kernel end this process when its parent ends. Call it in a child process before it executes a program."""
+    """Make the kernel send SIGTERM to this process when its parent ends. Call it in a child before it executes a program."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

@@ -162,7 +162,10 @@ pools:
             "distflow.yaml:17: error: `train.sh` in `slurm.extra` is not an option of sbatch\n"
             "    write an option and its value as one"
         ),
-        "distflow.yaml:17: error: `--array` in `slurm.extra` is an option that distflow sets itself\n    remove it",
+        (
+            "distflow.yaml:17: error: `--array` cannot be in `slurm.extra`, because it would change how distflow runs the job\n"
+            "    remove it"
+        ),
         (
             "distflow.yaml:17: error: `-p` in `slurm.extra` is an option that distflow sets itself\n"
             "    remove it; use the key `partition`"
