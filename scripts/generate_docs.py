@@ -1,8 +1,8 @@
 """Regenerate the generated parts of docs/ (``make docs``).
 
-A generated part lies between two comments with its name. Its sources are the JSON Schemas, the error tree, the tables of
-states, the rules of the diagnosis, and the golden messages of the rank layout. The rest of a page is written by hand.
-``tests/unit/test_generated_docs.py`` fails when a page differs from this script's output.
+A generated part lies between two comments with its name. The sources are the JSON Schemas, the error tree, the tables of
+states, the rules of the diagnosis, the golden messages of the rank layout, and the texts in this script. The rest of a page is
+written by hand. ``tests/unit/test_generated_docs.py`` fails when a page differs from this script's output.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ STATE_TEXT: Mapping[str, str] = MappingProxyType(
     {
         "PENDING": "None of its tasks has started.",
         "RUNNING": "The command of the task runs. Of a workflow, at least one group has started, and not all have ended.",
-        "COMPLETED": "It succeeded: a task with exit code 0, a group with its lead or its world, a workflow with all groups.",
+        "COMPLETED": "It succeeded: a task with exit code 0 or a code of `exitActions: {COMPLETE: …}`, a group with its lead "
+        "or its world, a workflow with all groups.",
         "FAILED": "It did not succeed; its reason shows the cause.",
         "CANCELED": "A person canceled it.",
     }

@@ -19,8 +19,8 @@
     │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
     │   └── StorageMissing              3    there is no such bucket, object or file
     ├── NotifyError                     3    a notification was not delivered
-    ├── SupervisorError                 3    the background process did not start
-    ├── StateError                      5    this machine's state directory cannot be used
+    ├── SupervisorError                 3    a background process did not start
+    ├── StateError                      5    the state directory, or data stored in it, cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
     │   ├── RecordUnreadable            5    another version of distflow wrote a workflow's record
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
@@ -182,13 +182,13 @@ class NotifyError(DistflowError):
 
 
 class SupervisorError(DistflowError):
-    """The background process that supervises workflows did not start."""
+    """A background process, which supervises workflows or copies files, did not start."""
 
     exit_code = 3
 
 
 class StateError(DistflowError):
-    """This machine's state directory cannot be used."""
+    """This machine's state directory, or data stored in it or in a workflow's record on a node, cannot be used."""
 
     exit_code = 5
 

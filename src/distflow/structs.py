@@ -1,7 +1,7 @@
 """Copy frozen records of either kind, ``msgspec.Struct`` or dataclass, and create them from plain values.
 
 The records that ``workflow query`` and ``workflow list`` import are structs, because Python needs 1 ms to define a frozen
-dataclass and only 0.05 ms to define a struct. All other records are dataclasses.
+dataclass and only 0.05 ms to define a struct. Most other records are dataclasses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _msgspec_lock = threading.RLock()
 
 
 def convert(value: object, kind: type[_T]) -> _T:
-    """Do what ``msgspec.convert`` does, in any thread."""
+    """Do what ``msgspec.convert`` does, but safely in several threads at the same time."""
     with _msgspec_lock:
         return msgspec.convert(value, kind)
 
 
 def decode_json(data: bytes, kind: type[_T]) -> _T:
-    """Do what ``msgspec.json.decode`` does, in any thread."""
+    """Do what ``msgspec.json.decode`` does, but safely in several threads at the same time."""
     with _msgspec_lock:
         return msgspec.json.decode(data, type=kind)
 

@@ -70,7 +70,7 @@ def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
         message = "`image` is ignored: tasks run on the node's own Python"
         hint = "install its software on the nodes, or set `container` of the pool to docker, podman or apptainer"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
-    moved = next((text for text in task.mounts if _moves(text.value)), None)
+    moved = next((text for text in task.mounts if _changes_path(text.value)), None)
     if moved is not None:
         source, _, target = moved.value.partition(":")
         message = f"`volumeMounts` is ignored: nothing is mounted at `{target}`"
@@ -97,7 +97,8 @@ def venv_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ..
     )
 
 
-def _moves(mount: str) -> bool:
+def _changes_path(mount: str) -> bool:
+    """Return whether the path in the container differs from the path on the node."""
     source, colon, target = mount.partition(":")
     return bool(colon) and source != target
 

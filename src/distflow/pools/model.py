@@ -59,7 +59,7 @@ class Node:
     root: str
     """The directory of distflow on the node. The node expands ``~`` in it."""
     python: str
-    """The Python interpreter on the node. Its directory is the first in PATH of tasks."""
+    """The Python interpreter on the node. Its directory comes before the directories of the node's own PATH for tasks."""
     gpus: int | None = None
     """``None``: as many as the node has."""
     cpus: int | None = None
@@ -259,7 +259,7 @@ class Pool:
     venv: Requirements | None = None
     """The packages of a Python environment for tasks whose spec has no ``venv``."""
     venv_timeout_s: float = 1800.0
-    """The maximum time to build that environment on a node."""
+    """The maximum time to build the Python environment of a spec or of the pool on a node."""
     given: NodeSettings = NO_SETTINGS
     """The settings that the command gave. ``nodes`` have them already. A resubmission applies them to the current pool."""
     slurm: SlurmSettings | None = None

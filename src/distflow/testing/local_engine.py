@@ -58,7 +58,7 @@ class LocalEngine:
         self._lock = threading.RLock()
 
     def request(self, wanted: AllocationRequest) -> str:
-        """Request an allocation, and return its id. Its hosts are ``h0``, ``h1`` and so on."""
+        """Request an allocation, unless it exists, and return its id. Its hosts are ``h0``, ``h1`` and so on."""
         with self._lock:
             self._check_reachable()
             if self.refusal:
