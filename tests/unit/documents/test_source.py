@@ -100,7 +100,7 @@ def test_a_missing_file_is_reported_with_a_similar_one(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").touch()
     for name, hint in (
         ("trian.yaml", f"did you mean `{tmp_path}/train.yaml`?"),
-        ("hosts", "check the path; it is relative to the current directory"),
+        ("hosts", "check the path"),
         ("no/train.yaml", f"check the path: the directory `{tmp_path}/no` does not exist or cannot be read"),
     ):
         with pytest.raises(ProblemsFound) as error:
