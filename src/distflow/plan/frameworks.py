@@ -175,7 +175,7 @@ _HOLD = ("sh", "-c", "echo 'this node is reserved: the lead task starts the proc
 
 
 def _mpi(task: WorldTask) -> StartCommand:
-    """Return the command under Open MPI's ``mpirun``, which passes the spec's variables and the master's to all processes.
+    """Return the command under Open MPI's ``mpirun``, which passes the spec's variables, MASTER_ADDR and MASTER_PORT on.
 
     The lead starts all processes through its own SSH connections; the other tasks reserve their nodes. The lead's node must
     therefore be able to log in to the other nodes without a password, and the program must have the same path on all nodes.

@@ -118,7 +118,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         else:
             add(f"unknown word `{word}`", _instead_of(word))
     if given.get("max_slots", _MOST_SLOTS) < given.get("slots", 0):
-        add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "set slots to the number of GPUs")
+        add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "set `slots` to the number of GPUs")
     if host is None or problems:
         return None, problems
     user = place.group("user") if place else None

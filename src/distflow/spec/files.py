@@ -5,9 +5,9 @@ are not read again (``spec.unchanged``). A directory becomes one gzipped tar wit
 so equal content has an equal digest. The following are not sent: files that match ``exclude`` or a ``.gitignore`` in the
 directory, ``.git``, logs of distflow's Slurm jobs, and directories of distflow itself (its state, results, and files of nodes).
 
-``distflow.train`` is sent as well, as one archive with the modules that it needs, if a task needs it. The archive has its own
-``distflow/__init__.py``, which also finds a distflow that is installed on the node. ``distflow.train`` itself is always the
-version of the submitting machine.
+``distflow.train`` is sent as well if a task needs it, in one archive with the other modules for tasks (``distributed``,
+``ray_cluster`` and ``protocol``). The archive has its own ``distflow/__init__.py``, which also finds a distflow that is
+installed on the node. ``distflow.train`` itself is always the version of the submitting machine.
 """
 
 from __future__ import annotations

@@ -173,17 +173,17 @@ def _ranks(task: View) -> Ranks | None:
     )
 
 
-def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: Container[str]) -> None:
+def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], everyone: Container[str]) -> None:
     """Report tokens that cannot be replaced: unknown tokens, hosts outside of the task's group, and inputs that it lacks.
 
-    ``elsewhere`` has the names of the tasks of all groups.
+    ``everyone`` has the names of the tasks of all groups.
     """
     hosts = {name: member.string("name") or "" for member in group for name in replica_names(member)}
     for text in _texts(spec):
         for token in find_tokens(text.value):
             message, hint = "", ""
             if token.name == "host":
-                message, hint = _host_finding(token.argument, hosts, elsewhere)
+                message, hint = _host_finding(token.argument, hosts, everyone)
             elif token.name == "input":
                 message, hint = _input_finding(token.argument, spec)
             elif token.name not in TOKEN_NAMES or token.argument is not None:
@@ -201,7 +201,7 @@ def _is_in_comment(text: str, offset: int) -> bool:
     return re.search(r"(?:^|\s)#", text[text.rfind("\n", 0, offset) + 1 : offset]) is not None
 
 
-def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Container[str]) -> tuple[str, str]:
+def _host_finding(name: str | None, hosts: Mapping[str, str], everyone: Container[str]) -> tuple[str, str]:
     if name is None:
         return "`{{host}}` has no task", "write `{{host:<task>}}` with a task of the same group"
     if name in hosts:
@@ -209,7 +209,7 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
     message = f"`{{{{host:{name}}}}}` does not name a task of this group"
     if name in hosts.values():
         return f"{message}: `{name}` has replicas", f"name a replica, such as `{{{{host:{name}-0}}}}`"
-    if name in elsewhere:
+    if name in everyone:
         return (
             f"{message}: `{name}` is in another group",
             "put both tasks into one group, because different groups may not run at the same time",
