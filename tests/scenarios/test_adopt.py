@@ -82,7 +82,7 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
         "  this machine did not sign its record; read its spec (`distflow workflow spec fails-1`) before you restart it\n"
     )
     assert adopt(other) == []
-    assert other.run("workflow", "adopt").out == "The nodes have no workflow that is not in the store.\n"
+    assert other.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
 
     failed = other.await_status("fails-1", "FAILED")
     task = failed["groups"][0]["tasks"][0]

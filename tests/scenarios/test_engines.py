@@ -173,7 +173,7 @@ def test_a_lost_state_directory_is_rebuilt_from_the_cluster(backend: str, cli: C
     assert (reaped.code, allocation in reaped.out) == (0, True), reaped.out + reaped.err
     done = cli.run("workflow", "adopt")
     assert (done.code, f"{workflow}: adopted" in done.out) == (0, True), done.out + done.err
-    assert cli.run("workflow", "adopt").out == "The nodes have no workflow that is not in the store.\n"
+    assert cli.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
     taken = cli.await_running(workflow, 120)
     for task, one in before.items():
         assert (taken[task]["node_name"], taken[task]["pid"]) == (one["node_name"], one["pid"])

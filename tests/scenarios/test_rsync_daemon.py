@@ -167,6 +167,6 @@ def test_a_failure_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
     await_text(blocked / "train.py", "second")
     done = cli.run("workflow", "rsync", "stop", "-t", "json")
     assert [(one["task_name"], one["status"]) for one in json.loads(done.out)["daemons"]] == [("main", "STOPPED")]
-    assert cli.run("workflow", "rsync", "stop").out == "There are no background copies.\n"
+    assert cli.run("workflow", "rsync", "stop").out == "No background copy is running.\n"
     go(cli)
     cli.await_status(workflow, "COMPLETED")

@@ -282,7 +282,7 @@ def test_a_lost_state_directory_is_rebuilt_from_the_jobs(any_cluster: Cluster) -
             task: (one["node_name"], one["pid"]) for task, one in before.items()
         }
     assert len(any_cluster.jobs()) == 2
-    assert cli.run("workflow", "adopt").out == "The nodes have no workflow that is not in the store.\n"
+    assert cli.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
     go.touch()
     for name in (workflow, second):
         assert cli.await_status(name, "COMPLETED", "FAILED", timeout=90)["status"] == "COMPLETED"

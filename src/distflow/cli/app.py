@@ -1,7 +1,8 @@
 """The root of the command line, which handles the errors of all commands.
 
 Each command has its own module, which is imported when the command is called. This keeps ``distflow --help`` fast. Results go
-to standard output, and messages go to standard error. Exit codes are listed in ``errors``.
+to standard output, and messages go to standard error. ``errors`` lists the exit codes of errors. Ctrl-C
+gives 130.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _Root(LazyGroup):
                 "run": ("distflow.cli.run:run_app", "Run a script or command on nodes, without a spec."),
                 "init": ("distflow.cli.init:init_app", "Write a first spec, also from sbatch and torchrun."),
                 "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and cancel workflows."),
-                "top": ("distflow.cli.top:app", "Show running workflows and the GPUs of the pools, live."),
+                "top": ("distflow.cli.top:app", "Show unfinished workflows and the GPUs of the pools, live."),
                 "task": ("distflow.cli.task:app", "List the tasks of all workflows."),
                 "ui": ("distflow.cli.ui.command:app", "Show workflows and nodes on a local web page."),
             },
@@ -168,7 +169,7 @@ def _open_streams() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code. This function handles every error."""
+    """Run one command and return its exit code. All errors except ``SystemExit`` are handled here."""
     code = _run(_expand(arguments))
     # Flush here, because at exit a closed pipe or a full disk could no longer be handled.
     try:
@@ -207,7 +208,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _expand(arguments: Sequence[str]) -> list[str]:
-    """Replace a shortcut at the start of the arguments with its command.
+    """Replace a shortcut, an alias of a ``workflow`` command, or ``--version`` at the start of the arguments with its command.
 
     >>> _expand(["stop", "train-3"])
     ['workflow', 'cancel', 'train-3']
@@ -231,8 +232,8 @@ def _discard_output(stream: TextIO) -> None:
 def spread_sets(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--set a=1 b=2`` rewritten as ``--set a=1 --set b=2``, because typer does not parse this form.
 
-    OSMO accepts several values after one option. For commands without positional arguments, other options are rewritten too
-    (``list -s RUNNING PENDING``).
+    OSMO accepts several values after one option. This function rewrites all options of ``NAME=VALUE`` pairs (``_PAIRS``). For
+    commands without positional arguments, it also rewrites the options in ``_LISTS``, as in ``list -s RUNNING PENDING``.
 
     >>> spread_sets(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
     ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']

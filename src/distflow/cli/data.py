@@ -165,7 +165,8 @@ def check(
 ) -> None:
     """Check that you can read, write or delete at a URL.
 
-    distflow performs the access: to check writing, it writes and deletes an empty object. The exit code is not 0 if this fails.
+    distflow performs the access: to check writing or deleting, it writes and deletes an empty object. The exit code is not 0 if
+    this fails.
     """
     target = parse_data_url(url, writes=access_type is not _Access.READ)
     try:

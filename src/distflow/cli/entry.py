@@ -15,7 +15,8 @@ import signal
 __all__ = ["main"]
 
 _HANDLES_SIGINT = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-"""Whether this process may change the handler of SIGINT. A background process of a shell ignores SIGINT and must not."""
+"""Whether this process may change the handler of SIGINT. A shell starts background processes with SIGINT ignored, which must
+stay so."""
 
 if _HANDLES_SIGINT:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -68,8 +68,8 @@ def init(
 ) -> None:
     """Write a spec with comments, from options, a Slurm script, a torchrun command or a sample.
 
-    On a terminal, `distflow init` without options asks for the command and the nodes. Comments in the spec mark parts that
-    could not be translated. Existing files are kept unless you add --force.
+    On a terminal, `distflow init` without options asks for the command, the nodes and the GPUs. Comments in the spec mark
+    parts that could not be translated. Existing files are kept unless you add --force.
     """
     if samples:
         _print_samples(format_type)
@@ -113,7 +113,7 @@ def _file(name: str | None) -> Path | None:
 
 
 def _ask(question: str, default: str, *, is_number: bool = False) -> str:
-    """Ask a question on the terminal. Raise ``InputError`` if standard input is not a terminal."""
+    """Ask a question on the terminal. Raise ``InputError`` if there is no terminal, or if standard input ends."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         hint = "add --command 'train.py', --from-sbatch, --from-torchrun or --sample"
         raise InputError("there is no command for the spec", hint=hint)

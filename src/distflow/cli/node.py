@@ -54,7 +54,7 @@ def clean(
         typer.Option(
             "--older-than",
             metavar="DURATION",
-            help="Only workflows that ended at least this long ago. Default: the pool's `retention`.",
+            help="Only workflows whose files did not change for at least this long. Default: the pool's `retention`.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, without removing it.")] = False,
@@ -63,7 +63,8 @@ def clean(
 ) -> None:
     """Remove logs, outputs and files of ended workflows from nodes.
 
-    Unfinished workflows are never touched. Copies of logs on this machine stay.
+    Unfinished workflows are never touched. Copies of logs on this machine stay. Python environments that were not used for the
+    same time are removed, too.
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:

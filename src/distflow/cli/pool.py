@@ -106,8 +106,8 @@ def check(
     """Check whether a gang can run on the nodes of a pool.
 
     The check logs in to each node, inspects its Python, disks, clock and GPUs, and tests connections between all pairs of
-    nodes. It starts no task and reserves no GPU. For a pool on Slurm, it checks the pool's settings in Slurm instead. The exit
-    code is 3 if a gang cannot run on all nodes.
+    nodes. It starts no task and reserves no GPU. If Slurm, Kubernetes or Ray chooses the nodes of a pool, the command instead
+    checks the pool's settings there. The exit code is 3 if a gang cannot run on all nodes.
     """
     # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.nodes import check_json, check_text
@@ -351,8 +351,9 @@ def set_preference(
     The default pool is used if neither --pool nor the spec names a pool. It takes precedence over `default_pool` in the
     configuration, if the configuration has a pool of this name.
 
-    `notify` replaces the targets that are notified of each workflow that you submit, in addition to those of the configuration
-    and the spec. A target is the name of a credential whose value is a URL, or an entry as in a spec.
+    `notify` replaces the targets in your profile. distflow notifies them of each workflow that you submit. It also notifies the
+    targets in the configuration and the spec. A target is the name of a credential whose value is a URL, or an entry as in a
+    spec.
     """
     _check_key(key)
     if key == "notify":

@@ -125,7 +125,7 @@ def list_command(
         elif not rows:
             print("No task matches.")
         elif has_sums:
-            # As in OSMO, --summary takes precedence over --aggregate-by-workflow.
+            # As in OSMO, --summary takes precedence over --aggregate-by-workflow in the text. In JSON, it does not.
             print(_sums_text(_sums(rows, by_workflow and not summary)), end="")
         else:
             print(_text(rows, verbose), end="")

@@ -1,4 +1,4 @@
-"""``distflow train``: recommend a training strategy, and measure the communication between ranks on this machine."""
+"""``distflow train``: recommend a training strategy, and measure communication or training speed on this machine."""
 
 from __future__ import annotations
 

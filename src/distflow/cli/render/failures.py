@@ -35,7 +35,7 @@ __all__ = [
 
 
 def no_verdict(record: WorkflowRecord) -> str:
-    """Return a message that explains why a workflow has no failure to explain."""
+    """Return a message that says why ``why`` and ``diagnose`` found no failure of a workflow."""
     if record.state is WorkflowState.COMPLETED:
         words = f"{record.id} completed, so there is no failure to explain"
     elif record.state is WorkflowState.CANCELED:
@@ -45,7 +45,8 @@ def no_verdict(record: WorkflowRecord) -> str:
     elif record.state.is_final:
         words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group failed'}"
     else:
-        words = f"{record.id} has not ended, and no task has failed: {record.status}"
+        has_failed = any(group.state is State.FAILED or group.earlier_causes for group in record.groups)
+        words = f"{record.id} has not ended{'' if has_failed else ', and no task has failed'}: {record.status}"
         for missing in filter(None, map(missing_ranks, record.groups)):
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
     retried = [group for group in record.groups if group.earlier_causes]
@@ -80,7 +81,8 @@ def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words
 
     If there are no ``groups``, ``message`` has the reason. A group has ``retry_id``, ``first_cause`` as in ``query``, the
     ``clocks`` of its nodes (``offset_s`` ahead of this machine's clock, and ``uncertainty_s``) and the ``timeline``. The times
-    of the timeline are those of this machine's clock, and their ``offset_s`` is relative to the first cause.
+    of the timeline are those of this machine's clock. Their ``offset_s`` is relative to the first cause, or to the stop or the
+    end of the group if no task failed by itself.
     """
     return {
         "name": record.id,
@@ -322,7 +324,10 @@ def end_text(
 
 
 def _output_of(record: WorkflowRecord, cause: Cause) -> str:
-    """Return the option of `logs` for the rank that failed, or for its task if the rank is not known or not unique."""
+    """Return the option of `logs` for the rank that failed, if it is known, unique, and not the only rank of its task.
+
+    Otherwise, return the option for the task.
+    """
     if cause.ranks.isdigit():
         held = [held_ranks(task.ranks) for group in record.groups for task in group.tasks]
         holders = [ranks for ranks in held if int(cause.ranks) in ranks]

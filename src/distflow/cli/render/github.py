@@ -137,7 +137,7 @@ def _why(group: GroupRecord) -> str:
 
 
 def _mark(checked: CheckedSpec, group: GroupRecord) -> Mark:
-    """Return the line of the task that failed first, or else of the group."""
+    """Return the line of the task that failed first, or else of the group, or else of the spec."""
     written = next((one for one in checked.spec.groups if one.name == group.name), None)
     if written is None:
         return checked.spec.mark

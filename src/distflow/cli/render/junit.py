@@ -54,7 +54,8 @@ def check_path(option: str, path: Path) -> None:
     """Raise ``InputError`` if a report cannot be written to this path, before the workflow starts."""
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        reason = "it is a directory" if path.is_dir() else "the directory does not exist or is not writable"
+        reason = "the file is not writable" if path.exists() else "the directory does not exist or is not writable"
+        reason = "it is a directory" if path.is_dir() else reason
         raise InputError(
             f"{option}: `{path}` cannot be written: {reason}", hint="name a file in a directory that you can write to"
         )

@@ -35,8 +35,8 @@ def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
     On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
-    While the workflow waits in the queue, ``err`` gets a reminder about once a minute. Unreachable nodes that prevent its start
-    are named on ``err`` at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
+    While the workflow then waits in the queue, ``err`` gets a reminder about once a minute. In both cases, ``err`` names
+    unreachable nodes that prevent the start at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
 
     Raises:
         NodeError: if the workflow has not started because a node must be repaired by a person.
@@ -132,7 +132,10 @@ def _watch_live(watch: WorkflowWatch, render: Callable[[WorkflowRecord], str], o
 
 
 class Prefixes:
-    """Prefixes of log lines: ``[task] ``, or ``[task retry-1 rank 3] `` if the rank is known, in the task's color."""
+    """Prefixes of log lines in the color of the task, such as ``[task retry-1 rank 3] ``.
+
+    The first attempt has no ``retry``, and a line of an unknown rank has no ``rank``.
+    """
 
     def __init__(self, tasks: Iterable[TaskRecord], paint: Paint, *, enabled: bool = True) -> None:
         """Assign a color to each task."""

@@ -172,7 +172,7 @@ def usage_cells(usage: Usage | None, header: Sequence[str]) -> Iterator[str]:
 
 
 def spark(values: Sequence[float], low: float = 0.0, high: float = 100.0) -> str:
-    """Return a line of bars, one for each value between ``low`` and ``high``.
+    """Return a line of bars, one for each value, on a scale from ``low`` to ``high``.
 
     >>> spark([0, 50, 100])
     '▁▅█'

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.cli.render.tables import Paint, table
 from distflow.documents.json_keys import name_keys
-from distflow.documents.quantities import bytes_text
+from distflow.documents.quantities import bytes_text, count_text
 from distflow.documents.text import plain, ranges
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs
 
 
 def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
-    """Return the table of nodes, the findings and the verdict as text."""
+    """Return the table of nodes, the findings, the result of the all-reduce and the verdict as text."""
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
     parts = [*([table(_HEADER, rows)] if rows else []), *(_finding_text(finding, paint) for finding in verdict.findings)]
     sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
@@ -246,7 +246,8 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
         for one in report.holders
     ]
     rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
-    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes.\n"]
+    idle = "the nodes that responded" if any(report.error for _, report in found) else "these nodes"
+    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else [f"Nothing is in use on {idle}.\n"]
     lines += [f"{usage.node.name}: failed: {plain(report.error)}\n" for usage, report in found if report.error]
     return "".join(lines)
 
@@ -269,7 +270,7 @@ def holders_json(report: Holders, ids: Mapping[str, str]) -> dict[str, object]:
 
 def _held_words(one: Holder) -> str:
     found = [f"GPU{'s' * (len(one.gpus) > 1)} {ranges(one.gpus)}"] if one.gpus else []
-    found += [f"{one.cpus} CPUs"] if one.cpus else []
+    found += [count_text(one.cpus, "CPU")] if one.cpus else []
     found += [bytes_text(one.memory)] if one.memory else []
     found += [f"port{'s' * (len(one.ports) > 1)} {ranges(one.ports)}"] if one.ports else []
     return ", ".join(found)

@@ -128,9 +128,9 @@ def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
     """Return the JSON document of ``distflow top``.
 
     A workflow has ``status``, ``pool``, ``user``, ``duration`` in seconds and its unfinished ``tasks`` with ``usage`` as in
-    ``query``. A node has ``gpus``. Each GPU has ``index``, the workflow and the task that use it, and the latest ``values``
-    (docs/metrics.md). If the node responded, the GPU also has ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and
-    ``used_by``.
+    ``query``. A node has ``pool``, ``gpus``, ``tasks`` and ``error``. Each GPU has ``index``, the workflow and task that use
+    it, the latest ``values`` (docs/metrics.md), ``state`` (``free``, ``mine``, ``other`` or ``foreign``) and ``used_by``. For
+    GPUs that this user's tasks do not use, ``state`` and ``used_by`` are null if the node did not respond.
     """
     return {
         **times(time=now),

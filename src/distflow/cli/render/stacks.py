@@ -33,7 +33,10 @@ class _ProcessStack:
 
 
 def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str:
-    """Return each distinct stack with its processes, the most common first, then problems and their remedies."""
+    """Return each distinct stack with its processes, the most common first.
+
+    Below them are the positions of ranks in collectives, the last heartbeats, and problems with their remedies.
+    """
     stacks = [stack for task in tasks for stack in _process_stacks(task)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for stack in stacks:
@@ -138,7 +141,10 @@ def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
 
 
 def _lacks_tool(task: TaskStacks) -> bool:
-    """Return whether the node has no py-spy and a process of the task has not reported its own stack."""
+    """Return whether py-spy is needed: the node does not have it, and a Python process has not reported its own stack.
+
+    The result is also true without py-spy if no process is known to run Python.
+    """
     if task.seen is None or task.seen["tool"]:
         return False
     pythons = [one for one in task.seen["processes"] if one["is_python"]]
@@ -159,7 +165,7 @@ _NAMED_RANKS = 8
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class _Position:
-    """The position of a rank in the sequence of a process group's collectives. A smaller position is further behind."""
+    """The position of a rank in the sequence of a process group's collectives. A smaller ``number`` is further behind."""
 
     number: int
     waits: bool
@@ -186,7 +192,7 @@ class _RankReport:
 def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]:
     """Yield the positions of all ranks and the missing ranks, for each process group in which a rank waits.
 
-    Yield nothing if no rank has reported its collectives.
+    If no rank waits, yield a line that says so. If no rank has reported its collectives, yield nothing.
     """
     groups: dict[tuple[str, str, tuple[int, ...]], list[_RankReport]] = {}
     for task in tasks:

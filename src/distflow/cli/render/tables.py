@@ -77,7 +77,7 @@ class Paint:
 def print_notice(text: str) -> None:
     """Print notes, warnings or errors to standard error, with colors on a terminal.
 
-    The text can contain control characters of specs, nodes and stores.
+    Control characters are escaped, because the text can contain texts of specs, nodes and stores.
     """
     print(Paint.of(sys.stderr).messages(plain_lines(text)), file=sys.stderr)
 

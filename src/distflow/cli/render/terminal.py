@@ -78,7 +78,7 @@ class ProgressLine:
         self._is_over = False
 
     def __enter__(self) -> ProgressLine:
-        """Return the line. The first call of ``update`` shows it."""
+        """Return the line. Calls of ``update`` show it."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -93,7 +93,7 @@ class ProgressLine:
         return time.monotonic() - self._begun
 
     def update(self, done: int, total: int) -> None:
-        """Show the progress in bytes, if enough time has passed since the last update."""
+        """Show the progress in bytes, if enough time has passed since the line was created or last changed."""
         at = time.monotonic()
         if self._first is None:
             self._first = done  # more than 0 for a continued transfer

@@ -223,7 +223,11 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
 
 
 def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
-    """Yield a line for each status that has changed between two records, or for every status if ``before`` is ``None``."""
+    """Yield lines about the changes between two records: of statuses, messages and unreachable nodes.
+
+    If ``before`` is ``None``, all statuses of the workflow and its groups have changed. Tasks have lines only if they failed by
+    themselves, or if ``before`` is given and the group has few tasks.
+    """
     if before is None or before.status != after.status:
         yield f"{after.id}: {after.status}"
     old_groups = {group.name: group for group in before.groups} if before else {}
@@ -280,7 +284,10 @@ def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> fl
 
 
 def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
-    """Return the seconds from the submission of a workflow to its first start, or until ``now`` if it has not started."""
+    """Return the seconds from the submission of a workflow to its start.
+
+    If it has not started, count until its end, or else until ``now``.
+    """
     begun = record.started_at if record.started_at is not None else record.ended_at
     return elapsed_s(record.submitted_at, begun, now)
 
@@ -295,7 +302,9 @@ def cause_lines(cause: Cause, paint: Paint) -> Iterator[str]:
 
 
 def without_node_paths(line: str) -> str:
-    """Return a line with paths relative to the task's working directory instead of absolute paths on the node.
+    """Return a line without the directory of the attempt on its node.
+
+    Paths in the working directory become relative. Paths of the spec's ``files`` become the absolute paths in the spec.
 
     >>> without_node_paths('File "/home/me/distflow-node/0123456789abcdef0123456789abcdef/training/node-0/0/work/train.py"')
     'File "train.py"'
@@ -310,7 +319,8 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint, remed
         yield f"{verb} without {few(group.left_out, ', ')}, because the pool has too little room (elastic)"
     older = len(group.earlier_causes) - _FEW_ATTEMPTS
     if older > 0:
-        yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
+        attempts = "Attempt 1 is" if older == 1 else f"Attempts 1 to {older} are"
+        yield f"{attempts} shown by `query -v` and `events`"
     for number, cause in enumerate(group.earlier_causes):
         if number >= older:
             yield f"Attempt {number + 1}: {cause.text}"

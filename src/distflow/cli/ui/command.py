@@ -69,7 +69,7 @@ def serve(
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on a loopback port. Raises ``InputError`` if the port is in use."""
+    """Return a socket that is bound to a port of 127.0.0.1. Raises ``InputError`` if the port cannot be used."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

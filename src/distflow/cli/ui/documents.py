@@ -53,7 +53,8 @@ def workflows(client: Client, text: str, states: str, *, count: int, offset: int
 
     Args:
         client: The client whose store has the workflows.
-        text: Words: ``key=value`` for a label, ``#tag`` for a tag, and otherwise a part of the id.
+        text: Words: ``key=value`` for a label, ``#tag`` for a tag. The first other word is a part of the id, and further ones
+            are ignored.
         states: ``active``, ``completed``, ``failed`` or ``canceled``. Any other text means all.
         count: The maximum number of workflows to return.
         offset: The number of newest matching workflows to skip.
@@ -104,7 +105,7 @@ def _spec(client: Client, record: WorkflowRecord) -> dict[str, object]:
 
 
 def _samples(client: Client, record: WorkflowRecord) -> dict[str, object]:
-    """Return the use of CPU, memory and GPUs by each task as series of (time, value)."""
+    """Return the resource samples of each task as series of (time, value), without series whose values are all 0 or unknown."""
     found = find_samples(client, record, choose_tasks(record, ()), most=_MOST_SAMPLES)
     series = [
         {
@@ -150,5 +151,5 @@ LIVE_PARTS: Mapping[str, Part] = MappingProxyType({"stacks": _stacks, "outputs":
 
 
 def error_document(error: DistflowError) -> dict[str, object]:
-    """Return an error as ``--format-type json`` prints it."""
+    """Return an error as ``--format-type json`` prints it, but without ``problems``."""
     return {"error": {"message": error.message, "hint": error.hint, "code": error.exit_code}}

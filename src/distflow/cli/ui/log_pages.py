@@ -122,7 +122,8 @@ class LogPages:
             rank: Return only lines of this rank. Default: all.
 
         Returns:
-            The total number of lines, the position of the first returned line, and the lines in the format of ``logs``.
+            The total number of lines of the log, task or rank, the position of the first returned line, the number of lines
+            that were removed, all tasks and ranks, and the lines in the format of ``logs``.
 
         """
         with self._lock:
@@ -165,7 +166,10 @@ class LogPages:
         return view
 
     def search(self, text: str, task: str | None = None, rank: int | None = None) -> dict[str, object]:
-        """Return the positions of the lines that contain a text, regardless of case; at most 10 000 of them."""
+        """Return the positions of the lines that contain a text, regardless of case.
+
+        Only the first 10 000 matching lines of the whole log are examined, also if a task or rank is given.
+        """
         needle = text.encode().lower()
         with self._lock:
             found = list(islice(self._hits(needle), _MOST_HITS)) if needle.strip() else []
@@ -280,7 +284,10 @@ class Followers:
         self._followers: dict[str, _Follower] = {}
 
     def follow(self, uuid: str, *, wait_s: float = 0.5) -> _Follower:
-        """Return the follower of a workflow, which adds new lines while pages request them. Wait ``wait_s`` for its lines."""
+        """Return the follower of a workflow, which adds new lines while pages request them.
+
+        Wait until all existing lines have been read, but at most ``wait_s``. Raise the error of the follower, if any.
+        """
         with self._lock:
             found = self._followers.get(uuid)
             if found is None or found.has_stopped:

@@ -91,7 +91,7 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
 
 
 def write_refusal(error: DistflowError, path: Path) -> None:
-    """Write a page about a submission that was refused. Raises ``InputError`` if the file cannot be written."""
+    """Write a page about an error instead of a workflow. Raises ``InputError`` if the file cannot be written."""
     problems: Sequence[Mapping[str, Any]] = [problem.as_json() for problem in getattr(error, "problems", ())]
     _write(path, {"problems": problems or [{"message": error.message, "hint": error.hint}]})
 
@@ -148,7 +148,7 @@ def _page(data: dict[str, object]) -> str:
     scripts = [read("uPlot.iife.min.js"), "".join(_EXPORT.sub("", _IMPORT.sub("", read(name))) for name in _MODULES)]
     styles = [read("uPlot.min.css"), read("page.css")]
     policy = f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; base-uri 'none'"
-    title = str(data.get("workflow", "refused"))
+    title = str(data.get("workflow", "failed"))
     embedded = json.dumps(data, separators=(",", ":")).replace(
         "<", "\\u003c"
     )  # otherwise, output of tasks could end the script

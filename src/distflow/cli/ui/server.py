@@ -134,7 +134,7 @@ def make_app(
         token: The token that requests must have.
         has_actions: Whether requests may cancel and restart workflows.
         has_metrics: Whether ``/metrics`` serves metrics for Prometheus.
-        is_stopping: Return whether the server is stopping. Streams of changes then end.
+        is_stopping: A function that returns whether the server is stopping. Streams of changes then end.
 
     """
     logs = _Logs()
@@ -315,7 +315,7 @@ def _output_file(request: Request) -> Response:
 
 
 def _stream(workflow: str | None, marker: Callable[[str | None], object], is_stopping: Callable[[], bool]) -> Response:
-    """Send an event for each change until the page is closed (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    """Send an event for each change until the page is closed or the server stops (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
     async def events() -> AsyncIterator[str]:
         last, number, quiet = object(), 0, 0

@@ -45,7 +45,7 @@ class CiReport:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Annotate the errors of a block. If an error prevents the submission, write the page about this error."""
+        """Annotate the errors of a block. If an error occurs before the workflow's page is written, write a page about it."""
         try:
             with self._annotating_errors():
                 yield
@@ -73,7 +73,10 @@ class CiReport:
 
     @contextmanager
     def following(self, client: Client, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
-        """Yield a function for the ended workflow. If the block calls it, write the reports at the end of the block."""
+        """Yield a function to call with the ended workflow. If the block calls it, write the reports at the end of the block.
+
+        In the block, GitHub does not run workflow commands in the output of tasks.
+        """
         ended: list[WorkflowRecord] = []
         try:
             with self._escaping_logs():

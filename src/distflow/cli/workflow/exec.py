@@ -113,7 +113,8 @@ def _run_on_one(
 ) -> int:
     """Run the command alongside one task, and return its exit code.
 
-    If the connection breaks, ``find_again`` looks up the task for a new connection. If it is ``None``, the error is raised.
+    If an open connection breaks, ``find_again`` looks up the task for a new connection. If it is ``None``, or if the first
+    connection fails, or if the host key or the login is refused, the error is raised.
     """
     keyboard = _Keyboard()
     while True:
@@ -227,7 +228,7 @@ class _Prefixed:
 
 
 def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeout: int) -> int:
-    """Run the command alongside every task, and return the highest exit code. Raises the first error, if any."""
+    """Run the command alongside every task, and return the highest exit code. Raises the first error, and prints the others."""
     shown = _Prefixed()
 
     def show_output(number: int, is_error: bool, data: bytes) -> None:
@@ -313,5 +314,5 @@ def _range(text: str, whole: str) -> range:
             hint="use LOCAL or LOCAL:REMOTE, such as 8080:80, or a range such as 8000-8003",
         )
     if dash and int(first) >= int(last):
-        raise InputError(f"--port {whole}: the range {text} is empty")
+        raise InputError(f"--port {whole}: the range {text} does not end with a larger port")
     return range(int(words[0]), int(words[1]) + 1)

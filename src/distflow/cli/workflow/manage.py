@@ -199,7 +199,7 @@ def _show_adoption(found: Adoption, dry_run: bool) -> None:
         for note in one.notes:
             print(f"  {plain(note)}")
     if not found.workflows:
-        print("The nodes have no workflow that is not in the store.")
+        print("Nothing to adopt: the store has every workflow that the nodes reported.")
 
 
 def _adoption_json(found: Adoption, dry_run: bool) -> dict[str, object]:

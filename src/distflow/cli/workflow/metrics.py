@@ -114,13 +114,14 @@ def metrics(
         if recorded or is_whole:
             tasks = choose_tasks(record, task or [], () if rank is None else (rank,))
             samples = _choose(find_samples(client, record, tasks, attempt=attempt), recorded or [f"{_SYSTEM}*"])
+        chosen = "" if not task and rank is None and attempt is None else " for the chosen task, rank or attempt"
         if found is not None and not found.latest:
             print(
-                f'{record.id} has no metrics. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}',
+                f'{record.id} has no metrics{chosen}. Tasks print them as lines such as {{"step": 1, "loss": 0.5}}',
                 file=sys.stderr,
             )
         if recorded and not samples:
-            print(f"{record.id} has no samples of {' or '.join(map(plain, recorded))}", file=sys.stderr)
+            print(f"{record.id} has no samples of {' or '.join(map(plain, recorded))}{chosen}", file=sys.stderr)
         if target is not None:
             _export(*target, record.id, found or (), samples)
         elif format_type is _Format.JSON:

@@ -118,12 +118,15 @@ def fetched_text(fetched: FetchedFiles, folder: Path) -> str:
 
 
 def end_fetch(fetched: FetchedFiles) -> None:
-    """Print notes about moved and omitted files, and exit with the code of the first error if there is one."""
+    """Print notes about moved, omitted and unreadable files, and the errors of tasks.
+
+    If there are errors or unreadable files, exit with the code of the first error, or of ``NodeError``.
+    """
     if fetched.moved is not None:
         print_notice(f"The results of {fetched.moved.name} were moved to {fetched.moved}")
     if fetched.is_mixed:
         print_notice(
-            "note: the directory also contains other files, so it mixes the results of several runs. `--to DIR` names a new one"
+            "note: the directory also contains other files, which distflow did not fetch. To keep the results apart: `--to DIR`"
         )
     if fetched.left_out:
         print_notice(
@@ -207,7 +210,10 @@ def _fetched_json(record: WorkflowRecord, folder: Path, fetched: FetchedFiles) -
 
 
 def _exit_with(errors: Iterable[DistflowError | None], *, has_failed: bool = False) -> None:
-    """Print errors to standard error, and exit with the code of the first one if there is one."""
+    """Print errors to standard error, and exit with the code of the first one.
+
+    Without errors, exit with the code of ``NodeError`` if ``has_failed``, and return otherwise.
+    """
     known = [error for error in errors if error is not None]
     for error in known:
         print_notice(f"error: {error}")

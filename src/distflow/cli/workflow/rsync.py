@@ -213,7 +213,7 @@ def stop(
         names = {(one.workflow, one.task) for one in chosen}
         print(json.dumps(_syncs_json(syncs, [one for one in syncs.list() if (one.workflow, one.task) in names]), indent=2))
     elif not chosen:
-        print("There are no background copies.")
+        print("No background copy is running.")
 
 
 def split_local(pair: str) -> tuple[str, str]:

@@ -241,7 +241,8 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
     """Parse the values of ``--set``, ``--set-string`` and ``--set-env``.
 
     Raises:
-        InputError: if a value has no ``=``. The message never contains the value of a secret.
+        InputError: if a value has no ``=`` or no name, or if a variable in ``set_env`` without ``=`` is not in the environment.
+            The message never contains the value of a secret.
 
     """
     secrets: dict[str, Secret] = {}
@@ -250,10 +251,7 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
         if not equals and item in os.environ:
             value = os.environ[item]
         elif not equals or not name:
-            hint = (
-                "write NAME=VALUE, or set the variable first: NAME alone takes its value from the environment of this command, "
-                "which does not have it"
-            )
+            hint = "write NAME=VALUE, or only NAME if the environment of this command has the variable"
             raise InputError(f"value {position} of --set-env is not of the form NAME=VALUE", hint=hint)
         secrets[name] = Secret(value)
     return Overrides(

@@ -18,6 +18,7 @@ from distflow.cli.render.tables import Paint, terminal_width
 from distflow.client.client import Client
 from distflow.client.failures import DiagnosedGroup, check_attempt, diagnose_groups, explain_failures, remedy_of
 from distflow.client.workflows import choose_tasks
+from distflow.documents.quantities import count_text
 from distflow.errors import NodeError
 from distflow.state.record import WorkflowRecord
 
@@ -142,7 +143,10 @@ def stacks(
         bottom = BottomLine(sys.stderr)
         try:
             seen = read_stacks(
-                client, record, task or (), on_start=lambda count: bottom.show(f"reading the stacks on {count} nodes …")
+                client,
+                record,
+                task or (),
+                on_start=lambda count: bottom.show(f"reading the stacks on {count_text(count, 'node')} …"),
             )
         finally:
             bottom.clear()

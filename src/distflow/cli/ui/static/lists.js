@@ -16,7 +16,7 @@ export function workflowsPage(main, query) {
   const find = h('input', {
     type: 'search',
     value: text,
-    placeholder: 'Filter: name, key=label, #tag',
+    placeholder: 'Filter: name, key=value, #tag',
     'aria-label': 'Filter workflows',
     'data-focus': '',
     oninput: () => {

@@ -87,10 +87,10 @@ function route() {
 }
 
 function problemsPage() {
-  document.title = 'Refused · distflow';
+  document.title = 'Failed · distflow';
   render(
     main,
-    h('header', { class: 'title' }, h('h1', {}, 'The submission was refused')),
+    h('header', { class: 'title' }, h('h1', {}, withCode('`distflow workflow submit` failed'))),
     report.problems.map((one) =>
       h(
         'section',

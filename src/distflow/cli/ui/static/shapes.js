@@ -37,7 +37,8 @@ export function graph(groups, base) {
     height = most * (high + gapY) - gapY + 2;
   const drawing = h('svg', { width, height, viewBox: `0 0 ${width} ${height}`, 'aria-hidden': 'true' }, edges);
   const boxes = groups.map((group) => {
-    const [x, y] = place.get(group.name);
+    const [x, y] = place.get(group.name),
+      count = new Set(group.tasks.map((task) => task.name)).size;
     return h(
       'li',
       { class: `node ${tone(group.status)}`, style: { left: `${x}px`, top: `${y}px`, width: `${wide}px`, height: `${high}px` } },
@@ -50,11 +51,7 @@ export function graph(groups, base) {
         'span',
         {},
         badge(group.status),
-        h(
-          'span',
-          { class: 'quiet' },
-          ` ${new Set(group.tasks.map((task) => task.name)).size} task${group.tasks.length === 1 ? '' : 's'}`,
-        ),
+        h('span', { class: 'quiet' }, ` ${count} task${count === 1 ? '' : 's'}`),
       ),
     );
   });
