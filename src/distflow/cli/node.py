@@ -128,7 +128,8 @@ def reap(
 ) -> None:
     """Stop orphan processes and containers of earlier attempts, and jobs of ended workflows on a cluster.
 
-    Running tasks of any user are never touched. Leftovers of another root directory or user are listed, but not stopped.
+    Running tasks of any user are never touched. Leftovers of another root directory or user are listed, but not stopped. With
+    --node, only processes and containers are stopped.
     """
     with open_client() as client:
         chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)

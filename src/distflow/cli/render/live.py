@@ -159,7 +159,10 @@ class Prefixes:
 
 
 def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | None, *, as_json: bool) -> None:
-    """Print the error files of one or all attempts of a task. If there are none, print the command that shows its output."""
+    """Print the error files of one or all attempts of a task. If there are none, print the command that shows its output.
+
+    With ``as_json``, print an entry for each attempt. Its ``error`` is null if the attempt has no error file.
+    """
     chosen = [one for one in record.group(group).attempts if one.name == task and attempt in (None, one.attempt)]
     attempts = sorted(chosen, key=lambda one: one.attempt)
     if as_json:

@@ -1,7 +1,7 @@
 """The server of ``distflow ui``: a page and its JSON documents, for one user on this machine.
 
 Every request must contain the token, and must name a loopback host, so pages of other sites cannot use this server. The first
-request has the token in its URL and gets a cookie with it. The documents are those of ``--format-type json``.
+request has the token in its URL and gets a cookie with it. Most documents are those of ``--format-type json``.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def outputs(
         if format_type is Format.JSON:
             print(json.dumps(outputs_json(record, found), indent=2))
         else:
-            _print_outputs(record, found, workdir)
+            _print_outputs(record, found, workdir, is_filtered=bool(task) or attempt is not None)
     _exit_with(one.error for one in found)
 
 
@@ -107,7 +107,7 @@ def fetch(
     elif fetched.files or fetched.unchanged:
         print(fetched_text(fetched, folder))
     elif not fetched.errors and not fetched.problems:
-        print_notice(_no_files(record, workdir))
+        print_notice(_no_files(record, workdir, is_filtered=bool(task) or attempt is not None))
     end_fetch(fetched)
 
 
@@ -137,7 +137,7 @@ def end_fetch(fetched: FetchedFiles) -> None:
     _exit_with(fetched.errors, has_failed=bool(fetched.problems))
 
 
-def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir: bool) -> None:
+def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir: bool, *, is_filtered: bool) -> None:
     rows = [
         (one.task, bytes_text(file.size), local_minute(file.modified_at), plain(file.path) + _arrow(file.link))
         for one in found
@@ -151,7 +151,7 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
             f"{count_text(len(rows), 'file')}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}"
         )
     elif not any(one.error for one in found):
-        print_notice(_no_files(record, workdir))
+        print_notice(_no_files(record, workdir, is_filtered=is_filtered))
     if left_out := sum(one.left_out for one in found):
         print_notice(
             f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside"
@@ -162,11 +162,13 @@ def _arrow(link: str) -> str:
     return f" -> {plain(link)}" if link else ""
 
 
-def _no_files(record: WorkflowRecord, workdir: bool) -> str:
+def _no_files(record: WorkflowRecord, workdir: bool, *, is_filtered: bool) -> str:
+    chosen = "the chosen tasks or attempt of " if is_filtered else ""
     if workdir:
-        return f"The commands of {record.id} wrote no files to their working directories."
+        return f"The commands of {chosen}{record.id} wrote no files to their working directories."
     other = f"distflow workflow outputs {record.id} --workdir"
-    return f"{record.id} has no files in {{{{output}}}}. Files in the working directories: {other}"
+    where = f"{chosen}{record.id}: " if is_filtered else f"{record.id} has "
+    return f"{where}no files in {{{{output}}}}. Files in the working directories: {other}"
 
 
 def outputs_json(record: WorkflowRecord, found: Sequence[TaskOutputs]) -> dict[str, object]:

@@ -97,7 +97,7 @@ FileArgument = Annotated[
 LabelOption = Annotated[list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Add a label; may be repeated.")]
 
 WaitOption = Annotated[
-    bool, typer.Option("--wait", "-w", help="Follow the logs until the workflow has ended, and exit with its exit code.")
+    bool, typer.Option("--wait", "-w", help="Follow the logs until the workflow has ended. Exit with 0 only if it completed.")
 ]
 
 
