@@ -297,7 +297,7 @@ def test_wrong_batches_are_explained() -> None:
         DynamicBatcher(max_tokens=0)
     with pytest.raises(ValueError, match="5 tokens does not fit max_tokens=4"):
         DynamicBatcher[str](max_tokens=4).add("aaaaa")
-    with pytest.raises(ValueError, match="a batch is empty"):
+    with pytest.raises(ValueError, match="a batch of a rank is empty"):
         equal_batches([[1], []])
     assert equal_batches([[1, 2], [3]]) == [[1, 2], [3]], "a world of one"
 

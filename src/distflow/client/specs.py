@@ -387,13 +387,14 @@ class PreviousWorkflow:
         return chosen.with_settings(NodeSettings(environment=self.pool.given.environment, venv=self.pool.given.venv))
 
 
-def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWorkflow | None:
+def find_previous(client: Client, name: str, overrides: Overrides, *, may_be_file: bool = True) -> PreviousWorkflow | None:
     """Return the workflow with this id or uuid, after checking its spec again.
 
     Args:
         client: The client whose store has the workflow.
         name: An id, a uuid, or the path of a spec file.
         overrides: The secrets of the workflow, which must be given again.
+        may_be_file: Whether a file of this name takes precedence.
 
     Returns:
         The workflow, or ``None`` if a file of this name exists or the name does not look like an id.
@@ -405,7 +406,7 @@ def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWo
         ProblemsFound: if the spec is no longer valid.
 
     """
-    if os.path.exists(name) or not _ID.fullmatch(name):
+    if (may_be_file and os.path.isfile(name)) or not _ID.fullmatch(name):
         return None
     store = client.store
     record = store.find(name)

@@ -496,7 +496,7 @@ def plan_restart(
 
     """
     configuration, directory = client.configuration(), client.writable_directory()
-    previous = find_previous(client, workflow, overrides)
+    previous = find_previous(client, workflow, overrides, may_be_file=False)
     if previous is None:
         raise InputError(f"`{workflow}` is not the id of a workflow", hint="`distflow workflow list` shows all workflows")
     record = previous.record

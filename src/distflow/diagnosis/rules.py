@@ -325,7 +325,7 @@ RULES: tuple[Rule, ...] = (
         "of init_process_group), use another rank's number (print RANK), or be unable to reach the master.",
         level=Level.STALL,
         patterns=_any(
-            r"(?:^|\W)ranks? (?P<ranks>\d[\d, ]*)(?: and \d+ others)? did not (?:join|come) within",
+            r"(?:^|\W)ranks? (?P<ranks>\d[\d, ]*)(?: and \d+ others?)? did not (?:join|come) within",
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY, r"wait timeout after \d+ms, keys: ",
         ),

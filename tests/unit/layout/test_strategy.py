@@ -179,6 +179,12 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
             "16",
         ),
         ("{kind: ddp, global_batch_size: 64, micro_batch_size: 4}", (4,), "64 is not 4 × 4 data ranks", "write 16"),
+        (
+            "{kind: pipeline, global_batch_size: 4, micro_batch_size: 4}",
+            (4,),
+            "4 is not 4 × 1 data rank × 4 micro-batches",
+            "write 16",
+        ),
         ("{kind: tp, plan: {q: diagonal}}", (2,), "`plan` has an invalid value: {'q': 'diagonal'}", "`colwise` or `rowwise`"),
         ("{cluster: 3}", (2,), "`cluster` is 3", "keys and values"),
         ("{cluster: {nmae: ray}}", (2,), "`nmae` is not a key of `cluster`", "did you mean `name`?"),

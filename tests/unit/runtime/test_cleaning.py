@@ -15,7 +15,9 @@ from distflow.runtime.cleanup import cleaning
 from distflow.runtime.files import attempts, venvs
 from distflow.runtime.files.root_directory import MARKER, mark
 from distflow.runtime.files.safe_files import open_locked
+from distflow.runtime.leases import node_leases
 from distflow.runtime.wire import OpError
+from distflow.testing.sshd import free_port
 
 NOBODY = 65534
 W1, W2 = "1" * 32, "2" * 32
@@ -178,3 +180,14 @@ def test_distflow_is_not_removed_while_an_environment_is_built(tmp_path: Path) -
     os.close(lock)
     mark(str(tmp_path))
     assert cleaning.uninstall(str(tmp_path), {})["left"] == []
+
+
+def test_the_files_of_all_leases_are_removed_with_distflow(tmp_path: Path) -> None:
+    root, leases = tmp_path / "root", tmp_path / "leases"
+    root.mkdir()
+    mark(str(root))
+    wanted = {"cpus": (1, 4), "memory": (1 << 30, 4 << 30)}
+    node_leases.take(str(leases), 1, [0], free_port(), {"user": "me"}, wanted).close()
+    assert (leases / "claims.lock").exists()
+    assert cleaning.uninstall(str(root), {"lease_dir": str(leases)})["left"] == []
+    assert not leases.exists()

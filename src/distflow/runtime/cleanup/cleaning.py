@@ -225,7 +225,7 @@ _EARLIER = {
     "runtime": _DIGEST,
 }
 """Names of files that an earlier version probably left, without a proof that they are distflow's."""
-_LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
+_LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|claims\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
 def uninstall(root: str, request: Json) -> Json:

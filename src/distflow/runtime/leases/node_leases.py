@@ -14,6 +14,7 @@ import socket
 import time
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from distflow.runtime.files.safe_files import has_name
 from distflow.runtime.leases import gpu_users, tickets
 from distflow.runtime.leases.gpu_users import GpuUser
 from distflow.runtime.leases.lease_files import (
@@ -239,9 +240,8 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> L
     requested = {name: pair for name, pair in wanted.items() if pair[0]}
     if not requested:
         return []
-    list_lock = open_lock(directory, "claims.lock")
+    list_lock = _lock_list(directory)
     try:
-        _lock_list(list_lock)
         others = _locked_shares(directory)
         for name, (want, have) in sorted(requested.items()):
             used = sum(amount_of(one.get(name)) for one in others)
@@ -259,13 +259,20 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> L
         os.close(list_lock)
 
 
-def _lock_list(list_lock: int) -> None:
-    """Lock the list of shares. Raises ``busy`` if another process keeps it locked."""
+def _lock_list(directory: int) -> int:
+    """Lock the list of shares, and return the descriptor of its file. Raises ``busy`` if another process keeps it locked."""
     for _ in range(_LIST_TRIES):
+        list_lock, is_locked = open_lock(directory, "claims.lock"), False
         try:
-            return fcntl.flock(list_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(list_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = has_name(list_lock, "claims.lock", directory)  # false if it was removed after it was opened
         except BlockingIOError:
             time.sleep(_LIST_PAUSE_S)  # noqa: TID251  flock has no time limit
+        finally:
+            if not is_locked:
+                os.close(list_lock)
+        if is_locked:
+            return list_lock
     raise OpError(
         "busy", "another process on this machine keeps `claims.lock` in the lease directory locked; `lslocks` shows which"
     )

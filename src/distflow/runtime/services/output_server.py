@@ -53,6 +53,8 @@ def _serve(root: str, peer: Peer) -> None:
         _list(peer, top, since)
     except OpError as error:
         return peer.send({"error": error.as_json()})
+    except OSError as error:
+        return peer.send({"error": OpError.from_os(error, "cannot list the task's files").as_json()})
     except (KeyError, TypeError, ValueError) as error:
         return peer.send({"error": OpError("bad_request", "the request is malformed: {!r}".format(error)).as_json()})
     while True:

@@ -92,16 +92,16 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
     """Split batches until every rank has the same number of batches. Collective.
 
     A rank with fewer batches than other ranks splits its largest batches in two. A rank with fewer samples than other ranks
-    have batches repeats some samples, and warns. Raises ``ValueError`` for an empty batch, and on all ranks if one has no
-    sample.
+    have batches repeats some samples, and warns. Raises ``ValueError``, on all ranks, for an empty batch or a rank without
+    samples.
     """
-    if any(not batch for batch in batches):
-        raise ValueError("a batch is empty: leave it out")
     group, device = channel(group)
-    counts = torch.tensor([len(batches), -sum(map(len, batches))], device=device)
+    counts = torch.tensor([len(batches), -sum(map(len, batches)), not all(batches)], device=device)
     if dist.is_initialized():
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
     count, fewest = int(counts[0]), -int(counts[1])
+    if int(counts[2]):
+        raise ValueError("a batch of a rank is empty: leave it out")
     if count and not fewest:
         raise ValueError("a rank has no sample: give every rank at least one")
     result = list(batches)

@@ -61,7 +61,7 @@ class Strategy:
         """The samples of one step over all ranks; ``None`` if the options state neither batch size."""
         if "micro_batch_size" not in self.options:
             return self.options.get("global_batch_size")
-        return int(self.options["micro_batch_size"]) * known.micro_batches(self.options) * self.data_shard(0)[1]
+        return int(self.options["micro_batch_size"]) * known.micro_batches(self.mesh, self.options) * self.data_shard(0)[1]
 
     @property
     def mesh(self) -> dict[str, int]:

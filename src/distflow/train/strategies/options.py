@@ -376,9 +376,11 @@ def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterat
                 yield Misfit(name, f"`{name}` needs the axis {axis}, which the mesh does not have", f"add {axis} to the mesh")
 
 
-def micro_batches(options: Mapping[str, Any]) -> int:
-    """Return into how many micro-batches the options divide each share of a step; 1 if they do not say."""
-    return int(options.get("gradient_accumulation_steps", options.get("micro_batches", 1)))
+def micro_batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> int:
+    """Return into how many micro-batches each share of a step is divided. A pipeline's default is its number of stages."""
+    # Without `micro_batch_size`, a pipeline may use fewer micro-batches than stages, so that a batch can be divided.
+    default = mesh.get("pp", 1) if "micro_batch_size" in options else 1
+    return int(options.get("gradient_accumulation_steps", options.get("micro_batches", default)))
 
 
 def _staging(stages: int, options: Mapping[str, Any]) -> Iterator[Misfit]:
@@ -404,7 +406,7 @@ def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
 def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield batch sizes that do not add up: global = per rank × data ranks × accumulation."""
     whole, micro = options["global_batch_size"], options.get("micro_batch_size")
-    steps = micro_batches(options)
+    steps = micro_batches(mesh, options)
     data = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
     if micro is not None and whole != micro * data * steps:

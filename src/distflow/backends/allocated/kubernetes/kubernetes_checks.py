@@ -193,15 +193,15 @@ class _Check:
         """Run the pool's Python in a pod with its image."""
         python = (self._pool.template or ssh_node()).python
         wanted = _request("")
-        owner = self._api.create("configmaps", owner_manifest(wanted, new_id(wanted.label)))
-        name = str(owner["metadata"]["name"])
+        manifest = owner_manifest(wanted, new_id(wanted.label))
         try:
+            owner = self._api.create("configmaps", manifest)
             pod = self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, [*python_argv(python), "-c", _PROBE]))
             yield self._outcome(python, str(pod["metadata"]["name"]))
         except ApiError as refused:
             yield error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
         finally:
-            self._api.delete("configmaps", name)
+            self._api.delete("configmaps", manifest["metadata"]["name"])
 
     def _outcome(self, python: str, name: str) -> Finding:
         deadline, pause, last = Deadline(_POD_S), threading.Event(), "it did not start"
