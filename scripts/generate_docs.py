@@ -400,7 +400,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("port_differs", "The port must be the same in every task."),
             ("port_out_of_range", "The port must be a valid port number."),
             ("port_set_twice", "A task may not set two ports."),
-            ("torchrun_master_port", "The same applies to torchrun's `--master_port`."),
+            ("torchrun_master_port", "torchrun's `--master_port` must also be the same in every task."),
         ),
     ),
     (

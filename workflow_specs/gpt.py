@@ -112,7 +112,7 @@ def read_text(paths: Sequence[str]) -> torch.Tensor:
 
 
 def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Return inputs and targets of one shard (index, count) of a global batch, which depends only on ``step`` and ``size``."""
+    """Return inputs and targets of one shard (index, count) of a global batch, which is the same for any number of shards."""
     draw = torch.Generator().manual_seed(step)
     begins = torch.randint(len(text) - context - 1, (size,), generator=draw)
     mine = begins.tensor_split(shard[1])[shard[0]]

@@ -11,8 +11,8 @@ MASTER_ADDR:MASTER_PORT (default 127.0.0.1:29500), where rank 0 listens::
 Or let torchrun start the processes: ``torchrun --nproc_per_node 8 train_dist.py``. With CUDA, each rank uses the GPU of its
 local rank, and NCCL. Without CUDA, all ranks run on the CPU with gloo. Standard output has only JSON lines.
 
-Exit codes: 0 the training is complete; 1 a rank failed, and its traceback is on standard error; 2 wrong arguments; 143 stopped
-on request. SIGTERM or Ctrl-C on any rank stops all ranks after the same step, and writes a checkpoint.
+Exit codes: 0 the training is complete; 1 a rank failed, and standard error has its traceback or signal; 2 wrong arguments; 143
+stopped on request. SIGTERM or Ctrl-C on any rank stops all ranks after the same step; with --checkpoint, rank 0 writes one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch.utils.data.distributed import DistributedSampler
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that stopped on request."""
 STOP_GRACE_S = 5.0
-"""Time limit for a rank that was asked to stop and waits for a peer; it is killed afterwards."""
+"""A rank that was asked to stop but waits for a peer ends itself after this time."""
 
 
 def main() -> int:
