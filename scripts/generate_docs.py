@@ -296,7 +296,8 @@ def task_exit_codes() -> str:
 
 
 def _reasons_in_use() -> set[Reason]:
-    texts = [path.read_text(encoding="utf-8") for path in sorted((SOURCES / "supervisor").glob("*.py"))]
+    files = [path for folder in ("supervisor", "backends") for path in sorted((SOURCES / folder).rglob("*.py"))]
+    texts = [path.read_text(encoding="utf-8") for path in files]
     return {reason for reason in Reason if any(re.search(rf"\bReason\.{reason.name}\b", text) for text in texts)}
 
 

@@ -106,7 +106,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.SUBMISSION: "it was refused at submission",
         Reason.IMAGE_PULL: "its container image could not be pulled",
         Reason.EVICTED: "it used more of the node than it requested",
-        Reason.PREEMPTED: "a workflow of higher priority took its place",
+        Reason.PREEMPTED: "a job of higher priority took its place",
         Reason.DATA: "a transfer of its data failed",
         Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
     }
