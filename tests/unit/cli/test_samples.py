@@ -70,7 +70,7 @@ def test_metrics_lists_the_series(screen: Screen, sampled: WorkflowRecord) -> No
     ]  # fmt: skip
     assert screen.run("metrics", sampled.id, "--task", "worker", "--system") == 0
     assert screen.out == ""
-    assert screen.err.endswith(f"{sampled.id} has no samples of system/*\n")
+    assert screen.err.endswith(f"{sampled.id} has no samples of system/* for the chosen task, rank or attempt\n")
 
 
 def test_programs_get_every_sample(screen: Screen, sampled: WorkflowRecord) -> None:

@@ -37,7 +37,7 @@ def test_durations(written: str | float, seconds: float) -> None:
         ("90", "write `90s`"),
         ("-5m", "is negative"),
         (-1, "is negative"),
-        (float("nan"), "longer"),
+        (float("nan"), "not a duration"),
         (float("inf"), "longer than 100 years"),
         ("9" * 30 + "d", "longer than 100 years"),
         (int("9" * 400), "longer than 100 years"),
