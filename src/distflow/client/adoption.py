@@ -148,9 +148,9 @@ def _still_in_use(directory: StateDirectory, how: str) -> StateError:
 
 
 def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Separate the workflows to adopt from those that a node could have forged.
+    """Separate the workflows to adopt from those that are refused.
 
-    An unsigned record could be forged. It is refused if its workflow would write this user's files.
+    A node could have forged an unsigned record. It is refused if this machine would write its outputs (``writes_here``).
     """
     trusted, refused = [], []
     for one in found:

@@ -189,7 +189,7 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     if target is None:
         raise _Refused(index, f"there is no anchor `&{name}` above", f"write `&{name}` before the value to repeat")
     if target.open:
-        raise _Refused(index, f"the alias `*{name}` is inside its own anchor", "an alias cannot contain itself")
+        raise _Refused(index, f"the alias `*{name}` is inside the value of its own anchor `&{name}`", "remove the alias")
     return target
 
 

@@ -312,7 +312,7 @@ def _check_wait(status: AbstractSet[str], timeout: float, polling_interval: floa
     if not status:
         raise ValueError(f"status is empty: name one or more of {sorted(JOB_STATUSES)}")
     if set(status) - JOB_STATUSES:
-        raise ValueError(f"status is {set(status)}: it must be a subset of {sorted(JOB_STATUSES)}")
+        raise ValueError(f"status is {set(status)}: give a subset of {sorted(JOB_STATUSES)}")
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout}: it must be positive")
     if not 0 < polling_interval < timeout:

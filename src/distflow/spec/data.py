@@ -1,8 +1,8 @@
 """Data of tasks: ``inputs`` from other tasks, URLs and datasets, ``outputs``, ``checkpoint`` and ``shared``.
 
 Inputs from other tasks also define the order of groups. The group of a task with an input waits for the group of the task that
-the input names. As in OSMO, that group must come first in the file, so there are no cycles. The message for an input that would
-cause a cycle describes the cycle. An input may also name a task of an earlier workflow: ``<workflow>:<task>``.
+the input names. As in OSMO, that group must come earlier in the file, so there are no cycles. The message for an input that
+would cause a cycle describes the cycle. An input may also name a task of an earlier workflow: ``<workflow>:<task>``.
 """
 
 from __future__ import annotations
@@ -195,7 +195,11 @@ class Graph:
     """All groups of a spec with their tasks, and the dependencies between groups."""
 
     def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
-        """Take each group: its name (or its only task's), and its entries of ``tasks``, each with the names of its tasks."""
+        """Read the names and inputs of all tasks.
+
+        Each group is its name, or the name of its only task, and its entries of ``tasks``. An entry comes with the names of the
+        tasks that it stands for: several with ``replicas``, otherwise one.
+        """
         self._names = [name for name, _ in groups]
         self._locations: dict[str, _Location] = {}
         for position, (_, tasks) in enumerate(groups):

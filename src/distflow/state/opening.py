@@ -40,7 +40,10 @@ def is_read_only(path: Path) -> bool:
 
 
 def copy_to_read(path: Path) -> TemporaryDirectory[str]:
-    """Copy the file and its latest writes to a temporary directory, because SQLite cannot read without writing."""
+    """Copy the file and its latest writes to a temporary directory.
+
+    SQLite needs write access to the directory of a database in WAL mode, even to read it.
+    """
     import shutil  # noqa: PLC0415  these two are needed only here, and would slow down every other start
     import tempfile  # noqa: PLC0415
 
@@ -69,7 +72,7 @@ def state_error(path: Path, error: Exception) -> StateError:
     if isinstance(error, DecodeError):
         return RecordUnreadable(
             f"a record in {path} cannot be read: {error}",
-            hint="another version of distflow wrote it and can read it; other workflows are not affected",
+            hint="use the version of distflow that wrote this record; other workflows are not affected",
         )
     return StateError(
         f"cannot use {path}: {error}",

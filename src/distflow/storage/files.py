@@ -51,7 +51,7 @@ def find_sources(
     found: dict[str, Source] = {}
     for path in paths:
         with local_errors(path):
-            # The directory of `.` and `..` has a real name.
+            # `.` and `..` are not names, so use the name of the directory that they mean.
             own = path.resolve().name if path.name in ("", "..") else path.name
             top = "" if contents and path.is_dir() else own
             for one in _walk(path, top, (), only_files=only_files):
@@ -147,7 +147,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class FolderStore:
-    """The whole file system as one container; keys are absolute paths without their first slash.
+    """The whole file system as one storage container, like a bucket; keys are absolute paths without their first slash.
 
     Contract: ``storage.base.Store``.
     """

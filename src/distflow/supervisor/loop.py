@@ -584,7 +584,7 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecre
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))
         token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
     except (OSError, json.JSONDecodeError) as error:
-        raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
+        raise StateError(f"cannot read the secrets in `{folder}`: {error}; make the files readable, or submit again") from error
     except LookupError as error:
         raise StateError(f"{error.args[0]} is no longer stored; submit the workflow again") from error
     return replace(given, token=token)

@@ -160,7 +160,7 @@ def nested_anchors(count: int) -> str:
             "expand to more than 100 levels",
         ),
         (nested_anchors(5000), "expand to more than 100 levels"),
-        ("a: &a [*a]", "is inside its own anchor"),
+        ("a: &a [*a]", "is inside the value of its own anchor `&a`"),
     ],
     ids=["lists", "maps", "dashes", "wide", "merges", "merge-bomb", "merge-chain", "alias-chain", "self"],
 )

@@ -146,12 +146,18 @@ def test_auto_uses_the_first_installed_program(path: str) -> None:
     assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
 
 
-@pytest.mark.parametrize(("runtime", "words"), [("docker", "docker is"), ("auto", "docker, podman or apptainer is")])
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("docker", "docker is not installed on this node; install it, or"),
+        ("auto", "none of docker, podman, apptainer is installed on this node; install one, or"),
+    ],
+)
 def test_a_missing_program_is_an_error_with_a_remedy(runtime: str, words: str) -> None:
     with pytest.raises(OpError) as caught:
         containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"}, "/root")
     assert caught.value.kind == "no_container"
-    assert f"{words} not installed on this node; install it" in caught.value.message
+    assert words in caught.value.message
 
 
 @pytest.fixture

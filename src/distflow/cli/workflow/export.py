@@ -83,12 +83,12 @@ def export_workflow(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Write a spec as a script for Slurm, as manifests of Kubernetes or Kubeflow Trainer, or without keys that OSMO lacks.
+    """Write a spec as a script for Slurm, as manifests of Kubernetes or Kubeflow Trainer, or as a spec for OSMO.
 
     The script or the manifests need no distflow on the cluster. Parts of the spec that Slurm or OSMO does not support are
     warnings, and comments in the output. Parts that manifests cannot express are errors. Secrets are never written.
     """
-    if to is _Target.OSMO and (unused := _slurm_options(pool, python, setup, env)):
+    if to is _Target.OSMO and (unused := _unused_option(pool, python, setup, env)):
         raise InputError(f"{unused} has no effect on a spec for OSMO", hint=f"omit {unused}")
     if indexed_job and to is not _Target.KUBERNETES:
         raise InputError("--indexed-job is for --to kubernetes", hint="omit --indexed-job")
@@ -112,8 +112,8 @@ def export_workflow(
         print(plain_lines(f"wrote {path}"))
 
 
-def _slurm_options(*values: object) -> str:
-    """Return the first option with a value, which a spec cannot contain; empty if there is none."""
+def _unused_option(*values: object) -> str:
+    """Return the name of the first given option that has no effect on a spec for OSMO; empty if there is none."""
     names = ("--pool", "--python", "--setup", "--env")
     return next((name for name, value in zip(names, values, strict=True) if value), "")
 

@@ -186,7 +186,7 @@ def _words(value: object) -> list[str]:
     return [str(word) for word in value]
 
 
-# -- NeMo RL's and tunix's blocks -------------------------------------------------------------------------------------
+# -- options of DISTFLOW_STRATEGY, and NeMo RL's blocks --------------------------------------------------------------
 
 
 def _options(draft: Draft, block: Mapping[str, object], path: Path) -> None:

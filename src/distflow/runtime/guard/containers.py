@@ -99,6 +99,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     container = launch["container"]
     program = _program(container, env)
     if _is_apptainer(program):
+        # The directory is <root>/<workflow uuid>/<group>/<task>/<attempt>.
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(directory))))
         return _run_with_apptainer(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
@@ -163,7 +164,7 @@ def remove(known: Optional[Json]) -> Optional[str]:
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
-    """Return the container programs on the node, each with additional environment variables (none)."""
+    """Return the path of docker and of podman on the node, each with an empty mapping of variables for ``labeled``."""
     found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
@@ -245,9 +246,13 @@ def _program(container: Json, env: Dict[str, str]) -> str:
         program = processes.find_program(name, env.get("PATH") or os.defpath)
         if program is not None:
             return program
-    what = ", ".join(_KNOWN[:-1]) + " or " + _KNOWN[-1] if wanted == "auto" else wanted
-    hint = "install it, or set `container: none` for the node, so that tasks run without their image"
-    raise OpError("no_container", "{} is not installed on this node; {}".format(what, hint))
+    text = (
+        "none of {} is installed on this node; install one"
+        if wanted == "auto"
+        else "{} is not installed on this node; install it"
+    )
+    hint = ", or set `container: none` for the node, so that tasks run without their image"
+    raise OpError("no_container", text.format(", ".join(_KNOWN) if wanted == "auto" else wanted) + hint)
 
 
 def _name(attempt: str) -> str:
@@ -268,8 +273,9 @@ def _user_options(program: str, launch: Json, cwd: str) -> List[str]:
 
 
 def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
-    """Return the options for the task's and distflow's variables. PATH and HOME are the image's unless the task sets them.
+    """Return the options for the task's and distflow's variables. PATH is the image's unless the task sets it.
 
+    HOME is also the image's, unless the task or ``_user_options`` sets it.
     The option for the task's PATH contains its value, because the container program itself must have the node's PATH.
     """
     path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []

@@ -1,7 +1,7 @@
 """Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and results of commands.
 
-Output of tools (``nvidia-smi``, ``busctl``) is returned unchanged, and the submitter parses it. Measuring may take long, so the
-functions return jobs for a child of the agent.
+The submitter parses the output of tools (``nvidia-smi``, ``busctl``), of which the last 16 KiB are returned. Measuring may take
+long, so the functions return jobs for a child of the agent.
 """
 
 from __future__ import annotations
@@ -240,7 +240,10 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 
 
 def _conditions() -> Json:
-    """Return memory, limits and devices as this login has them. Values that the system does not report are ``None``."""
+    """Return memory, limits and devices as this login has them.
+
+    A limit is ``None`` if it is unlimited. Other values are ``None`` if the system does not report them.
+    """
     return {
         "memory": _memory(),
         "shm": _shm(),
