@@ -151,6 +151,10 @@ class _Group:
             return "inputs from earlier workflows"
         if launch.url_inputs or launch.url_outputs:
             return "inputs or outputs at URLs"
+        if launch.checkpoints:
+            return "`checkpoint` or `shared`"
+        if launch.privileged:
+            return "`privileged`"
         return "credentials" if launch.credentials or launch.secret_names else ""
 
     def _require_train_job(self, launches: Sequence[Launch], tasks: Mapping[str, TaskSpec]) -> None:

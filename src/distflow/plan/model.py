@@ -50,8 +50,11 @@ __all__ = [
     "runs_torchrun",
 ]
 
-PLACEHOLDER = re.compile(r"@@([A-Z_]+)(?::([A-Za-z0-9_-]+))?@@")
-"""Matches a placeholder."""
+PLACEHOLDER = re.compile(
+    r"@@(ADDRESS|ATTEMPT_DIR|GPU_IDS|IFNAME|LEASED_AT|MASTER_ADDR|MASTER_PORT|NODE|NODE_RANK|RANK_OFFSET|RETRY_ID|TASK_NAME"
+    r"|WORKFLOW_ID)(?::([A-Za-z0-9_-]+))?@@"
+)
+"""Matches a placeholder, but not other texts of users in this form, such as ``@@VERSION@@``."""
 
 ATTEMPT_DIR = "@@ATTEMPT_DIR@@"
 

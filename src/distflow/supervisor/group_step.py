@@ -379,7 +379,8 @@ class GroupStep:
             forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
             if self.now >= forgotten_at:
                 self.group = self.group.with_task(replace(task, orphan=None, log_complete=True))
-                self._add_event(OrphanNotSeen(node=task.node), task)
+                if task.orphan is not None:
+                    self._add_event(OrphanNotSeen(node=task.node), task)
                 continue
             self.decision.wake(forgotten_at)
             if task.orphan is OrphanState.UNREACHABLE:

@@ -79,7 +79,16 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     assert 'base64 -d > "$run_dir"/files/small.bin' in script
     assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
     assert "job/one.sbatch exists already" in capsys.readouterr().err
+    (folder / "job/one.sbatch").unlink()
+    assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
+    assert "job/one.sbatch.files/big.bin exists already" in capsys.readouterr().err
     exported(capsys, spec, "--to", "slurm", "--output", "job/one.sbatch", "--force")
+
+
+def test_text_that_looks_like_a_placeholder_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = one_task(command=["sed", "s/@@VERSION@@/1/", "a.txt"])
+    out, _ = exported(capsys, spec, "--to", "slurm")
+    assert "sed 's/@@VERSION@@/1/' a.txt" in out or "sed s/@@VERSION@@/1/ a.txt" in out
 
 
 def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,7 +308,9 @@ class MachinesBackend:
 
         try:
             build.check()  # it may have been canceled while it waited for a thread
-            tool, seconds = self._connections[key.node].build_venv(venv, progress, build.opened)
+            if (connection := self._connections.get(key.node)) is None:
+                raise NodeUnreachable(key.node, "its allocation has ended")
+            tool, seconds = connection.build_venv(venv, progress, build.opened)
         except _Unwanted:
             return
         except NodeUnreachable as error:

@@ -52,7 +52,7 @@ def why(
             _print_findings(diagnose_groups(client, record, attempt=attempt, with_findings=True))
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
-            _print_diagnosis(client, record, attempt)
+            _print_diagnosis(client, record, group or (), attempt)
 
 
 def why_document(
@@ -63,10 +63,11 @@ def why_document(
     return verdict_json(record, verdicts, "" if verdicts else no_verdict(record))
 
 
-def _print_diagnosis(client: Client, record: WorkflowRecord, attempt: int | None) -> None:
+def _print_diagnosis(client: Client, record: WorkflowRecord, groups: Sequence[str], attempt: int | None) -> None:
     """Print the most specific diagnosis and its remedy, if a rule applies."""
     retry = "" if attempt is None else f" -r {attempt}"
     examined = diagnose_groups(client, record, attempt=attempt, with_findings=True)
+    examined = [one for one in examined if not groups or one.group.name in groups]
     known = [diagnosis for one in examined for diagnosis in one.diagnoses]
     for diagnosis in known[:1]:
         print(f"\nDiagnosis  {diagnosis.cause}\nRemedy     {remedy_of(record, diagnosis)}")
