@@ -300,7 +300,9 @@ class Spec(_Part, frozen=True):
         try:
             return convert(_plain({**workflow, "variables": document.get("default-values")}), cls)
         except msgspec.ValidationError as error:
-            raise InputError(f"{file}: {error}", hint="`$` is the mapping `workflow`; docs/spec.md lists its keys") from None
+            raise InputError(
+                f"{file}: {error}", hint="`$` is the mapping `workflow`, `$.variables` is `default-values`; see docs/spec.md"
+            ) from None
 
     @classmethod
     def from_yaml(cls, text: str, *, file: str = "the spec") -> Spec:

@@ -1,4 +1,4 @@
-"""Clean up nodes and list the users of their resources. Each function queries many nodes in parallel.
+"""Clean up nodes and list the users of their resources. Functions that query nodes query them in parallel.
 
 An error of one node is part of that node's result and does not affect the other nodes.
 """

@@ -17,7 +17,7 @@ from distflow.plan.credentials import planned_credentials
 from distflow.plan.environment import task_environment
 from distflow.plan.frameworks import FRAMEWORKS, StartCommand, WorldTask, start_command
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
-from distflow.plan.tokens import Rewrite, input_place, place_of, relative_paths, rewriter, uses_tmp
+from distflow.plan.tokens import Rewrite, input_place, paths_in_work, place_of, rewriter, uses_tmp
 from distflow.spec.files import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.structs import replace
@@ -154,7 +154,7 @@ def _launch(
     placed = [(file.path.value, file.is_directory) for file in task.files]
     placed += [(one.path.value.rstrip("/"), True) for one in task.checkpoints]
     texts = list(_texts(task, bundles))
-    in_work = relative_paths(placed, texts)
+    in_work = paths_in_work(placed, texts)
     injected = [one for one in placed if one[0].startswith("/")] + [one for one in in_work.items() if one not in placed]
     injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
     hosts = {one.name for one in group.tasks}

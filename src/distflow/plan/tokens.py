@@ -25,8 +25,8 @@ __all__ = [
     "TOKEN",
     "Rewrite",
     "input_place",
+    "paths_in_work",
     "place_of",
-    "relative_paths",
     "rewriter",
     "uses_tmp",
 ]
@@ -86,12 +86,12 @@ def place_of(path: str, in_work: Container[str] = ()) -> str:
     return f"{'work' if is_in_work else 'files'}/{path.lstrip('/')}"
 
 
-def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
+def paths_in_work(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
     """Return the absolute paths that are in ``work``, and whether each is a directory.
 
     These are the relative paths of ``injected``, with ``/`` before them, and absolute paths whose relative form is used in a
-    text. ``injected`` has each path and whether it is a directory. ``texts`` has the texts of the task, each with the path of
-    its file or ``""``. The path of a file in its own text does not count.
+    text. A path that is injected in both forms is left out. ``injected`` has each path and whether it is a directory. ``texts``
+    has the texts of the task, each with the path of its file or ``""``. The path of a file in its own text does not count.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}

@@ -275,9 +275,9 @@ def _ignore(_done: int, _total: int) -> None:
 def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
     """Store the files of the spec, one blob for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
-    Inline ``contents`` are not stored: the spec contains them. The key of ``distflow.train`` is ``LIBRARY``. A file that cannot
-    be read, or a link that leaves its directory, is a problem at its line in the spec. Raises ``StateError`` if a blob
-    cannot be written.
+    Inline ``contents`` are stored only if they are base64: the spec contains the others. The key of ``distflow.train`` is
+    ``LIBRARY``. A file that cannot be read, or a link out of the sent directory, is a problem at its line in the spec. Raises
+    ``StateError`` if a blob cannot be written.
     """
     packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -306,7 +306,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
                     f"cannot copy `{file.local_path or file.path.value}` to `{blobs}`: {error.strerror or error}"
                 ) from error
             message = f"cannot read `{error.filename}`: {error.strerror}"
-            hint = "make the file readable, or remove it from `files`"
+            hint = "make the file readable, or remove it from `files`, or name it in `exclude` of its directory"
             problems.append(Problem(where=file.path.mark, message=message, hint=hint))
     return bundles, tuple(problems)
 
@@ -424,7 +424,7 @@ def _store_tree(root: Path, exclude: Sequence[str], blobs: Path, packing: _Packi
 def _check_link(root: Path, name: str) -> None:
     target = os.readlink(root / name)
     if target.startswith("/") or posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).split("/")[0] == "..":
-        raise _LinkOutside(f"cannot send the link `{root / name}`: it leads to `{target}`, outside of the sent directory")
+        raise _LinkOutside(f"cannot send the link `{root / name}`: `{target}` is absolute, or outside of the sent directory")
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> None:
@@ -508,7 +508,7 @@ LIBRARY = "distflow.train"
 """The key of the archive among the bundles of a spec. All other keys begin with a path."""
 
 _PACKAGE = """\
-\"\"\"distflow.train of the submitting machine; all else belongs to the distflow that is installed here, if any.\"\"\"
+\"\"\"Modules for tasks, from the submitting machine. The distflow that is installed here has all others.\"\"\"
 
 from pkgutil import extend_path
 

@@ -52,7 +52,7 @@ class DueCheckpoints:
     wake_at: float | None = None
     """When the next checkpoint is due, or an unreachable node with an unsaved checkpoint is given up."""
     message: str = ""
-    """The checkpoints that remain to be saved after all tasks have ended, as a message; empty if there are none."""
+    """A message about unsaved checkpoints, for a group whose tasks have all ended; empty if there are none."""
 
 
 def due_checkpoints(
@@ -135,7 +135,7 @@ def add_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) ->
 def checkpoint_differences(plan: GroupPlan, group: GroupRecord) -> dict[str, dict[str, int | None]]:
     """Return the directories in which tasks with ranks begin the next attempt with different files. Shared ones are left out.
 
-    The values are the bytes of each task's archive, or ``None`` for a task without one.
+    The keys are directories. The values map each task to the size of its archive in bytes, or to ``None`` without one.
     """
     ranked = [launch for launch in plan.launches if launch.ranks is not None]
     found: dict[str, dict[str, int | None]] = {}
@@ -244,7 +244,7 @@ def _has_no_failure(group: GroupRecord) -> bool:
 
 def _needs_last_checkpoint(task: TaskRecord, known: Checkpoint | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
-    # A lost task without an end was given up. If it has an end, its node is back: it was rebooted, or had no contact for long.
+    # A lost task without `end` was given up. With `end`, its node is reachable again after a reboot or a long outage.
     is_gone = task.reason is Reason.NODE_LOST and task.end is None
     return has_run and not is_gone and not (known is not None and known.is_last)
 

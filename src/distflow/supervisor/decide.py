@@ -29,12 +29,12 @@ __all__ = ["decide", "roll_up"]
 def decide(snapshot: Snapshot, now: float) -> Decision:
     """Return the decision that follows from the snapshot at ``now`` (seconds since the epoch)."""
     decision = Decision()
-    unchanged = _unchanged(snapshot, now)
+    previous = _previous_views(snapshot, now)
     busy = {one.workflow for one in snapshot.in_flight}
     views: dict[str, WorkflowView] = {}
     for workflow in snapshot.workflows:
         uuid = workflow.record.uuid
-        view = unchanged.get(uuid)
+        view = previous.get(uuid)
         # Of thousands of workflows, most do not change between decisions. An unchanged workflow costs only this check.
         if view is None or view.usage.workflow.record is not workflow.record or view.wake_at <= now or uuid in busy:
             view = _decide_workflow(snapshot, workflow, now, decision, is_busy=uuid in busy)
@@ -66,7 +66,7 @@ def _apply_leases(waiting: Leases, decision: Decision, views: Mapping[str, Workf
             decision.events.append(Event(at=now, details=details, workflow=uuid, group=name))
 
 
-def _unchanged(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView]:
+def _previous_views(snapshot: Snapshot, now: float) -> Mapping[str, WorkflowView]:
     """Return the workflow views of the last decision, or none if a pool or a node has changed or the clock was set back."""
     last = snapshot.last_decision
     is_same = last.at <= now and last.pools is snapshot.pools and last.nodes is snapshot.nodes

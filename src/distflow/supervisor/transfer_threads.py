@@ -1,4 +1,4 @@
-"""Execute the commands of ``transfers``: data between URLs and the blob store or nodes. Each runs in a thread.
+"""Execute the commands of ``transfers``, which copy data between URLs, the blob store and nodes, in one thread each.
 
 Progress and outcomes are reported as observations. A transfer may be repeated at any time, by this supervisor or the next one:
 it then resumes from the data that is already transferred.
@@ -130,7 +130,7 @@ class ThreadedTransfers:
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
             outcome = reporter.outcome(error=f"unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
-        # A failed file of a transfer also halts its other files. Report every transfer that the supervisor did not abandon.
+        # A failed file sets `halt`, too, so only a missing entry shows that the supervisor canceled the transfer.
         if self._halts.pop(command.identity, None) is halt:
             self._sink(reporter.ended(outcome))
 

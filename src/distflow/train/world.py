@@ -270,7 +270,10 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
     except dist.DistNetworkError as error:
         del _stores[key]
         why = str(error).splitlines()[0]
-        raise WorldError(f"rank {place.rank} lost the store at {address}:{port} before all ranks had joined: {why}") from error
+        raise WorldError(
+            f"rank {place.rank} lost the store at {address}:{port} before all ranks had joined: {why}; see the "
+            "output of rank 0, which runs the store"
+        ) from error
 
 
 def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.layout.ranks import TaskRanks, World
-from distflow.plan.tokens import place_of, relative_paths, rewriter, uses_tmp
+from distflow.plan.tokens import paths_in_work, place_of, rewriter, uses_tmp
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
@@ -70,13 +70,13 @@ def test_the_address_of_an_unknown_task_stays_text() -> None:
 def test_paths_in_their_relative_form_lie_where_the_task_starts(
     injected: list[str], texts: list[str], expected: set[str]
 ) -> None:
-    found = relative_paths([(path, path.endswith("/")) for path in injected], [("", text) for text in texts])
+    found = paths_in_work([(path, path.endswith("/")) for path in injected], [("", text) for text in texts])
     assert set(found) == expected
 
 
 def test_the_absolute_and_relative_form_of_a_path_are_one_file() -> None:
     texts = [("", "bash tmp/a.sh; cat /tmp/a.sh /conf/b.yaml conf/b.yaml"), ("conf/b.yaml", "conf/b.yaml")]
-    in_work = relative_paths([("/tmp/a.sh", False), ("conf/b.yaml", False)], texts)
+    in_work = paths_in_work([("/tmp/a.sh", False), ("conf/b.yaml", False)], texts)
     rewrite = rewriter(None, None, list(in_work.items()), in_work=in_work)
     work = "@@ATTEMPT_DIR@@/work"
     assert rewrite(texts[0][1]) == f"bash tmp/a.sh; cat {work}/tmp/a.sh {work}/conf/b.yaml conf/b.yaml"
@@ -86,7 +86,7 @@ def test_the_absolute_and_relative_form_of_a_path_are_one_file() -> None:
 
 
 def test_a_path_in_its_own_file_does_not_count() -> None:
-    assert relative_paths([("/train.py", False)], [("/train.py", "usage: python3 train.py"), ("", "python3 /train.py")]) == {}
+    assert paths_in_work([("/train.py", False)], [("/train.py", "usage: python3 train.py"), ("", "python3 /train.py")]) == {}
 
 
 @pytest.mark.parametrize(("text", "expected"), [("echo > tmp/x", True), ("ls ./tmp/", True), ("ls /tmp/x a/tmp/ tmpx", False)])

@@ -122,7 +122,7 @@ def rsync_command(workflow: str, task: str, connect_timeout: int, words: Sequenc
         InputError: if rsync is not installed on this machine.
 
     """
-    # rsync splits the command of the remote shell at spaces, and understands quotes like a shell.
+    # rsync splits the command of the remote shell at spaces. Unlike in a shell, a doubled quote in a quoted word is one quote.
     shell = [sys.executable, "-m", "distflow.client.rsync.shell", workflow, task, str(connect_timeout)]
     quoted = " ".join("'{}'".format(word.replace("'", "''")) for word in shell)
     return [check_rsync_here(), "-e", quoted, *words]
@@ -235,7 +235,7 @@ def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str,
 
 
 def list_syncs(client: Client) -> Syncs:
-    """Return access to the records of background copies, including those that have ended in the last days."""
+    """Return access to the records of background copies. Each new copy removes records that ended over 14 days ago."""
     return Syncs(client.directory.syncs)
 
 
@@ -291,7 +291,11 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
     finally:
         session.close()
     if code:
-        raise NodeError(found.node.name, "rsync is not in the PATH of the task", hint=f"install it on the node, {_INSTALL}")
+        raise NodeError(
+            found.node.name,
+            "rsync is not in PATH on the node, outside of the task's container and `setup`",
+            hint=f"install it on the node, {_INSTALL}",
+        )
     return record, one.name, found.node.name
 
 

@@ -27,7 +27,7 @@ def publish(file: IO[Any], path: str) -> None:
 
 
 def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
-    """Return the number of missing bytes in the reserve on the disk of a directory, and the size of the reserve.
+    """Return the bytes that must be freed to keep the reserve of free space on a disk, and the size of the reserve.
 
     ``coming`` is the number of bytes that are still to be written there.
     """
@@ -64,7 +64,9 @@ def open_locked(path: str) -> Optional[int]:
 
 
 def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
-    """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside, directly or through a link.
+    """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside.
+
+    Links in its parents are followed; the path itself may be a link.
 
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """

@@ -72,19 +72,19 @@ def take(
         raise OpError("bad_request", "`lease_dir` is missing")
     directory = open_directory(lease_dir)
     amounts = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
-    waits = "attempt" in holder and any(amounts.values())
+    uses_tickets = "attempt" in holder and any(amounts.values())
     try:
-        kept = tickets.kept_for_others(directory, holder["attempt"]) if waits else Kept({}, "")
+        kept = tickets.kept_for_others(directory, holder["attempt"]) if uses_tickets else Kept({}, "")
         held.locks.extend(_take_shares(directory, wanted, holder, kept))
         _take_gpus(directory, gpus, gpu_ids, holder, held, users, kept)
         if port is not None:
             number, lock, sockets = _take_port(directory, port, holder)
             held = held._replace(port=number, locks=held.locks + [lock], port_sockets=sockets)
-        if waits:
+        if uses_tickets:
             tickets.remove_ticket(directory, holder["attempt"])
     except BaseException as error:
         held.close()
-        if waits and isinstance(error, OpError) and error.kind == "busy":
+        if uses_tickets and isinstance(error, OpError) and error.kind == "busy":
             tickets.write_ticket(directory, holder, amounts)
         raise
     finally:
@@ -228,7 +228,7 @@ _SEARCH_S = 2.0
 """Time limit of the search for a free file. A file with a shared lock of another process takes a tenth of a second."""
 _LIST_TRIES = 50
 _LIST_PAUSE_S = 0.005
-"""The list is normally locked for a millisecond. A longer lock must not block an agent, which has one thread."""
+"""`claims.lock` is normally locked for a millisecond. A longer lock must not block an agent, which has one thread."""
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
@@ -260,7 +260,7 @@ def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> L
 
 
 def _lock_list(directory: int) -> int:
-    """Lock the list of shares, and return the descriptor of its file. Raises ``busy`` if another process keeps it locked."""
+    """Lock `claims.lock`, so that one process at a time leases shares. Returns its descriptor. May raise ``busy``."""
     for _ in range(_LIST_TRIES):
         list_lock, is_locked = open_lock(directory, "claims.lock"), False
         try:
@@ -301,7 +301,12 @@ def _lock_own_file(directory: int, holder: Json) -> int:
         if time.monotonic() > until:
             break
     count = "{} file{}".format(number + 1, "s" if number else "")
-    raise OpError("busy", "other processes keep {} `claim-{}-*.lock` in the lease directory locked".format(count, os.getuid()))
+    raise OpError(
+        "busy",
+        "other processes keep {} `claim-{}-*.lock` in the lease directory locked; `lslocks` shows which".format(
+            count, os.getuid()
+        ),
+    )
 
 
 def _shortage(name: str, want: int, have: int, others: List[Json], attempt: object) -> str:
