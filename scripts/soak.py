@@ -139,7 +139,7 @@ class Soak:
             f"* From `submit` to the end: {statistics.median(times):.1f} s in the median, {max(times):.1f} s at most.",
             f"* Leaked, hung, or recorded wrongly: {len(self.wrong)}.",
             "",
-            "| gang ended by | workflows |",
+            "| end of the gang | workflows |",
             "|---|--:|",
             *(f"| {end} | {count} |" for end, count in sorted(ends.items())),
             "",

@@ -26,7 +26,7 @@ _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
     """Return the container that distflow starts for a task on a node, with its strings filled in; ``None`` for no container.
 
-    With ``engine``, the engine of the pool starts the task in its image, so distflow starts no container.
+    If the node's ``container`` is ``engine``, Slurm or Kubernetes starts the task in its image, and distflow does not.
     """
     if launch.image is None or node.container in ("none", "engine"):
         return None
@@ -42,7 +42,7 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
 
 
 def venv_of(group: GroupPlan, launch: Launch, node: Node) -> str | None:
-    """Return the digest of a task's Python environment on a node; ``None`` without one, and in a container."""
+    """Return the digest of a task's Python environment on a node; ``None`` if it has none or runs in a container."""
     if group.venv is None or (launch.image is not None and node.container != "none"):
         return None
     return group.venv.digest(node.environment)
@@ -54,7 +54,10 @@ def _has_own_tmp(runtime: str) -> bool:
 
 
 def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return a warning for each key that needs a container, at its first task, if a node runs tasks without containers."""
+    """Return a warning for each key that needs a container, if a node runs tasks without containers.
+
+    The warning is at the first task that has the key.
+    """
     if all(node.container != "none" for node in nodes):
         return ()
     found: dict[str, Problem] = {}

@@ -42,7 +42,7 @@ _VARIABLES = {
 """The shell variable for each placeholder. The last three placeholders replace values that differ between equal tasks."""
 _OWN = frozenset({"run_dir", "retry_id", "status", "nodes", "address", *_VARIABLES.values()})
 _REGEX_COPY = """\
-# Copy the files whose relative path matches from its start: copy_matching REGEX FROM TO
+# Copy the files whose relative path matches REGEX, anchored at its start: copy_matching REGEX FROM TO
 copy_matching() {
     python3 - "$@" <<'END'
 import os, re, shutil, sys
@@ -84,7 +84,7 @@ def input_variable(source: DataSpec | EarlierInput) -> str:
 
 
 def without_member_files(group: GroupPlan) -> GroupPlan:
-    """Return the group without its smaller sizes and without Valohai's variables, whose files the script does not write."""
+    """Return the group as the script runs it: only at full size, and without Valohai's files and the variables for them."""
     given = {launch.task: [name for name in launch.environment if name.startswith("VH_")] for launch in group.launches}
 
     def cleaned(launch: Launch) -> Launch:
@@ -211,10 +211,10 @@ def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
 
 
 def _prepared(launch: Launch) -> Launch:
-    """Return the launch with the variables that the script sets.
+    """Return the launch with only the variables that the script must set.
 
-    Slurm sets the GPUs, and the cluster's administrator sets the network interfaces. The task's name and ranks become
-    placeholders for variables of the script.
+    Slurm sets the variables for GPUs, and the cluster's administrator those for network interfaces. The task's name and ranks
+    become placeholders for variables of the script.
     """
     environment = {name: value for name, value in launch.environment.items() if value != "@@IFNAME@@"}
     if launch.resource.gpu:

@@ -189,7 +189,7 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
 def _user_folder(environ: Mapping[str, str]) -> Path:
     if environ.get("XDG_CONFIG_HOME"):
         return Path(environ["XDG_CONFIG_HOME"]) / "distflow"
-    import platformdirs  # noqa: PLC0415  only where no file was found nearer
+    import platformdirs  # noqa: PLC0415  not needed if XDG_CONFIG_HOME is set
 
     return platformdirs.user_config_path("distflow")
 
@@ -199,7 +199,7 @@ def _default_root(environ: Mapping[str, str]) -> str:
         return str(Path(os.path.abspath(environ["DISTFLOW_STATE"])) / "node")
     if environ.get("XDG_DATA_HOME"):
         return str(Path(environ["XDG_DATA_HOME"]) / "distflow" / "node")
-    import platformdirs  # noqa: PLC0415  as above
+    import platformdirs  # noqa: PLC0415  not needed if DISTFLOW_STATE or XDG_DATA_HOME is set
 
     return str(platformdirs.user_data_path("distflow") / "node")
 
@@ -372,8 +372,8 @@ def _base_node(pool: View, base: Node | None = None) -> Node:
 
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
     """Return one node. Its entry at ``position`` (``None``: no entry) overrides ``defaults``, then the pool, then ``base``."""
-    item = pool.view("nodes", position) if position is not None else pool.view("no node")
-    alone = pool.document.text_at(item.path)
+    item = pool.view("nodes", position) if position is not None else pool.view("no node")  # a missing key: an empty view
+    bare_name = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
     is_remote = not base.host
 
@@ -389,7 +389,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         return next((value for layer in layers if (value := layer.flag(key)) is not None), default)
 
     memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
-    name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
+    name = item.string("name") or (bare_name.value if bare_name is not None else None) or text("host") or base.name
     gpus, cpus = whole("gpus"), whole("cpus")
     # Only the remote machine can expand `~` in its directories.
     directory = _remote_directory if is_remote else _absolute

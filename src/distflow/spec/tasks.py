@@ -212,7 +212,7 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], everyone: Containe
     if name in everyone:
         return (
             f"{message}: `{name}` is in another group",
-            "put both tasks into one group, because different groups may not run at the same time",
+            "put both tasks into one group, because distflow does not always run groups at the same time",
         )
     return message, did_you_mean(name, hosts, what="tasks")
 
@@ -298,7 +298,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {"NCCL_P2P_CONNECT_TIMEOUT": "remove it, and write `init_process_group(timeout=…)` in the script"}
 )
 _NEAR = 0.88
-"""Similarity from which a name counts as a misspelled known name, from 0 to 1."""
+"""Minimum similarity, between 0 and 1, at which an unknown name counts as a misspelling of a known one."""
 
 
 def _notice_variables(task: View) -> None:
@@ -371,10 +371,10 @@ def _parse_launcher(owner: View) -> Launcher | None:
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group with their launchers, and with ranks if a launcher or a framework starts them.
+    """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework starts ranks.
 
     ``tasks`` are the entries of the spec, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
-    one rank for each requested GPU, else one.
+    one rank for each requested GPU, or one rank if it requests no GPU.
     """
     framework = parse_framework(group) if group is not None else None
     general = _parse_launcher(group) if group is not None else None

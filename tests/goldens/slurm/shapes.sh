@@ -78,7 +78,7 @@ esac
 task_dir=$run_dir/$task
 mkdir -p "$task_dir/work" "$task_dir/output" || exit
 
-# Copy the files whose relative path matches from its start: copy_matching REGEX FROM TO
+# Copy the files whose relative path matches REGEX, anchored at its start: copy_matching REGEX FROM TO
 copy_matching() {
     python3 - "$@" <<'END'
 import os, re, shutil, sys

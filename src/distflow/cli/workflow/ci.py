@@ -1,4 +1,4 @@
-"""Reports of ``submit`` and ``validate``: annotations and summaries of GitHub Actions, JUnit files, and pages in one file."""
+"""Reports of ``submit`` and ``validate``: GitHub annotations and summaries, JUnit files, and self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CiReport:
     def following(self, client: Client, checked: CheckedSpec) -> Iterator[Callable[[WorkflowRecord], None]]:
         """Yield a function to call with the ended workflow. If the block calls it, write the reports at the end of the block.
 
-        In the block, GitHub does not run workflow commands in the output of tasks.
+        In the block, GitHub does not run lines of task output that look like its own workflow commands (``::error::``).
         """
         ended: list[WorkflowRecord] = []
         try:

@@ -165,7 +165,7 @@ def adopt_workflows(
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Add workflows that exist only on nodes to the store.
+    """Store workflows of which only the nodes have a record.
 
     Another machine submitted these workflows, or the store was lost. distflow then watches them, and you can query and cancel
     them, but their waiting tasks are not started. A record that this machine did not sign is refused if its outputs would go to

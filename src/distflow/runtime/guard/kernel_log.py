@@ -76,7 +76,7 @@ def find_entries(
     """
     try:
         wall, monotonic = now(), time.monotonic()
-        # The clock of the kernel's log drifts from the monotonic clock about as much as the raw clock does.
+        # The kernel's log uses a clock that NTP does not adjust, like CLOCK_MONOTONIC_RAW. Allow for its drift.
         slack_s = _SLACK_S + abs(monotonic - time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
         began, ended = monotonic - (wall - (began_at or ended_at)), monotonic - (wall - ended_at)
         lines = parse(_syslog() or _journal())
@@ -115,7 +115,7 @@ def parse(text: str) -> List[Line]:
 
 
 def kills(lines: List[Line]) -> Iterator[Kill]:
-    """Yield the kills among the lines. Before Linux 5.0, a separate line reports the limit."""
+    """Yield the kills among the lines. The line before a kill may name the cgroup whose limit was exceeded."""
     before: List[str] = []
     for line in lines:
         match = _KILLED.search(line.text)

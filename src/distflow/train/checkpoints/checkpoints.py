@@ -39,7 +39,6 @@ from distflow.train.world import before_leaving
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful", "random_state", "set_random_state"]
 
-
 _Result = TypeVar("_Result")
 _EXTRA = "extra.pt"
 

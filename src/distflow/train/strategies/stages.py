@@ -22,7 +22,6 @@ __all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"
 Loss = Callable[[Any, Any], torch.Tensor]
 """Maps the outputs and targets of a micro-batch to its mean loss."""
 
-
 _Schedules = Callable[[int, bool], Any]
 """Maps the number of micro-batches, and whether they train, to a torch schedule for batches of one shape."""
 

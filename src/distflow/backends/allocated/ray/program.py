@@ -34,7 +34,7 @@ class ClusterProgram:
     """The program on the cluster. A request starts it if it does not run. Thread-safe."""
 
     def __init__(self, login: Transport, *, python: str, address: str) -> None:
-        """Run the cluster's interpreter ``python`` behind ``login``. ``address`` is the cluster's address for ``ray.init``."""
+        """``python`` is the cluster's interpreter on the node of ``login``. ``address`` is the argument of ``ray.init``."""
         self._login = login
         self._python = python
         self._address = address
