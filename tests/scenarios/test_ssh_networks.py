@@ -53,7 +53,15 @@ def _two(lab: Lab, spec: str = TWO) -> tuple[str, Callable[[], None]]:
     # Open for writing as long as this descriptor is.
     held = os.open(fifo, os.O_RDWR)
     workflow = lab.cli.submit(lab.cli.spec(spec.replace("FIFO", str(fifo))))
-    return workflow, lambda: os.close(held)
+
+    def let_go() -> None:
+        # A task that opens the path only now finds an empty file; in a FIFO, it would wait for a writer.
+        empty = fifo.with_name("empty")
+        empty.touch()
+        empty.replace(fifo)
+        os.close(held)
+
+    return workflow, let_go
 
 
 @pytest.mark.torch

@@ -35,7 +35,7 @@ for step in range(begin + 1, 9):
         (kept / f"{name}.new").write_text(f"{value}\\n")
         (kept / f"{name}.new").rename(kept / name)
     if rank == 1 and step == 4 and os.environ["DISTFLOW_RETRY_ID"] == "0":
-        sys.exit(75)
+        os._exit(75)  # gloo's threads may abort a process that exits with its group
 if rank == 0:
     (out / "weight").write_text(f"{float(weight)}\\n")
 dist.destroy_process_group()
