@@ -147,7 +147,8 @@ def test_a_killed_actor_takes_its_task_with_it(ray_pool: RayPool) -> None:
 
 def test_a_removed_placement_group_ends_the_gang(ray_pool: RayPool) -> None:
     workflow, group = ray_pool.start(SPIN)
-    ray_pool.cluster.ask("release", ids=[group])
+    name = f"next(one['name'] for id, one in ray.util.placement_group_table().items() if id.startswith('{group}'))"
+    ray_pool.cluster.run(f"ray.util.remove_placement_group(ray.util.get_placement_group({name}))")
     answer = ray_pool.cli.await_status(workflow, *LOST, timeout=90)
     assert answer["status"] == "FAILED_CANCELED", answer
     assert f"placement group {group} was removed" in json.dumps(answer["groups"][0])
