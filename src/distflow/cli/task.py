@@ -113,6 +113,7 @@ def list_command(
         )
 
     has_sums = summary or by_workflow
+    by_workflow = by_workflow and not summary  # as in OSMO, --summary takes precedence
     most = count if count is not None else None if has_sums else _COUNT
     with open_client() as client:
         rows = list_tasks(client, search, is_wanted=is_wanted, count=most, offset=offset)
@@ -125,8 +126,7 @@ def list_command(
         elif not rows:
             print("No task matches.")
         elif has_sums:
-            # As in OSMO, --summary takes precedence over --aggregate-by-workflow in the text. In JSON, it does not.
-            print(_sums_text(_sums(rows, by_workflow and not summary)), end="")
+            print(_sums_text(_sums(rows, by_workflow)), end="")
         else:
             print(_text(rows, verbose), end="")
 

@@ -169,7 +169,10 @@ class Datasets:
         return manifest
 
     def _send(self, name: str, number: int, files: Sequence[Source], on_progress: Progress) -> tuple[File, ...]:
-        before = [(one.path.stat().st_mtime_ns, sha256(one.path)) for one in files]
+        before = []
+        for one in files:
+            with local_errors(one.path):
+                before.append((one.path.stat().st_mtime_ns, sha256(one.path)))
         goal = self._data(name, number)
         upload(self._store, goal, files, retries=self._retries, on_progress=on_progress)
         for one, (changed, _) in zip(files, before, strict=True):

@@ -16,7 +16,7 @@ from distflow.errors import InputError, StorageMissing, StorageUnreachable
 from distflow.shell import Secret
 from distflow.storage.base import PART_BYTES, Entry, Sink, part_size
 from distflow.storage.credentials import NO_DRIVER, SECRET_VARIABLES, Credentials, Driver, driver_of
-from distflow.storage.failures import driver_errors
+from distflow.storage.failures import driver_errors, local_errors
 
 __all__ = ["ObjectStore", "open_objects"]
 
@@ -110,7 +110,8 @@ class ObjectStore:
         """Upload a file."""
         options: dict[str, Any] = {}
         if self._driver.speaks_s3:
-            options = {"chunksize": part_size(source.stat().st_size), "max_concurrency": _PARTS_AT_ONCE}
+            with local_errors(source):
+                options = {"chunksize": part_size(source.stat().st_size), "max_concurrency": _PARTS_AT_ONCE}
         with self._errors(key):
             self._files.put_file(str(source), self._path(key), callback=_callback(on_bytes), **options)
 

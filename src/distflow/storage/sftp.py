@@ -163,6 +163,10 @@ class SftpStore:
         with self._session(key) as client:
             path = _path(key)
             while path != "/" and not _is_folder(client, path):
+                with contextlib.suppress(FileNotFoundError):
+                    client.stat(path)
+                    shown = self._url.shown(path.lstrip("/"))
+                    raise StorageError(f"{shown} is not a directory", hint="choose another URL, or remove that file")
                 path = posixpath.dirname(path)
             probe = posixpath.join(path, part_name(secrets.token_hex(8)))
             client.open(probe, "wx").close()

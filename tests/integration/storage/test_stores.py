@@ -88,6 +88,14 @@ def test_an_empty_url_is_no_error_and_a_missing_object_is(place: tuple[StorageUr
         find(store, url)
 
 
+def test_a_file_in_place_of_a_directory_is_named(place: tuple[StorageUrl, Path]) -> None:
+    url, folder = place
+    if url.scheme in ("file", "sftp"):
+        make(folder, taken=b"1")
+        with pytest.raises(StorageError, match=r"/taken is not a directory"):
+            open_store(url).check_writable(url.below("taken/new").key)
+
+
 def test_errors_of_the_callbacks_are_raised(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
     store = open_store(url)

@@ -114,7 +114,10 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
         (({"name": "a", "inputs": [{"url": "https://example.com/x"}]},), "inputs or outputs at URLs"),
         (({**RANKS[0]}, {**RANKS[1], "image": "other"}), "task b has other resources, another image or other mounts"),
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
-        (({"name": "a", "checkpoint": [{"path": "models", "url": "file:///tmp/models"}]},), "`checkpoint` or `shared`"),
+        (
+            ({"name": "a", "checkpoint": [{"path": "m", "url": "file:///tmp/m", "frequency": "1h"}]},),
+            "`checkpoint` or `shared`",
+        ),
         (({"name": "a", "privileged": True},), "`privileged`"),
     ],
 )

@@ -168,15 +168,16 @@ class LogPages:
     def search(self, text: str, task: str | None = None, rank: int | None = None) -> dict[str, object]:
         """Return the positions of the lines that contain a text, regardless of case.
 
-        Only the first 10 000 matching lines of the whole log are examined, also if a task or rank is given.
+        There are at most 10 000 positions; ``is_complete`` says whether these are all.
         """
         needle = text.encode().lower()
         with self._lock:
-            found = list(islice(self._hits(needle), _MOST_HITS)) if needle.strip() else []
             view = self._view(task, rank)
+            hits = self._hits(needle) if needle.strip() else iter(())
             if view is not None:
                 in_view = {line: position for position, line in enumerate(view)}
-                found = [in_view[line] for line in found if line in in_view]
+                hits = (in_view[line] for line in hits if line in in_view)
+            found = list(islice(hits, _MOST_HITS))
         return {"text": text, "positions": found, "is_complete": len(found) < _MOST_HITS}
 
     def _hits(self, needle: bytes) -> Iterator[int]:
