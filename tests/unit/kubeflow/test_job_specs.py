@@ -134,7 +134,7 @@ def test_wrong_arguments_of_the_client_are_refused(tmp_path: Any, monkeypatch: p
     with pytest.raises(ValueError, match=r"there is no TrainJob \*"):
         client.get_job("*")
     for wrong, message in (
-        ({"status": {"Completed"}}, "must be a subset"),
+        ({"status": {"Completed"}}, "give a subset"),
         ({"timeout": 0}, "timeout is 0"),
         ({"polling_interval": 0}, "polling_interval is 0"),
         ({"polling_interval": 10, "timeout": 10}, "less than timeout"),
