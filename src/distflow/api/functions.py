@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import IO, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import cloudpickle
@@ -468,7 +468,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.packages: set[str] = set()
 
     def reducer_override(self, obj: object) -> object:
-        """Pickle an object as cloudpickle does, and record its package if it is pickled by name."""
+        """Pickle an object as cloudpickle does, but with the file names of code. Record packages that are pickled by name."""
+        if isinstance(obj, CodeType):
+            # From version 3.1.3, cloudpickle replaces the file name. Tracebacks on nodes need it.
+            make, fields = self.dispatch_table[CodeType](obj)
+            return make, tuple(obj.co_filename if isinstance(one, str) and one == "<dynamic-code>" else one for one in fields)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and isinstance(obj, type | FunctionType | BuiltinFunctionType | ModuleType):
             name = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
