@@ -81,7 +81,9 @@ class KubernetesApi:
             with contextlib.closing(answer):
                 data = json.loads(answer.read(_LARGEST))
         except ApiException as error:
-            raise self._refused(int(error.status or 0), str(error.body or error.reason or "")) from None
+            reply = error.body or error.reason or ""  # bytes, because the content was not loaded in advance
+            text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
+            raise self._refused(int(error.status or 0), text) from None
         except (HTTPError, OSError) as error:
             raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
         except ValueError as error:
