@@ -41,7 +41,7 @@ from distflow.shell import Secret
 from distflow.state.metrics import Metric
 from distflow.state.record import Event, Priority, TaskRecord, WorkflowRecord
 from distflow.state.samples import Samples
-from distflow.state.search import Search, label_globs
+from distflow.state.search import Search
 
 __all__ = ["GroupInfo", "TaskInfo", "Workflow", "get", "list_workflows", "submit", "submit_checked"]
 
@@ -669,11 +669,6 @@ def list_workflows(
         tags=_several(tag),
         labels=tuple((labels or {}).items()),
     )
-    for key, selector in search.labels:
-        try:
-            label_globs(selector)
-        except ValueError as error:
-            raise InputError(f"`{selector}` is not a pattern of the label `{key}`", hint=str(error)) from None
     with _client() as client:
         return [Workflow(record) for record in workflows.list_workflows(client, search, count=count, offset=offset)]
 

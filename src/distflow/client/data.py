@@ -16,6 +16,7 @@ from distflow.documents.urls import StorageUrl, parse_dataset, parse_url
 from distflow.errors import InputError, NotFound
 from distflow.storage.base import SelectedObject, Store
 from distflow.storage.datasets import Datasets, Manifest
+from distflow.storage.files import Source, find_sources
 from distflow.storage.transfers import TransferResult
 
 __all__ = [
@@ -74,13 +75,10 @@ def upload_data(
         StorageError: if a local file cannot be read, or if the storage is unreachable or refuses the access.
 
     """
-    from distflow.storage.files import find_sources
     from distflow.storage.transfers import upload
 
     goal = parse_url(url, writes=True)
-    files = find_sources(paths, regex)
-    if not files:
-        raise _no_files(regex)
+    files = _files_to_upload(paths, regex)
     with _open_store(client, goal) as store:
         return upload(store, goal, files, at_once=threads, on_progress=on_progress)
 
@@ -200,11 +198,13 @@ def check_data_access(client: Client, url: str, access: str) -> None:
         check_access(store, goal, Access(access))
 
 
-def _no_files(regex: str) -> NotFound:
+def _files_to_upload(paths: Sequence[Path], regex: str) -> tuple[Source, ...]:
+    if files := find_sources(paths, regex):
+        return files
     if not regex:
-        return NotFound("there are no files to upload", hint="the paths are empty directories: give paths with files")
+        raise NotFound("there are no files to upload", hint="the paths are empty directories: give paths with files")
     hint = "the pattern must match names from their start, and names begin with their directory, as in `results/a.json`"
-    return NotFound(f"there are no files to upload that match `{regex}`", hint=hint)
+    raise NotFound(f"there are no files to upload that match `{regex}`", hint=hint)
 
 
 @contextmanager
@@ -281,16 +281,12 @@ def create_version(
         StorageError: if a local file cannot be read, or if the storage of datasets is unreachable or refuses the access.
 
     """
-    from distflow.storage.files import find_sources
-
     if not is_update and ":" in name:
         raise InputError(
             f"`{name}` names a version, but a new version gets the next number", hint="remove the colon and the version"
         )
     parse_dataset(name)
-    files = find_sources(paths, regex)
-    if not files:
-        raise _no_files(regex)
+    files = _files_to_upload(paths, regex)
     with _open_datasets(client) as datasets:
         write = datasets.update if is_update else datasets.add
         at = time.time()  # noqa: TID251  the moment of creation

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distflow.client.client import Client
 from distflow.client.notifications.targets import own_targets
+from distflow.client.spec_drafts.initial_specs import write_file
 from distflow.client.specs import CheckedSpec, check_spec, find_previous
 from distflow.client.submission import SubmitRequest, with_environment
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
@@ -181,17 +182,13 @@ def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> li
     """Write the exported text and copy large files next to it. Raises ``InputError``."""
     if not force and (taken := next((path for path in (file, *large) if path.exists()), None)):
         raise InputError(f"{taken} exists already", hint="choose another name, or add --force to replace it")
+    write_file(file, text, force=force)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w" if force else "x", encoding="utf-8") as target:
-            target.write(text)
         for path, source in large.items():
             path.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, path)
     except FileExistsError as error:
-        if str(error.filename) != str(file):
-            raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
-        raise InputError(f"{error.filename} exists already", hint="choose another name, or add --force to replace it") from None
+        raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
     except OSError as error:
         raise InputError(f"{error.filename or file} cannot be written: {error.strerror}") from error
     return [file, *large]

@@ -140,6 +140,7 @@ def diagnose_groups(
     client: Client,
     record: WorkflowRecord,
     *,
+    groups: Collection[str] = (),
     tasks: Collection[str] = (),
     attempt: int | None = None,
     with_findings: bool = False,
@@ -152,6 +153,7 @@ def diagnose_groups(
     Args:
         client: The client whose store has the workflow.
         record: The workflow.
+        groups: Names of the groups to diagnose. Default: all groups.
         tasks: Names of tasks whose output is used. Default: all tasks.
         attempt: The attempt to diagnose, counted from 0. Default: the latest attempt of each group.
         with_findings: Whether to also examine the use of resources, including that of groups without a failure.
@@ -169,7 +171,7 @@ def diagnose_groups(
     found = []
     for group in record.groups:
         number = group.attempt if attempt is None else attempt
-        if group.kept:
+        if group.kept or (groups and group.name not in groups):
             continue
         if (tasks and not any(task.name in tasks for task in group.tasks)) or number > group.attempt:
             continue

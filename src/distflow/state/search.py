@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
+from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.state.record import Priority
 
@@ -65,7 +66,7 @@ def label_globs(selector: str) -> tuple[str, ...]:
 def where(search: Search) -> tuple[str, list[object]]:
     """Return the SQL condition of a search over the table ``workflows``, and its values.
 
-    Raises ``ValueError`` for a label selector that is not valid.
+    Raises ``InputError`` for a label selector that is not valid.
     """
     parts, values = ["1"], list[object]()
 
@@ -88,7 +89,7 @@ def where(search: Search) -> tuple[str, list[object]]:
     if search.tags:
         add(f"uuid IN (SELECT workflow FROM tags WHERE tag IN ({_marks(search.tags)}))", *search.tags)  # noqa: S608  question marks are pasted
     for key, selector in search.labels:
-        globs = label_globs(selector)
+        globs = _globs_of(key, selector)
         condition = " OR ".join(["json_extract(labels, ?) GLOB ?"] * len(globs))
         add(f"({condition})", *(value for glob in globs for value in (_path(key), glob)))
     for key in search.without_labels:
@@ -100,6 +101,13 @@ def where(search: Search) -> tuple[str, list[object]]:
     if search.unfinished:
         add("unfinished = 1")
     return " AND ".join(parts), values
+
+
+def _globs_of(key: str, selector: str) -> tuple[str, ...]:
+    try:
+        return label_globs(selector)
+    except ValueError as error:
+        raise InputError(f"`{selector}` is not a pattern of the label `{key}`", hint=str(error)) from None
 
 
 def _marks(values: Sequence[object]) -> str:

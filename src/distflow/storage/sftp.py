@@ -162,12 +162,16 @@ class SftpStore:
         """Create a file in the nearest existing directory, and remove it."""
         with self._session(key) as client:
             path = _path(key)
-            while path != "/" and not _is_folder(client, path):
-                with contextlib.suppress(FileNotFoundError):
-                    client.stat(path)
-                    shown = self._url.shown(path.lstrip("/"))
-                    raise StorageError(f"{shown} is not a directory", hint="choose another URL, or remove that file")
-                path = posixpath.dirname(path)
+            while path != "/":
+                try:
+                    mode = client.stat(path).st_mode
+                except FileNotFoundError:
+                    path = posixpath.dirname(path)
+                    continue
+                if stat.S_ISDIR(mode):
+                    break
+                shown = self._url.shown(path.lstrip("/"))
+                raise StorageError(f"{shown} is not a directory", hint="choose another URL, or remove that file")
             probe = posixpath.join(path, part_name(secrets.token_hex(8)))
             client.open(probe, "wx").close()
             client.remove(probe)

@@ -49,7 +49,7 @@ def why(
         verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
         if not verdicts:
             print(no_verdict(record))
-            _print_findings(diagnose_groups(client, record, attempt=attempt, with_findings=True))
+            _print_findings(diagnose_groups(client, record, groups=group or (), attempt=attempt, with_findings=True))
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
             _print_diagnosis(client, record, group or (), attempt)
@@ -66,8 +66,7 @@ def why_document(
 def _print_diagnosis(client: Client, record: WorkflowRecord, groups: Sequence[str], attempt: int | None) -> None:
     """Print the most specific diagnosis and its remedy, if a rule applies."""
     retry = "" if attempt is None else f" -r {attempt}"
-    examined = diagnose_groups(client, record, attempt=attempt, with_findings=True)
-    examined = [one for one in examined if not groups or one.group.name in groups]
+    examined = diagnose_groups(client, record, groups=groups, attempt=attempt, with_findings=True)
     known = [diagnosis for one in examined for diagnosis in one.diagnoses]
     for diagnosis in known[:1]:
         print(f"\nDiagnosis  {diagnosis.cause}\nRemedy     {remedy_of(record, diagnosis)}")

@@ -27,6 +27,7 @@ __all__ = [
     "draft_from_torchrun",
     "list_samples",
     "write_draft",
+    "write_file",
 ]
 
 
@@ -122,7 +123,7 @@ def write_draft(
         f"Check it: distflow workflow validate {file.name}",
         f"Run it: {_submit_command(draft, file.name, configuration)}",
     ]
-    _write(file, spec_text(draft, heading=heading), force=force)
+    write_file(file, spec_text(draft, heading=heading), force=force)
     return draft, _submit_command(draft, str(file), configuration)
 
 
@@ -139,7 +140,8 @@ def _submit_command(draft: Draft, file: str, configuration: Configuration) -> st
     return shlex.join(["distflow", "submit", file, *nodes, *setup, "--wait"])
 
 
-def _write(file: Path, text: str, *, force: bool) -> None:
+def write_file(file: Path, text: str, *, force: bool) -> None:
+    """Write a file and the directories above it. Raises ``InputError``, without ``force`` also if the file exists."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("w" if force else "x", encoding="utf-8") as target:
@@ -213,7 +215,7 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
         if path.exists() and not force:
             raise InputError(f"{path} exists already", hint="choose another directory, or add --force to replace it")
     for path, text in targets.items():
-        _write(path, text, force=force)
+        write_file(path, text, force=force)
     return list(targets)
 
 

@@ -81,9 +81,7 @@ class KubernetesApi:
             with contextlib.closing(answer):
                 data = json.loads(answer.read(_LARGEST))
         except ApiException as error:
-            reply = error.body or error.reason or ""  # bytes, because the content was not loaded in advance
-            text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
-            raise self._refused(int(error.status or 0), text) from None
+            raise self._refused(int(error.status or 0), error.body or error.reason or "") from None
         except (HTTPError, OSError) as error:
             raise NodeUnreachable(self.name, f"the API server did not answer: {plain(str(error))[:300]}") from None
         except ValueError as error:
@@ -129,9 +127,8 @@ class KubernetesApi:
         except NodeUnreachable as error:
             raise NodeUnreachable(node, error.message, hint=error.hint) from None
         except websocket.WebSocketBadStatusException as error:
-            body = (error.resp_body or b"").decode("utf-8", "replace")
             try:
-                refusal = self._refused(error.status_code, body).message
+                refusal = self._refused(error.status_code, error.resp_body or b"").message
             except NodeUnreachable as refused:
                 raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
             hint = "run `distflow pool check`, which names missing permissions"
@@ -149,14 +146,14 @@ class KubernetesApi:
                 self._client.close()
             self._client = None
 
-    def _refused(self, status: int, body: str) -> ApiError:
-        """Return the error for a refused call.
+    def _refused(self, status: int, body: str | bytes) -> ApiError:
+        """Return the error for a refused call. ``body`` is the response, whose content is bytes if it was not preloaded.
 
         Raises ``NodeUnreachable`` if the same call may succeed later, perhaps after a new login.
         """
-        message = body
+        message = body.decode("utf-8", "replace") if isinstance(body, bytes) else body
         with contextlib.suppress(ValueError, AttributeError):
-            message = str(json.loads(body).get("message") or body)
+            message = str(json.loads(message).get("message") or message)
         message = plain(message)[:1000]
         if status == 401:
             raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
