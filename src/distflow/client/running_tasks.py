@@ -181,13 +181,14 @@ def run_on_tasks(
         on_output: Called with the index of the task, whether the bytes are standard error, and the bytes. Several threads call
             it. If it raises ``OSError``, the rest of that task's output is ignored, and its command counts as exit code 1. The
             command is ended after the commands of the other tasks have ended.
-        on_exit: Called with the index of the task and the end of its command. Several threads call it.
+        on_exit: Called with the index of the task and the end of its command. Several threads call it. If it raises
+            ``OSError``, an exit code 0 counts as 1.
 
     Returns:
         The exit codes and errors after all commands have ended. Errors of ``distflow.errors`` are returned, not raised.
 
     """
-    codes: list[int] = []
+    codes: dict[int, int] = {}
     errors: list[DistflowError] = []
     sessions: list[Session] = []
 
@@ -197,7 +198,7 @@ def run_on_tasks(
         session.end_input()
         for event in session.events():
             if isinstance(event, Exit):
-                codes.append(event.code)
+                codes[number] = event.code
                 on_exit(number, event)
             else:
                 on_output(number, *event)
@@ -208,7 +209,7 @@ def run_on_tasks(
         except DistflowError as error:
             errors.append(error)
         except OSError:
-            codes.append(1)  # `on_output` could not write, because the reader has closed the output
+            codes[number] = codes.get(number) or 1  # the output cannot be written, because its reader has closed it
 
     threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(tasks)]
     try:
@@ -219,7 +220,7 @@ def run_on_tasks(
     finally:
         for session in sessions:
             session.close()
-    return CommandsEnded(codes=tuple(codes), errors=tuple(errors))
+    return CommandsEnded(codes=tuple(codes.values()), errors=tuple(errors))
 
 
 def read_stacks(

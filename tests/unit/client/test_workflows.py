@@ -1,13 +1,16 @@
-"""Waiting for workflows, without nodes."""
+"""Waiting for workflows, and running commands alongside their tasks, without nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.client import workflows
 from distflow.client.client import Client
+from distflow.client.running_tasks import CommandsEnded, Exit, run_on_tasks
 from distflow.client.workflows import wait
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
@@ -30,3 +33,32 @@ def test_waiting_by_name_does_not_switch_to_a_newer_run(key: str, tmp_path: Path
     with Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
         assert [one.id for one in wait(client, [key])] == ["digits-1"]
     store.close()
+
+
+class EndedCommand:
+    """A running task whose command has ended. It is also the session of the command."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def open(self, *_: object) -> EndedCommand:
+        return self
+
+    def end_input(self) -> None:
+        pass
+
+    def events(self) -> Iterator[Exit]:
+        yield Exit(code=self.code)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("code", "reported"), [(0, 1), (3, 3)])
+def test_a_command_has_one_exit_code_if_its_end_cannot_be_shown(code: int, reported: int) -> None:
+    def on_exit(_: int, end: Exit) -> None:
+        raise BrokenPipeError
+
+    task: Any = EndedCommand(code)
+    ended = run_on_tasks([task], ["true"], 10, on_output=lambda *_: None, on_exit=on_exit)
+    assert ended == CommandsEnded(codes=(reported,), errors=())
