@@ -1,15 +1,18 @@
-"""``logs``: the output of tasks, its selection and prefixes, and reports about missing output."""
+"""``logs`` and ``report``: the output of tasks, its selection and prefixes, and reports about missing output."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from distflow.cli.ui import documents, log_pages, report
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, TaskRecord, WorkflowRecord
 from distflow.structs import replace
@@ -166,6 +169,31 @@ def test_missing_output_is_reported(screen: Screen) -> None:
     ]
     assert screen.run("logs", record.id, "-t", "master", "-n", "0") == 0
     assert "worker" not in screen.err
+
+
+def test_a_report_says_which_lines_of_a_long_log_are_left_out(
+    screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_pages, "_MOST_LINES", 100)
+    monkeypatch.setattr(report, "_LINES_AT_ONCE", 10)
+    monkeypatch.setattr(report, "_MOST_LOG_BYTES", 400)
+    monkeypatch.setattr(documents, "LIVE_PARTS", {"outputs": lambda *_: {}})
+    record = submit(screen.store, workflow([completed_group()]))
+    task_log(screen.directory, record, "master", [(T0 + 20, b"".join(b"line %d\n" % number for number in range(1, 111)))])
+    report.write_report(screen.client, record, tmp_path / "long.html")
+    embedded = re.search(r'id="report">(.*?)</script>', (tmp_path / "long.html").read_text())
+    assert embedded is not None
+    logs = json.loads(embedded[1])["logs"]
+    texts = [text for _, _, text in logs["lines"]]
+    assert texts == [
+        "… the first 50 lines are left out …",
+        *(f"line {number}" for number in range(51, 61)),
+        "… 40 lines are left out …",
+        *(f"line {number}" for number in range(101, 111)),
+    ]
+    assert logs["remarks"] == [
+        f"The first 50 lines and 40 lines in the middle are left out. All lines: distflow workflow logs {record.id}"
+    ]
 
 
 def test_closing_the_pipe_is_not_an_error(screen: Screen) -> None:

@@ -62,6 +62,10 @@ class LogPages:
         """Return the number of lines, without those that were removed."""
         return len(self._times)
 
+    def close(self) -> None:
+        """Remove the lines. The metrics remain."""
+        self._file.close()
+
     def read_ranks_of(self, tasks: Tasks) -> None:
         """For lines added later without a rank, read the rank from a prefix such as ``[rank3]:`` if the task has this rank."""
         self._ranks_of_tasks = {task.name: held_ranks(task.ranks) for _, task in tasks}

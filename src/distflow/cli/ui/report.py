@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,8 +50,8 @@ def report(
     """Write a page about a workflow to one HTML file.
 
     The file has the page that `distflow ui` shows: the first cause, timeline, logs, metrics and events. It needs no network, so
-    you can attach it to an issue or a CI run. The middle of long logs is left out. distflow contacts the nodes only for their
-    lists of output files.
+    you can attach it to an issue or a CI run. The middle of long logs is left out, and the beginning of logs with more than
+    1 million lines. distflow contacts the nodes only for their lists of output files.
     """
     with open_workflow(workflow, report_age=False) as (client, record):
         path = output or Path(f"{record.id}.html")
@@ -73,11 +74,13 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
         InputError: if the file cannot be written.
 
     """
-    log, tasks = LogPages(), choose_tasks(record, ())
-    log.read_ranks_of(tasks)
-    stream = stream_logs(client, record, tasks)
-    for line in stream:
-        log.add(line)
+    tasks = choose_tasks(record, ())
+    with closing(LogPages()) as log:
+        log.read_ranks_of(tasks)
+        stream = stream_logs(client, record, tasks)
+        for line in stream:
+            log.add(line)
+        logs = _lines(log, record.id, list(stream.remarks()))
     parts: dict[str, dict[str, object]] = {}
     for name, part in documents.STORED_PARTS.items() | {("outputs", documents.LIVE_PARTS["outputs"])}:
         try:
@@ -87,7 +90,7 @@ def write_report(client: Client, record: WorkflowRecord, path: Path) -> int:
     parts["metrics"] = {"workflow_id": record.id, **log.series()}
     for name in ("metrics", "samples"):
         parts[name] = _with_fewer_points(parts[name])
-    return _write(path, {"workflow": record.id, "parts": parts, "logs": _lines(log, record.id, list(stream.remarks()))})
+    return _write(path, {"workflow": record.id, "parts": parts, "logs": logs})
 
 
 def write_refusal(error: DistflowError, path: Path) -> None:
@@ -119,8 +122,12 @@ def _lines(log: LogPages, workflow: str, remarks: list[str]) -> dict[str, object
         found, more = read(begin)
         tail, last, size = found[: last - begin] + tail, begin, size + more
     if first < last:
-        remarks.insert(0, f"{last - first:,} lines in the middle are left out. All lines: distflow workflow logs {workflow}")
+        removed = f"The first {log.removed:,} lines and " if log.removed else ""
+        left_out = f"{removed}{last - first:,} lines in the middle are left out"
+        remarks.insert(0, f"{left_out}. All lines: distflow workflow logs {workflow}")
         head.append((head[-1][0], None, f"… {last - first:,} lines are left out …"))
+        if log.removed:
+            head.insert(0, (head[0][0], None, f"… the first {log.removed:,} lines are left out …"))
     named = [{**name_keys(task=task), "rank": rank, "retry_id": attempt} for task, rank, attempt in sources]
     return {"sources": named, "lines": head + tail, "remarks": remarks}
 
