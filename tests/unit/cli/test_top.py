@@ -56,6 +56,18 @@ def test_top_shows_workflows_and_gpus(screen: Screen, busy: WorkflowRecord) -> N
     assert_golden("top.txt", found)
 
 
+def test_gpus_of_nodes_that_do_not_answer_are_unknown_and_not_free(screen: Screen, busy: WorkflowRecord) -> None:
+    answers = {("lab", name): Holders(error="no answer within 10 s") for name in ("master-node", "idle-node")}
+    answers["lab", "worker-node"] = Holders(foreign=((0, "pid 6"),))
+    with supervised(screen.directory), Client() as client:
+        text = overview_text(read_overview(client, ["lab"], answers), now=T0 + 100, paint=Paint(), width=None)
+    rows = {words[1]: words[2:] for line in text.splitlines() if (words := line.split())[:1] == ["lab"]}
+    assert text.startswith("1 workflow, 16 of 24 GPUs in use, 8 unknown  ")
+    assert rows["idle-node"][:4] == ["????", "0/4,", "4", "unknown"]
+    assert rows["master-node"][:4] == ["??▄?????????", "8/12,", "4", "unknown"]
+    assert rows["worker-node"][:2] == ["????????", "8/8"]
+
+
 def test_json_contains_the_same_values(screen: Screen, busy: WorkflowRecord, capsys: pytest.CaptureFixture[str]) -> None:
     with supervised(screen.directory):
         assert run(["top", "-t", "json"]) == 0
@@ -90,7 +102,9 @@ def test_top_shows_other_uses_of_gpus(screen: Screen, busy: WorkflowRecord) -> N
     }
     with supervised(screen.directory), Client() as client:
         overview = read_overview(client, ["lab"], answers)
-    assert_golden("top_asked.txt", overview_text(overview, now=T0 + 100, paint=Paint(), width=None))
+    text = overview_text(overview, now=T0 + 100, paint=Paint(), width=None)
+    assert_golden("top_asked.txt", text)
+    assert "unknown" not in text
     nodes = {node.node: node for node in overview.nodes}
     assert [gpu.state for gpu in nodes["idle-node"].gpus] == ["other", "other", "mine", "free", "free", "foreign"]
     assert [nodes["master-node"].gpus[gpu].state for gpu in (0, 11)] == ["mine", "free"]

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["overview_json", "overview_text"]
 
 _TASKS = 3
-_FREE = "·"
-_MARKS = {"other": "u", "foreign": "p"}
+_MARKS = {"free": "·", "other": "u", "foreign": "p"}
 _OTHERS = {"other": "other users", "foreign": "other programs"}
 
 
@@ -41,7 +40,7 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
     by = [(sum(gpu.state == state for gpu in gpus), text) for state, text in _OTHERS.items()]
     used = sum(map(_is_used, gpus))
     head = f"{count_text(len(overview.workflows), 'workflow')}, {used} of {count_text(len(gpus), 'GPU')} in use"
-    head += "".join(f", {count} by {text}" for count, text in by if count)
+    head += "".join(f", {count} by {text}" for count, text in by if count) + _unknown(gpus)
     lines = [f"{paint.strong(head)}  {local_second(now)}", ""]
     if overview.workflows:
         usages = {key: one for _, status in overview.workflows for key, one in status.usage.items()}
@@ -62,7 +61,8 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
             width=width,
         ).splitlines()
         marks = [f"{_MARKS[state]} {text}" for state, text in _OTHERS.items() if any(gpu.state == state for gpu in gpus)]
-        lines += ["", f"GPUs: {_FREE} free, {', '.join(marks)}"] if marks else []
+        marks += [f"{NO_BAR} unknown"] if _unknown(gpus) else []
+        lines += ["", f"GPUs: {_MARKS['free']} free, {', '.join(marks)}"] if marks else []
         errors = [f"{node.node}: {plain(node.error)}" for node in overview.nodes if node.error]
         lines += ["", *(paint.grade(error, "warning") for error in errors)] if errors else []
     return "".join(f"{line}\n" for line in lines)
@@ -70,6 +70,12 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
 
 def _is_used(gpu: GpuState) -> bool:
     return gpu.task is not None or gpu.state not in (None, "free")
+
+
+def _unknown(gpus: Sequence[GpuState]) -> str:
+    """Return the number of GPUs whose node did not answer and that none of this user's tasks uses; empty if there are none."""
+    count = sum(gpu.task is None and gpu.state is None for gpu in gpus)
+    return f", {count} unknown" if count else ""
 
 
 def _running(record: WorkflowRecord) -> int:
@@ -108,7 +114,7 @@ def _node_row(node: NodeState) -> tuple[str, ...]:
         node.pool,
         node.node,
         bars,
-        f"{sum(map(_is_used, node.gpus))}/{len(node.gpus)}",
+        f"{sum(map(_is_used, node.gpus))}/{len(node.gpus)}{_unknown(node.gpus)}",
         f"{sum(use) / len(use):.0f}%" if use else "",
         bytes_text(sum(known["memory"])) if known["memory"] else "",
         f"{sum(known['power']):.0f} W" if known["power"] else "",
@@ -121,7 +127,7 @@ def _node_row(node: NodeState) -> tuple[str, ...]:
 
 def _mark(gpu: GpuState) -> str:
     """Return the mark of a GPU that none of this user's tasks in the store uses."""
-    return NO_BAR if gpu.state == "mine" else _MARKS.get(gpu.state or "", _FREE)
+    return _MARKS.get(gpu.state or "", NO_BAR)
 
 
 def overview_json(overview: Overview, *, now: float) -> dict[str, object]:
