@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
@@ -156,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Connect closed standard streams to /dev/null, and make stdout escape characters that its encoding does not support."""
+    """Connect closed standard streams to /dev/null.
+
+    Make stdout escape characters that its encoding does not support, and name itself in its errors.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -166,6 +169,21 @@ def _open_streams() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+    for name in ("write", "flush"):
+        setattr(sys.stdout, name, _with_name(getattr(sys.stdout, name)))
+
+
+def _with_name(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Return a method of stdout whose errors contain the name of the stream, like errors of opened files."""
+
+    def call(*arguments: str) -> int | None:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+    return call
 
 
 def run(arguments: list[str]) -> int:
@@ -313,14 +331,17 @@ def _handle_other_error(error: Exception, arguments: Sequence[str] = ()) -> int:
         # Arguments can be any bytes, but distflow stores and sends text. Do not print the argument: it can be a secret.
         _print_error("error: an argument or the name of a file is not valid UTF-8")
         return 2
+    from distflow.client.client import state_directory_of
+
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _print_error(f"error: {error.filename or 'standard output'}: {error.strerror}; free some space and try again")
+        # Only temporary files and files of the state directory are written without error handling of their own.
+        unnamed = f"{state_directory_of(os.environ).path} or the directory for temporary files (TMPDIR)"
+        where = error.filename2 or error.filename or unnamed
+        _print_error(f"error: {where}: {error.strerror}; free some space and try again")
         return _FULL
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
-    from distflow.client.client import state_directory_of
-
     path = state_directory_of(os.environ).crash_log
     text = traceback.format_exc()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -199,3 +200,33 @@ def test_a_user_without_a_name_is_shown_by_the_number(
     assert user_name() == "2000000123"
     assert run(["profile", "list"]) == 0
     assert capsys.readouterr().out.startswith("User:  2000000123\n")
+
+
+@pytest.mark.parametrize(
+    ("paths", "where"),
+    [((), "{state} or the directory for temporary files (TMPDIR)"), (("a",), "a"), (("a", None, "b"), "b")],
+)
+def test_a_full_disk_is_reported_with_its_path(
+    paths: tuple[str | None, ...],
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", *paths)
+
+    monkeypatch.setattr("distflow.cli.app.app", write)
+    assert run(["version"]) == 5
+    path = where.format(state=tmp_path / "state")
+    assert capsys.readouterr().err == f"error: {path}: No space left on device; free some space and try again\n"
+
+
+@pytest.mark.parametrize("write", ["print('a')", "print('a' * 100_000)", "forward(1, b'a')"])
+def test_a_full_disk_of_the_output_is_reported_as_such(write: str) -> None:
+    script = "from distflow.cli import app\nfrom distflow.cli.workflow.exec import _write as forward\n"
+    script += f"app.app = lambda **_: {write}\napp.main([])"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: standard output: No space left on device; free some space and try again\n"
+    assert (done.returncode, done.stderr) == (5, said)

@@ -204,8 +204,12 @@ class _Keyboard:
 
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError as error:
+        error.filename = "standard output" if fd == 1 else "standard error"
+        raise
 
 
 class _Prefixed:
