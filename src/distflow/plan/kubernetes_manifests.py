@@ -66,12 +66,24 @@ def manifest_objects(
     if kind == "trainjob" and len(plan.groups) > 1:
         message = f"a TrainJob has one group of tasks, but this workflow has {len(plan.groups)}"
         raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
+    _require_expressible(spec)
     specs = {group.name: group for group in spec.groups}
     found: list[dict[str, Any]] = []
     for group in plan.groups:
         name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
-        found += _Group(plan, without_member_files(group), specs[group.name], pool, name, kind).objects(contents)
+        found += _Group(plan, without_member_files(group), specs[group.name], spec.labels, pool, name, kind).objects(contents)
     return found
+
+
+def _require_expressible(spec: WorkflowSpec) -> None:
+    """Raise ``ProblemsFound`` if manifests cannot express a part of the workflow outside of its groups."""
+    message, hint = f"a manifest cannot express this part of workflow {spec.name}", "run it with distflow"
+    if spec.notify:
+        raise _refusal(spec.notify[0].where, f"{message}: `notify`", hint)
+    for key in spec.labels:
+        # Kubernetes requires that each part of a prefix between two dots is a name.
+        if re.search(r"[.-]\.|\.-", key.rpartition("/")[0]):
+            raise _refusal(spec.mark, f"{message}: the label `{key}`", hint)
 
 
 def _refusal(where: Mark, message: str, hint: str) -> ProblemsFound:
@@ -83,6 +95,7 @@ class _Group:
     plan: Plan
     group: GroupPlan
     spec: GroupSpec
+    labels: Mapping[str, str]
     pool: Pool
     name: str
     kind: Kind
@@ -131,6 +144,8 @@ class _Group:
             what = "tasks that are stopped when the lead has completed"
         elif group.venv is not None:
             what = "a `venv`; install the packages in the image"
+        elif group.timeouts.queue_s is not None:
+            what = "`queue_timeout`"
         if what:
             message = f"a manifest cannot express this part of group {group.name}: {what}"
             raise _refusal(self.spec.mark, message, "run it with distflow")
@@ -190,9 +205,12 @@ class _Group:
             )
         return image
 
-    def _metadata(self) -> dict[str, Any]:
-        namespace = (self.pool.kubernetes or KubernetesSettings()).namespace
-        return {"name": self.name, **({"namespace": namespace} if namespace else {})}
+    def _metadata(self, **more_labels: str) -> dict[str, Any]:
+        given = {
+            "namespace": (self.pool.kubernetes or KubernetesSettings()).namespace,
+            "labels": {**self.labels, **more_labels},
+        }
+        return {"name": self.name, **{key: value for key, value in given.items() if value}}
 
     def _queue(self) -> dict[str, str]:
         queue = (self.pool.kubernetes or KubernetesSettings()).queue
@@ -248,8 +266,7 @@ class _Group:
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
 
     def _object(self, api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        metadata = {**self._metadata(), **({"labels": self._queue()} if self._queue() else {})}
-        return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
+        return {"apiVersion": api_version, "kind": kind, "metadata": self._metadata(**self._queue()), "spec": spec}
 
     @property
     def _is_rescheduled(self) -> bool:

@@ -36,10 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def spec_of(*tasks: dict[str, Any], **group: Any) -> str:
+def spec_of(*tasks: dict[str, Any], workflow: Any = None, **group: Any) -> str:
     groups = [{"name": "g", "tasks": [{"command": ["true"], **one} for one in tasks], **group}]
     resources = {"default": {"gpu": 8, "cpu": 4, "memory": "16Gi", "platform": "h100"}, "small": {"cpu": 1}}
-    Path("spec.yaml").write_text(json.dumps({"workflow": {"name": "one", "groups": groups, "resources": resources}}))
+    top = {"name": "one", "groups": groups, "resources": resources, **(workflow or {})}
+    Path("spec.yaml").write_text(json.dumps({"workflow": top}))
     return "spec.yaml"
 
 
@@ -128,6 +129,32 @@ def test_specs_that_manifests_cannot_express_are_errors(
     shown = capsys.readouterr().err
     assert message in shown
     assert "spec.yaml:1: error: " in shown
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ({"notify": [{"url": "https://example.com/x"}]}, "cannot express this part of workflow one: `notify`"),
+        ({"labels": {"a..b/c": "d"}}, "cannot express this part of workflow one: the label `a..b/c`"),
+        ({"timeout": {"queue_timeout": "1h"}}, "cannot express this part of group g: `queue_timeout`"),
+    ],
+)
+def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
+    workflow: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["workflow", "export", spec_of({"name": "a"}, workflow=workflow), "--to", "kubernetes"]) == 2
+    assert f"spec.yaml:1: error: a manifest {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["kubernetes"], ["kubernetes", "--indexed-job"], ["trainjob"]])
+def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    labels = {"team": "vision", "example.com/Stage": "b_2"}
+    spec = spec_of(*TORCHRUN, launcher="torchrun", workflow={"labels": labels})
+    assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
+    *others, job = [one["metadata"]["labels"] for one in yaml.safe_load_all(capsys.readouterr().out)]
+    assert job == {**labels, "kueue.x-k8s.io/queue-name": "team-a"}
+    assert others
+    assert all(one == labels for one in others)
 
 
 @pytest.mark.parametrize(
