@@ -107,7 +107,10 @@ def _similar_file(path: str) -> str:
 
 
 def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:
-    message = f"the file is too large: {_megabytes(size)}, and the maximum is {_megabytes(limit)}"
+    found, most = _megabytes(size), _megabytes(limit)
+    message = f"the file is too large: {found}, and the maximum is {most}"
+    if found == most:  # rounded, or only the first bytes were read
+        message = f"the file is too large: the maximum is {most}"
     hint = "name a spec or a configuration; a spec sends large files with `localpath`" if kind == _YAML else f"name a {kind}"
     return _found(shown, message, hint)
 

@@ -73,6 +73,12 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(tmp_path: Path) ->
     assert "the file is too large: 100 MiB, and the maximum is 4 MiB" in refusal(path)
 
 
+def test_the_message_about_a_file_slightly_above_the_limit_does_not_contradict_itself(tmp_path: Path) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_bytes(b"x" * (LIMIT + 1))
+    assert "error: the file is too large: the maximum is 4 MiB\n" in refusal(path)
+
+
 def test_a_file_that_lies_about_its_size_is_bounded_too() -> None:
     # Files below /proc say that they have no bytes at all.
     with pytest.raises(ProblemsFound, match="too large"):
