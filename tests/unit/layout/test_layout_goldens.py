@@ -51,6 +51,24 @@ def test_a_broken_layout_says_what_to_change(path: Path) -> None:
     assert_golden(path, described(path))
 
 
+@pytest.mark.parametrize(
+    ("actions", "hint"),
+    [
+        ("{}", "set `limit` of `retry` to at least 1, and define the exit codes that cause a retry, such as "),
+        ("{RESCHEDULE: 1-255}", "set `limit` of `retry` to at least 1"),
+    ],
+)
+def test_a_shared_directory_without_retries_names_the_missing_settings(actions: str, hint: str) -> None:
+    text = (GOLDENS / "problems" / "layout_shared_without_restart.yaml").read_text(encoding="utf-8")
+    text = text.replace("shared:", "retry: {limit: 0}\n    shared:").replace(
+        "lead: true", f"lead: true\n      exitActions: {actions}"
+    )
+    spec, _ = load_spec_text(text, "spec.yaml", GOLDENS)
+    (problem,) = check_layout(spec)[1]
+    assert problem.message == "`shared` has no effect: the group `train` is never retried"
+    assert problem.hint.partition("`exitActions")[0] == hint
+
+
 @pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
 def test_a_correct_layout_is_drawn(path: Path) -> None:
     spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)

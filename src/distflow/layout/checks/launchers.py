@@ -138,14 +138,17 @@ def _restarts(group: GroupSpec) -> list[Problem]:
 
 def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
     """Return warnings about a ``shared`` directory without effect, and checkpoints that only some tasks of a world have."""
-    can_restart = group.retry.limit > 0 and any(task.exit_actions.reschedule for task in group.tasks)
+    has_exit_codes = any(task.exit_actions.reschedule for task in group.tasks)
+    can_restart = group.retry.limit > 0 and has_exit_codes
     declared = {normpath(one.path.value): one for task in group.tasks for one in task.checkpoints}
     shared = next((one for one in declared.values() if one.is_shared), None)
     if shared is not None:
         if can_restart:
             return []
         message = f"`shared` has no effect: the group `{group.name}` is never retried"
-        hint = "define the exit codes that cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
+        exit_codes = "define the exit codes that cause a retry, such as `exitActions: {RESCHEDULE: 1-255}`"
+        limit = "set `limit` of `retry` to at least 1"
+        hint = exit_codes if group.retry.limit > 0 else limit if has_exit_codes else f"{limit}, and {exit_codes}"
         return [Problem(where=shared.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)]
     if not can_restart or world is None:
         return []
