@@ -56,7 +56,8 @@ __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "nex
 
 
 LOG_DRAIN_S = 5.0
-"""Seconds that an ended group waits for the rest of its output before it is shown as ended. Mirroring continues after that."""
+"""Seconds that an ended group waits for the rest of its output before it is shown as ended. They count from the end of its last
+task, and from the time when a node that has such output was found or lost. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
 """Seconds without output from tasks that wait for ranks which can no longer join. After that, their group is stopped."""
@@ -389,10 +390,12 @@ class GroupStep:
     # The end.
 
     def _finish(self) -> None:
-        drained = all(task.log_complete or self._unreachable(task) for task in self.group.tasks)
         ended = max((task.ended_at or self.now for task in self.group.tasks), default=self.now)
-        if not drained and self.now < ended + LOG_DRAIN_S:
-            self.decision.wake(ended + LOG_DRAIN_S)
+        # A node that is found again may report an end that is hours old. Its output follows.
+        found = [view.since for task in self.group.tasks if not task.log_complete and (view := self._node(task)) is not None]
+        patient_until = max([ended, *found]) + LOG_DRAIN_S
+        if self.now < patient_until and not all(task.log_complete for task in self.group.tasks):
+            self.decision.wake(patient_until)
             return
         saving = self._save_checkpoints()
         if saving:

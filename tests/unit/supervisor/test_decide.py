@@ -382,6 +382,24 @@ def test_end_without_a_running_supervisor_is_read_from_the_node() -> None:
     assert driver.cause().exit_code == 7
 
 
+def test_group_that_ended_without_a_supervisor_still_waits_for_its_output() -> None:
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=5))
+    driver.settle()
+    driver.clock.advance(60)
+    driver.backend.tick()
+    driver.restart()
+    output = [seen for seen in driver.seen if isinstance(seen, LogComplete)]
+    others = [seen for seen in driver.seen if not isinstance(seen, LogComplete)]
+    assert len(output) == 2
+    driver.seen.clear()
+    driver.seen.extend(others)
+    driver.settle()
+    assert not driver.record().state.is_final
+    driver.seen.extend(output)
+    driver.settle()
+    assert driver.record().state is WorkflowState.COMPLETED
+
+
 def test_lease_that_expired_before_the_start_is_requested_again() -> None:
     driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     originals = driver.backend.prepare
