@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -72,7 +73,11 @@ class SlurmTrouble:
                 command("scancel", allocation)
             case "time_limit":
                 self._until_it_runs(allocation)
-                command("scontrol", "update", f"JobId={allocation}", "EndTime=now")
+                try:
+                    command("scontrol", "update", f"JobId={allocation}", "EndTime=now")
+                except subprocess.CalledProcessError:
+                    if self._state(allocation) == "RUNNING":
+                        raise  # otherwise the gang has just ended by itself
             case "preempt":
                 self._until_it_runs(allocation)
                 options = ("-p", "urgent", "-N2", "-c16", "--output=/dev/null", "--wrap=sleep 600")
