@@ -511,6 +511,11 @@ def test_pools_show_who_holds_each_gpu(cli: Cli, browser: Page) -> None:
         page.wait_for_selector(f"h1 >> text={workflow}")
         go.touch()
         cli.await_status(workflow, "COMPLETED")
+        config = cli.folder / "distflow.yaml"
+        config.write_text(config.read_text().replace("name: local, root", "name: local, python: /missing, root"))
+        page = ui.open("#/pools")
+        page.wait_for_selector(".machines .error")
+        assert shown("unknown") == [f"GPU {gpu}: unknown" for gpu in range(5)]
 
 
 @contextmanager

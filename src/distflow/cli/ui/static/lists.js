@@ -169,7 +169,13 @@ function moveFocus(event) {
   links[Math.max(0, Math.min(links.length - 1, at + by))].focus();
 }
 
-const OWNERS = { free: 'free', mine: 'yours', other: 'another user', foreign: 'a program without distflow' };
+const OWNERS = {
+  free: 'free',
+  mine: 'yours',
+  other: 'another user',
+  foreign: 'a program without distflow',
+  unknown: 'unknown',
+};
 
 export function poolsPage(main) {
   document.title = 'Pools · distflow';
@@ -242,7 +248,8 @@ function poolCard(pool, isDefault, nodes, note) {
 function machine(node) {
   const owner = new Map((node.gpus ?? []).map(({ index, state, by }) => [index, [state, by]]));
   const { allocatable_fields: total, usage_fields: used } = node;
-  if (!node.gpus) for (let gpu = 0; gpu < used.gpu; gpu += 1) owner.set(gpu, ['mine', 'yours']);
+  const answered = node.gpus && !node.error;
+  if (!answered) for (let gpu = 0; gpu < used.gpu; gpu += 1) owner.set(gpu, ['mine', 'yours']);
   const gpus = Math.max(total.gpu ?? 0, ...[...owner.keys()].map((gpu) => gpu + 1));
   const meter = (label, have, of, text) =>
     of
@@ -267,7 +274,7 @@ function machine(node) {
           'ol',
           { class: 'gpus', 'aria-label': `GPUs of ${node.hostname}` },
           Array.from({ length: gpus }, (_, gpu) => {
-            const [kind, who] = owner.get(gpu) ?? ['free', ''];
+            const [kind, who] = owner.get(gpu) ?? [answered ? 'free' : 'unknown', ''];
             return h(
               'li',
               { class: `gpu ${kind}`, title: `GPU ${gpu}: ${OWNERS[kind]}${who ? ` (${who})` : ''}` },
