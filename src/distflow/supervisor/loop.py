@@ -91,6 +91,7 @@ _RELEASE_S = 60.0
 _RELEASING_STEP_S = 0.2
 _ROUNDS = 20
 """The maximum number of decisions that follow from one another at one instant. More would be a bug."""
+_UNREADABLE = "the record of workflow {} cannot be read and is not changed: another version of distflow wrote it"
 
 OpenBackend = Callable[[Pool, Sink], Backend]
 OpenTransfers = Callable[[Callable[[TransferMoved | TransferEnded], None]], TransferRunner]
@@ -154,8 +155,8 @@ class Supervisor:
         """Archives (SHA-256) that are removed unless another workflow needs them."""
         self._released: set[str] = set()
         """Workflows that have ended and whose data was removed. They stay loaded only because of orphan attempts."""
-        self.unreadable: frozenset[str] = frozenset()
-        """Workflows (uuids) that only the version of distflow that wrote them can read. They are not changed."""
+        self.skipped: Collection[str] = ()
+        """Workflows (uuids) that this supervisor does not change, because it cannot read their record or open their backend."""
         self._now = now
         self._open_backend = open_backend
         self._transfers = open_transfers(self.report)
@@ -295,9 +296,9 @@ class Supervisor:
 
     def _load(self) -> None:
         """Load new workflows and cancel requests from the store. Records of known workflows are newer here than there."""
-        unreadable = set(self._store.uuids(are_unfinished=True))
+        skipped = {uuid: _UNREADABLE.format(uuid) for uuid in self._store.uuids(are_unfinished=True)}
         for record in self._store.unfinished():
-            unreadable.discard(record.uuid)
+            skipped.pop(record.uuid, None)
             loaded = self._workflows.get(record.uuid)
             if loaded is not None:
                 cancel = adjust_cancel_time(record.cancel, loaded.record.cancel, self._now())
@@ -308,10 +309,15 @@ class Supervisor:
                 backend = self._backend(record)
                 plan, notify = self._store.plan(record.uuid), self._store.notify_targets(record.uuid)
             except InputError as error:
-                self._refuse(record, error.message)
+                if any(_gangs(record)):
+                    # A later supervisor resumes it.
+                    why = "; ".join(str(error).splitlines())
+                    skipped[record.uuid] = f"cannot supervise workflow {record.id}, and its tasks continue: {why}"
+                else:
+                    self._refuse(record, error.message)
                 continue
             except RecordUnreadable:
-                unreadable.add(record.uuid)
+                skipped[record.uuid] = _UNREADABLE.format(record.uuid)
                 continue
             self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan, notify=notify)
             keys = [
@@ -324,9 +330,9 @@ class Supervisor:
             ]
             if keys:
                 backend.watch(keys)
-        for uuid in unreadable - self.unreadable:
-            self._log(f"the record of workflow {uuid} cannot be read and is not changed: another version of distflow wrote it")
-        self.unreadable = frozenset(unreadable)
+        for uuid in skipped.keys() - self.skipped:
+            self._log(skipped[uuid])
+        self.skipped = skipped.keys()
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
         """End a workflow whose backend this installation of distflow does not have, without asking any node."""
@@ -348,9 +354,9 @@ class Supervisor:
         key = record.pool_key
         if key not in self._backends:
             pool = replace(self._store.pool(record.uuid), name=key)
+            self._backends[key] = self._open_backend(pool, self.report)
             self._pools = {**self._pools, key: pool}
             self._nodes = {**self._nodes, **{(key, node.name): self._view(key, node.name) for node in pool.nodes}}
-            self._backends[key] = self._open_backend(pool, self.report)
             self._backends[key].connect(pool.nodes)
         return self._backends[key]
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from distflow.backends import steady
@@ -112,14 +112,14 @@ class _Starter:
 def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
     """Work until there is no unfinished workflow, and release the lock. Return whether no new work has arrived meanwhile."""
     with Store(directory.store) as store:
-        unreadable: frozenset[str] = frozenset()
+        skipped: Collection[str] = ()
         if store.has_unfinished():
-            unreadable = _work(directory, store, starter)
+            skipped = _work(directory, store, starter)
         else:
             starter.report(b"ready")
         lock.release()
         # A command that added work after the last check found a running supervisor, so this process must do the work.
-        return not store.has_unfinished(but=unreadable)
+        return not store.has_unfinished(but=skipped)
 
 
 def _await_room(directory: StateDirectory) -> bool:
@@ -137,8 +137,8 @@ def _await_room(directory: StateDirectory) -> bool:
     return True
 
 
-def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
-    """Work until there is no unfinished workflow. Return the workflows (uuids) whose records cannot be read."""
+def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collection[str]:
+    """Work until there is no unfinished workflow. Return the skipped workflows (uuids)."""
     credentials_for = data_credentials(directory.credentials)
     mirror = Mirror(directory.logs, steady.now)  # silence must be measured by the same clock that decides about it
 
@@ -176,8 +176,8 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     with contextlib.suppress(OSError, StateError):
         if store.has_notices():
             start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it starts the sender
-    _log("all workflows have ended")
-    return supervisor.unreadable
+    _log("all other workflows have ended" if supervisor.skipped else "all workflows have ended")
+    return supervisor.skipped
 
 
 def _log(text: str) -> None:

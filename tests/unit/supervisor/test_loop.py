@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.backends.base import AttemptKey, CheckpointRef, Collected
-from distflow.errors import StateError
+from distflow.backends.base import AttemptKey, Backend, CheckpointRef, Collected
+from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
@@ -146,11 +146,38 @@ def test_workflow_of_another_version_is_not_changed_and_others_continue(driver: 
     driver.reader._db.execute(f"UPDATE {table} SET {column} = ? WHERE workflow = 'u1'", (theirs,))
     driver.settle()
     assert driver.reader.find("u2").groups[0].state is State.RUNNING
-    assert driver.supervisor.unreadable == {"u1"}
+    assert set(driver.supervisor.skipped) == {"u1"}
     assert driver.reader._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (theirs,)
     assert [line for line in driver.log if "u1" in line] == [
         "the record of workflow u1 cannot be read and is not changed: another version of distflow wrote it"
     ]
+
+
+@pytest.mark.parametrize("backend", ["ssh", "kubernetes"])
+def test_running_workflow_is_resumed_after_its_backend_was_not_installed(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    def refuse(*_: object) -> Backend:
+        raise InputError("pool lab needs the package `x`", hint="run: pip install x")
+
+    driver.add(workflow(group_plan(tasks=1)))
+    driver.settle()
+    with monkeypatch.context() as missing:
+        missing.setattr(driver, "open_backend", refuse)
+        driver.restart()
+        missing.setattr(driver.supervisor._store, "pool", lambda _: pool(backend=backend))
+        driver.add(workflow(group_plan(tasks=1), uuid="u2"))
+        driver.settle()
+    assert driver.log[-1] == (
+        "cannot supervise workflow w-1, and its tasks continue: pool lab needs the package `x`; run: pip install x"
+    )
+    assert set(driver.supervisor.skipped) == {"u1"}
+    assert driver.record("u1").groups[0].state is State.RUNNING
+    assert driver.record("u2").status == "FAILED_START_ERROR"
+    driver.restart()
+    driver.settle()
+    assert driver.supervisor.skipped == set()
+    assert driver.record("u1").groups[0].state is State.RUNNING
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
