@@ -110,7 +110,7 @@ def identity_of(url: StorageUrl, credentials: Credentials | None, environ: Mappi
         return Identity(credentials=credentials, environment=location)
     names = _KEY_VARIABLES.get({"azure": "az"}.get(url.scheme, url.scheme), ())
     keys = {name: Secret(environ[name]) for name in names if environ.get(name)}
-    if environ.get("AWS_PROFILE") or not any(name in keys for name in _SUFFICIENT):
+    if (url.scheme == "s3" and environ.get("AWS_PROFILE")) or not any(name in keys for name in _SUFFICIENT):
         return None
     return Identity(environment=location | keys)
 

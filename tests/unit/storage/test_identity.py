@@ -22,6 +22,7 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "key
         # Nobody else's business.
         ("s3://b/x", KEYS | AZURE, {*KEYS}),
         ("az://c/x", KEYS | AZURE, {*AZURE}),
+        ("az://c/x", AZURE | {"AWS_PROFILE": "work"}, {*AZURE}),
         ("azure://a/c/x", AZURE, {*AZURE}),
         # It lies in files here, or is a role of this machine.
         ("s3://b/x", WHERE, None),
