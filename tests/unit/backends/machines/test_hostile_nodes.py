@@ -20,7 +20,7 @@ from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection
 from distflow.backends.machines.connection.stream import ServiceStream
 from distflow.backends.machines.session import Session
-from distflow.errors import NodeError, NodeUnreachable
+from distflow.errors import AgentError, NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import EXIT, REFUSED
@@ -268,6 +268,17 @@ def test_output_of_a_service_is_a_valid_line_or_an_error(raw: bytes) -> None:
     assert isinstance(line.get("hash", ""), str)
     for name in ("at", "size", "files", "total"):
         assert isinstance(line.get(name, 0), int)
+
+
+def test_a_service_that_sends_a_line_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.backends.machines.connection.stream.MAX_LINE", 100)
+    wire: Any = Wire()
+    for _ in range(3):
+        wire.send(b"Welcome! " * 5)
+    wire.send(b"")
+    stream = ServiceStream("n1", Opened(channel=wire, noise="", received=b""), "ended")
+    with pytest.raises(AgentError, match=r"^n1: it sent a line of more than 100 bytes, which begins with 'Welcome! Welcome! "):
+        stream.line()
 
 
 @settings(max_examples=200, deadline=None)

@@ -23,6 +23,8 @@ _KEEPALIVE_EVERY_S = SILENCE_S / 6
 
 _LONGEST_TEXT = 500
 """Maximum characters of a message about data from a node."""
+_LONGEST_START = 40
+"""Bytes of a line that is too long, for the message about it."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -85,12 +87,15 @@ class ServiceStream:
     def line(self) -> dict[str, Any]:
         """Wait for the next line.
 
-        Raises ``AgentError`` if it is a refusal or malformed, and ``NodeUnreachable`` if the connection ends or the line is too
-        long.
+        Raises ``AgentError`` if it is a refusal, malformed or too long, and ``NodeUnreachable`` if the connection ends.
         """
         while b"\n" not in self._buffer:
+            if len(self._buffer) > MAX_LINE:
+                start = self._buffer[:_LONGEST_START].decode("utf-8", "replace")
+                message = f"it sent a line of more than {MAX_LINE} bytes, which begins with {start!r}"
+                raise AgentError(self._node, "malformed", message)
             data = self._channel.read()
-            if not data or len(self._buffer) > MAX_LINE:
+            if not data:
                 raise self.broken_error()
             self._buffer += data
         line, _, rest = self._buffer.partition(b"\n")
