@@ -325,6 +325,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
         ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
         ("./absent", 127, "does not exist"),
         ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
+        ("@@ATTEMPT_DIR@@/files", 126, "/files` is a directory"),
         ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
         ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
     ],

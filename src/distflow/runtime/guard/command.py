@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import signal
+import stat
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from distflow.runtime import processes
@@ -209,12 +210,25 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
                 return 126, "`{}`: {}; start it with its interpreter, such as `bash {}`".format(candidate, cause, name)
             return 126, "`{}`: {}".format(candidate, error.strerror)
     if refused is not None:
-        return 126, "`{}` is not executable; run `chmod +x` on it, or start it with its interpreter".format(refused)
+        return 126, _why_refused(refused)
     if "/" in name:
         return 127, "`{}` does not exist on this node; relative paths start in the task's working directory".format(name)
     searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
     hint = "install it, or add its directory to PATH with the node's `python` or `setup`"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
+
+
+def _why_refused(path: str) -> str:
+    """Return why the kernel refused to execute ``path``, and the remedy."""
+    try:
+        is_directory, flags = stat.S_ISDIR(os.stat(path).st_mode), os.statvfs(path).f_flag
+    except OSError as error:
+        return "`{}`: {}".format(path, error.strerror)
+    if is_directory:
+        return "`{}` is a directory; name a program in it".format(path)
+    if flags & os.ST_NOEXEC:
+        return "`{}` is on a file system that is mounted with `noexec`; start it with its interpreter".format(path)
+    return "`{}` is not executable; run `chmod +x` on it, or start it with its interpreter".format(path)
 
 
 def read_failure(fd: int) -> Optional[Json]:
