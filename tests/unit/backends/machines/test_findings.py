@@ -308,6 +308,13 @@ def test_torch_is_missing_only_after_a_valid_answer(answer: Any, why: str) -> No
     assert why_no_torch({"stdout": "sh: python3: not found"}) == ""
 
 
+@pytest.mark.parametrize(("lacks", "remedy"), [("none", "add `torch`"), ("old", "require `torch>=1.9`")])
+def test_the_remedy_for_torchrun_in_a_venv_depends_on_whether_it_has_torch(lacks: str, remedy: str) -> None:
+    answer = {"executable": "/v/python", "lacks": lacks}
+    reason = why_no_torch({"stdout": f"@@distflow-torch {json.dumps(answer)}\n"}, in_venv=True)
+    assert f"; {remedy} " in reason
+
+
 def test_two_names_of_one_machine_are_a_note() -> None:
     nodes = [node(name, facts={"boot_id": boot}) for name, boot in (("gpu1", "a"), ("gpu2", "b"), ("gpu3", "a"), ("gpu4", ""))]
     (note,) = judge_nodes([*nodes, node("gpu5")])

@@ -54,8 +54,10 @@ def why_no_torch(answer: Mapping[str, Any], *, in_venv: bool = False) -> str:
     python, lacks = str(found.get("executable"))[:_LONGEST_PATH], found.get("lacks")
     if lacks not in ("none", "old"):
         return ""
-    what = "is not installed" if lacks == "none" else "has no torchrun (it is older than 1.9, or another package)"
-    remedy = "add `torch` to the requirements file of `venv`" if in_venv else torch_remedy(other_pythons(found.get("others")))
+    what, in_file = "is not installed", "add `torch` to"
+    if lacks == "old":
+        what, in_file = "has no torchrun (it is older than 1.9, or another package)", "require `torch>=1.9` in"
+    remedy = f"{in_file} the requirements file of `venv`" if in_venv else torch_remedy(other_pythons(found.get("others")))
     return f"torch {what} for {python}; {remedy}"
 
 
