@@ -1,4 +1,4 @@
-"""Fixes and error messages of the paramiko adapter that need no server."""
+"""Fixes and error messages of the paramiko adapter and of the login that need no server."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from paramiko.hostkeys import InvalidHostKey
 from paramiko.pkey import UnknownKeyType
 
 from distflow.errors import AuthenticationRefused, NodeUnreachable
+from distflow.transports.base import Deadline
+from distflow.transports.ssh.authentication import _Identity, _Keyring, _try_all
 from distflow.transports.ssh.config import Hop, SshDestination, resolve_hop
 from distflow.transports.ssh.paramiko_adapter import (
     HOST_KEY_ALGORITHMS,
@@ -114,3 +116,55 @@ def test_messages() -> None:
     assert "this name has no address" in str(explain("n", "p", socket.gaierror(-2, "")))
     assert "it does not answer" in str(explain("n", "p", TimeoutError()))
     assert "it closed the connection" in str(explain("n", "p", None))
+
+
+class LoginServer:
+    """A connection that answers each try to log in, or ends."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self._answers = answers
+
+    def is_active(self) -> bool:
+        return bool(self._answers)
+
+    def auth_publickey(self, user: str, key: object) -> list[str]:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    def auth_none(self, user: str) -> None:
+        self.auth_publickey(user, None)
+
+
+REFUSED = paramiko.AuthenticationException("Authentication failed.")
+ONLY_KEYS = paramiko.BadAuthenticationType("", ["publickey"])
+NO_KEYS = paramiko.BadAuthenticationType("", ["password"])
+FAR = "u@gpu1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "answers", "says", "hints"),
+    [
+        (1, [REFUSED, ONLY_KEYS, 0], "refused the key", ["key 0", "authorized_keys"]),
+        (2, [REFUSED, REFUSED, ONLY_KEYS, 0], "refused all 2 keys", ["key 1", "authorized_keys"]),
+        (3, [REFUSED, REFUSED], "closed the connection after 2 of 3 keys; perhaps too many", ["key 1", "IdentitiesOnly"]),
+        (2, [NO_KEYS, NO_KEYS, 0], "does not accept keys", ["the host accepts only password, which distflow never uses"]),
+        (1, [["password"], NO_KEYS, 0], "accepted a key, but requires more", ["after that, the host accepts only password,"]),
+        (1, [["publickey"], ONLY_KEYS, 0], "accepted a key, but requires more", ["key 0: accepted"]),
+        (1, [paramiko.SSHException("the agent did not sign")], "no usable key", ["key 0 cannot be used: the agent did not"]),
+        (2, [REFUSED, OSError("broken")], "refused 1 of 2 keys", ["  key 0", "key 1 cannot be used: broken"]),
+    ],
+)
+def test_a_refused_login_says_what_the_host_answered(keys: int, answers: list[Any], says: str, hints: list[str]) -> None:
+    server: Any = LoginServer(list(answers))
+    host: Any = resolve_hop(Hop(host="gpu1", user="u"), SshDestination(host="gpu1", config_file="none"))
+    key: Any = object()
+    keyring = _Keyring(identities=[_Identity(key, f"key {number}") for number in range(keys)])
+    with pytest.raises(AuthenticationRefused) as caught:
+        _try_all("gpu1", server, host, keyring, FAR, Deadline(60.0))
+    assert says in caught.value.message
+    for hint in hints:
+        assert hint in caught.value.hint
+    assert ("authorized_keys" in caught.value.hint) == caught.value.message.startswith(f"gpu1: {FAR} refused")
+    assert "no key was found" not in caught.value.message

@@ -88,12 +88,14 @@ def _try_all(
 ) -> None:
     tried: list[str] = []
     allowed: Sequence[str] = ()
+    was_accepted = has_broken = False
     for identity in keyring.identities:
         transport.auth_timeout = max(0.1, deadline.left())
         try:
             allowed = transport.auth_publickey(host.user, identity.key)
             if not allowed:
                 return
+            was_accepted = True
             tried.append(f"{identity.label}: accepted, but the host requires more")
             continue
         except paramiko.BadAuthenticationType as error:
@@ -103,7 +105,8 @@ def _try_all(
             tried.append(identity.label)
         except (paramiko.SSHException, OSError, struct.error) as error:
             # The agent refuses to sign, or there is no common algorithm: try the next key.
-            tried.append(f"{identity.label}: {error}")
+            keyring.notes.append(f"{identity.label} cannot be used: {error}")
+            has_broken = not transport.is_active()
         if deadline.has_passed:
             raise NodeUnreachable(node, f"{endpoint} did not finish the login within {deadline.seconds:g} s")
         if not transport.is_active():
@@ -117,31 +120,46 @@ def _try_all(
             allowed = error.allowed_types
         except (paramiko.SSHException, OSError, EOFError):
             pass
-    raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=not transport.is_active())
+    hung_up = not transport.is_active() and not has_broken
+    raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=hung_up, was_accepted=was_accepted)
 
 
 def _refusal(
-    node: str, keyring: _Keyring, tried: Sequence[str], allowed: Sequence[str], endpoint: str, *, hung_up: bool
+    node: str,
+    keyring: _Keyring,
+    tried: Sequence[str],
+    allowed: Sequence[str],
+    endpoint: str,
+    *,
+    hung_up: bool,
+    was_accepted: bool,
 ) -> AuthenticationRefused:
-    hints = []
-    if tried:
-        suffix = " and closed the connection; perhaps too many keys were tried" if hung_up else ""
-        message = f"{endpoint} refused {'the key' if len(tried) == 1 else f'all {len(tried)} keys'}{suffix}"
-        hints.append("tried:\n" + "\n".join(f"  {label}" for label in tried))
-        if suffix:
-            hints.append("set the right key: `identity_file` of the node, or `IdentityFile` with `IdentitiesOnly yes`")
+    hints = ["tried:\n" + "\n".join(f"  {label}" for label in tried)] if tried else []
+    count = len(keyring.identities)
+    which = "the key" if count == 1 else f"all {count} keys" if len(tried) == count else f"{len(tried)} of {count} keys"
+    takes_keys = not allowed or "publickey" in allowed
+    if was_accepted:
+        message = f"{endpoint} accepted a key, but requires more"
+    elif tried and hung_up:
+        message = f"{endpoint} closed the connection after {which}; perhaps too many keys were tried"
+        hints.append("set the right key: `identity_file` of the node, or `IdentityFile` with `IdentitiesOnly yes`")
+    elif tried:
+        message = f"{endpoint} refused {which}"
+    elif not takes_keys:
+        message = f"{endpoint} does not accept keys"
     elif keyring.locked:
         message = f"there is no usable key for {endpoint}: {keyring.locked[0]} is protected by a passphrase"
     else:
         was_found = any(not note.endswith(": file not found") for note in keyring.notes)
         message = f"there is no usable key for {endpoint}" + ("" if was_found else ": no key was found")
-    if keyring.locked:
+    if keyring.locked and takes_keys:
         commands = " or ".join(f"`ssh-add {quote([file])}`" for file in keyring.locked)
-        lack = "" if keyring.agent is not None else ' (no agent is running: first run `eval "$(ssh-agent)"`)'
+        lack = "" if keyring.agent is not None else ' (no agent was found: first run `eval "$(ssh-agent)"`)'
         hints.append(f"keys with a passphrase work through the agent: run {commands}{lack}")
-    if allowed and "publickey" not in allowed:
-        hints.append(f"the host accepts only {', '.join(allowed)}, which distflow never uses")
-    elif tried and not hung_up:
+    if not takes_keys:
+        start = "after that, the host" if was_accepted else "the host"
+        hints.append(f"{start} accepts only {', '.join(allowed)}, which distflow never uses")
+    elif tried and not hung_up and not was_accepted:
         hints.append("check the user name, and that the public key is in the user's ~/.ssh/authorized_keys on the host")
     hints += keyring.notes
     return AuthenticationRefused(node, message, hint="\n".join(hints))
@@ -169,6 +187,8 @@ def _collect_keys(keyring: _Keyring, host: SshHost, deadline: Deadline) -> None:
         for certificate in matching:
             into.append(_Identity(_certified(key, certificate), f"{fingerprint(key.asbytes())} {label} with certificate"))
         into.append(_Identity(key, f"{fingerprint(key.asbytes())} {label}"))
+    if host.identities_only and in_agent:
+        keyring.notes.append(f"`IdentitiesOnly yes` leaves out other keys of the agent: {len(in_agent)}")
     others = [] if host.identities_only else [
         _Identity(key, f"{fingerprint(key.asbytes())} {key.comment} (agent)") for key in in_agent.values()
     ]  # fmt: skip
