@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from distflow.client.client import Client
 from distflow.documents.problems import Problem, Severity
+from distflow.errors import InputError
 from distflow.plan.credentials import login_name, registry_of, stored_name
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
@@ -98,7 +99,13 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
 
 
 def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return all secrets of a workflow: the ``given`` ones, credentials of tasks, and logins for container images."""
+    """Return all secrets of a workflow: the ``given`` ones, credentials of tasks, and logins for container images.
+
+    Raises ``InputError`` if a given one contains a NUL byte.
+    """
+    for name, value in given.items():
+        if "\0" in value.reveal():
+            raise InputError(f"the value of {name} contains a NUL byte", hint="store it as base64, and decode it in the task")
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}

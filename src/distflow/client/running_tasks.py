@@ -75,10 +75,12 @@ class RunningTask:
             A session that carries input, output and the exit code. The caller must close it.
 
         Raises:
-            InputError: if the task has stopped running.
+            InputError: if the task has stopped running, or an argument contains a NUL byte.
             NodeError: if the node is unreachable or refuses the command.
 
         """
+        if any("\0" in word for word in argv):
+            raise InputError("an argument contains a NUL byte, which cannot be passed to a program")
         try:
             return open_session(
                 self.pool,

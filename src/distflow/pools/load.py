@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
 from distflow.documents.notify import NotifyTarget, parse_notify
-from distflow.documents.problems import ProblemsFound, raise_errors
+from distflow.documents.problems import Problem, ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.requirements import Requirements
 from distflow.documents.schema import load_schema, schema_problems, schema_text
@@ -143,6 +143,9 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine, na
     problems = [*document.warnings]
     if not names_only:
         problems += schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain)
+        for path in document.places:
+            if "\0" in (document.raw_at(path) or ""):
+                problems.append(Problem(where=document.mark_at(path), message=f"`{path_text(path)}` contains a NUL byte"))
     top = View(document, (), problems)
     names = top.view("pools").keys
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}

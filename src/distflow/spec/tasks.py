@@ -78,6 +78,10 @@ def parse_task(
         output_dir=_output_dir(task),
         mark=task.key_mark("name"),
     )
+    for text in (*first.command, *first.args, *first.environment.values()):
+        if "\0" in text.value:
+            hint = "remove it, or write the text to a file with `files`"
+            task.add("commands and variables cannot contain a NUL byte", hint, where=text.mark)
     return (first, *(replace(first, name=name, lead=False, replica=number) for number, name in enumerate(names) if number))
 
 

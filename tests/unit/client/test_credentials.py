@@ -7,6 +7,7 @@ import base64
 import pytest
 
 from distflow.client.credentials import gather_secrets
+from distflow.errors import InputError
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
@@ -35,3 +36,15 @@ def test_logins_are_gathered_for_pools_with_containers(
     for node, wanted in ((bare, {}), (replace(bare, container="podman"), {"@registry:registry.example": login})):
         found = gather_secrets(plan, Pool(name="x", backend="local", nodes=(node,)), directory, {})
         assert {name: base64.b64decode(value.reveal()).decode() for name, value in found.items()} == wanted
+
+
+def test_a_secret_with_a_nul_byte_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = StateDirectory(tmp_path_factory.mktemp("state"))
+    with pytest.raises(InputError, match="the value of TOKEN contains a NUL byte") as caught:
+        gather_secrets(
+            Plan(name="w", pool="x", groups=()),
+            Pool(name="x", backend="local", nodes=()),
+            directory,
+            {"TOKEN": Secret("hidden\0")},
+        )
+    assert "hidden" not in str(caught.value)

@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 
 from distflow.client.nodes import replace_uuids
+from distflow.client.running_tasks import RunningTask
+from distflow.errors import InputError
+from distflow.pools.model import Node, Pool
 
 UUID = "7278eb5c" * 4
 DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
@@ -24,3 +27,10 @@ DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
 )
 def test_uuids_are_replaced_by_workflow_ids_and_task_names(text: str, shown: str) -> None:
     assert replace_uuids(text, {UUID: "spin-1"}) == shown
+
+
+def test_an_argument_with_a_nul_byte_is_refused_before_it_is_sent() -> None:
+    node = Node(name="n1", host="n1", root="/r", python="python3", gpus=0)
+    task = RunningTask(task="t", attempt="a", pool=Pool(name="x", backend="ssh", nodes=(node,)), node=node, secrets={})
+    with pytest.raises(InputError, match="an argument contains a NUL byte"):
+        task.open(["echo", "a\0b"], None, 1.0)

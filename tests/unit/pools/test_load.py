@@ -322,6 +322,7 @@ pools:
         ("pools: {a: {backend: local", "is missing"),
         ("pools: {a: {backend: ssh, nodes: [{name: n, port: 99999}]}}", "`pools.a.nodes[0].port` must be at most 65535"),
         ("pools: {a: {backend: ssh, nodes: [{name: n, port: 0}]}}", "`pools.a.nodes[0].port` must be at least 1"),
+        ('pools: {a: {backend: local, setup: "cd /x\\0"}}', "distflow.yaml:1: error: `pools.a.setup` contains a NUL byte"),
     ],
 )
 def test_wrong_shapes_are_findings(text: str, words: str) -> None:
