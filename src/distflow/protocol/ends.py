@@ -22,9 +22,9 @@ class EndReason(str, enum.Enum):
     EXITED = "exited"
     """The command ended by itself: with an exit code, or by a signal that distflow did not send."""
     STOPPED = "stopped"
-    """distflow stopped it."""
+    """The keeper stopped it: on request, or because the keeper received SIGTERM."""
     START_ERROR = "start_error"
-    """The command could not be started."""
+    """The command, or its container, could not be started."""
     START_TIMEOUT = "start_timeout"
     """The lease expired before the supervisor started the command."""
     RELEASED = "released"
@@ -34,7 +34,7 @@ class EndReason(str, enum.Enum):
     UNATTENDED = "unattended"
     """The node stopped it after a long time without contact to the supervisor."""
     EVICTED = "evicted"
-    """The node stopped it because it used more resources than it had requested."""
+    """The node or the kernel stopped it because it used more memory than it had requested."""
     REBOOTED = "rebooted"
     """The node was rebooted while the attempt ran."""
     RUNNER_DIED = "runner_died"
@@ -50,7 +50,7 @@ class EndReason(str, enum.Enum):
 
     @classmethod
     def of(cls, value: object) -> EndReason:
-        """Return the member with this value; ``UNKNOWN`` for a value that only another version of distflow knows."""
+        """Return the member with this value; ``UNKNOWN`` for any other value."""
         return next((reason for reason in cls if reason.value == value), cls.UNKNOWN)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Names on which the supervisor and its nodes agree: attempts, operations of the agent, and kinds of errors.
 
-Both sides use the types of this module, so mypy finds operations that only one side has. docs/agent-protocol.md describes the
+Both sides use the types of this module, so mypy finds operations that are not in the list. docs/agent-protocol.md describes the
 messages.
 """
 

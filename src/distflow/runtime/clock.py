@@ -1,4 +1,4 @@
-"""The node's clock and the file system's clock. No other module of the runtime reads them."""
+"""The node's clock and the file system's clock. Other modules of the runtime do not call ``time.time``."""
 
 from __future__ import annotations
 

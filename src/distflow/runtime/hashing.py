@@ -1,4 +1,4 @@
-"""SHA-256 and keyed hashes of short texts, as in ``hashlib`` and ``hmac``.
+"""SHA-256 and keyed hashes of short texts, without ``hashlib`` and ``hmac``.
 
 Those two modules load OpenSSL, which takes 8 ms of CPU time at the start of every agent. This module uses CPython's built-in
 implementations instead. Hash large files with ``hashlib``, which is faster for them.

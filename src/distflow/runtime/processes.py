@@ -74,7 +74,7 @@ def _prctl(option: int, argument: object) -> None:
 
 
 def hide_memory() -> None:
-    """Prevent other users than root from reading this process's memory, and the kernel from dumping it to a file."""
+    """Prevent all users except root from reading this process's memory, and the kernel from dumping it to a file."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -90,7 +90,7 @@ def sync_file_system(directory: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant whose own parent dies."""
+    """Make this process a child subreaper: the new parent of descendants whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -21,7 +21,7 @@ MAX_LINE = 64 * 1024 * 1024
 
 
 class OpError(Exception):
-    """A refused operation. ``kind`` is one of the protocol's error kinds; the message is for people."""
+    """A refused or failed operation. ``kind`` is for programs (see ``ErrorKind``), and the message is for people."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)

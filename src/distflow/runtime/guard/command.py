@@ -60,7 +60,7 @@ class Spawned(NamedTuple):
 
 
 def fill_placeholders(launch: Json, directory: str) -> Json:
-    """Return the launch with every placeholder replaced by the attempt's directory."""
+    """Return the launch with the attempt's directory in place of the placeholder, in all fields that may contain it."""
 
     def text(value: str) -> str:
         return value.replace(PLACEHOLDER, directory)
@@ -83,8 +83,8 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     """Return the command's environment.
 
     The launch's variables override the node's, and distflow's variables (``DISTFLOW_ATTEMPT`` and others) override both. Only
-    ``TORCHELASTIC_ERROR_FILE`` keeps a given value. With a container, PATH remains the node's, because it is used to find
-    docker or podman. The launch's own PATH applies inside the container.
+    ``TORCHELASTIC_ERROR_FILE`` keeps a given value. With a container, PATH is based on the node's PATH, which is used to find
+    the container program. The launch's own PATH applies inside the container.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
@@ -104,7 +104,7 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
 
 
 def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -> List[str]:
-    """Return a command line that runs the prelude in bash, or in sh if there is no bash, and then execs ``argv``."""
+    """Return a command line that runs the prelude, if any, in bash (or in sh without bash), and then execs ``argv``."""
     if not prelude:
         return list(argv)
     shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
@@ -160,7 +160,7 @@ def _become_command(
         processes.rename_self("df-command")
         os.write(failure, b"r")
         if not os.read(go, 1):
-            os._exit(126)  # the keeper died before it wrote the byte
+            os._exit(126)  # the keeper died or closed the pipe before it wrote the byte
         code, message = exec_program(argv, env, cwd)
     except BaseException as error:  # this copy of the keeper must not continue with the keeper's code
         message = "{}: {!r}".format(message, error)
@@ -172,8 +172,8 @@ def _become_command(
 def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, parent: int) -> None:
     """Prepare this forked process for the exec of a command. Exits if ``parent`` is dead.
 
-    The process gets its own session, ``streams`` as standard input, output and error, the login's limits, and default signals.
-    All other descriptors except ``keep`` are closed. The kernel kills the process when ``parent`` dies.
+    The process gets its own session, ``streams`` as standard input, output and error, the login's limit of descriptors, and
+    default signals. All other descriptors except ``keep`` are closed. The kernel kills the process when ``parent`` dies.
     """
     signal.set_wakeup_fd(-1)
     os.setsid()

@@ -3,7 +3,7 @@
 A task's container shares the node's network, shared memory (``/dev/shm``) and process ids. So addresses, ports, signals, exit
 codes and the search for remaining processes work as for a task without a container. The attempt's directory has the same path
 inside and outside. Only docker and podman have containers that must be created and removed. Apptainer has no daemon: a task's
-processes are children of the keeper. Starting a task without a container does not import this module.
+processes are descendants of the keeper. Starting a task without a container does not import this module.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CLIENT_PREFIXES = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", 
 def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
     """Pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
 
-    Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``image_pull``, ``no_container``,
-    ``no_mount`` and ``timeout``.
+    Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``OpError``, for example of the kind
+    ``image_pull``, ``no_container``, ``no_mount`` or ``timeout``.
     """
     program, image = _program(container, env), str(container["image"])
     check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
@@ -72,7 +72,7 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
 def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
     """Return the data that any process needs to end the attempt's container; None with Apptainer, which has no daemon.
 
-    The data contain no secret.
+    The data contain neither secrets of the task nor variables whose names suggest a secret.
     """
     secret = launch.get("secret_env") or {}
     program = _program(launch["container"], env)
@@ -153,7 +153,7 @@ def remove(known: Optional[Json]) -> Optional[str]:
         return None
     env = dict(os.environ, **known["env"])
     try:
-        # podman's `rm --force` would first wait ten seconds for processes that ignore TERM. The keeper has already sent TERM.
+        # podman's `rm --force` alone would first wait ten seconds for processes that ignore TERM.
         _run([known["program"], "kill", known["name"]], env, _REMOVE_S)
         done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
     except OpError as error:
@@ -164,7 +164,7 @@ def remove(known: Optional[Json]) -> Optional[str]:
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
-    """Return the path of docker and of podman on the node, each with an empty mapping of variables for ``labeled``."""
+    """Return the paths of docker and podman, if installed, each with an empty mapping of variables for ``labeled``."""
     found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
@@ -313,7 +313,7 @@ def _is_apptainer(program: str) -> bool:
 
 
 def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str], login: Optional[Json]) -> Json:
-    """Pull the image to a file below ``root``, or check that it exists if ``image`` is a path. Raises ``image_pull``."""
+    """Pull the image to a file below ``root``, or check that it exists if ``image`` is a path. Raises ``OpError``."""
     path = _image_path(image, root)
     if os.path.exists(path):
         return {"program": program, "was_there": True}
@@ -374,7 +374,7 @@ def _is_image_file(image: str) -> bool:
 
 
 def _image_path(image: str, root: str) -> str:
-    """Return the path of the image: ``image`` itself if it is a path, or the pulled file, which is named by a digest."""
+    """Return the path of the image: ``image`` itself if it is a path, or the pulled file, whose name is a digest of it."""
     if _is_image_file(image):
         return os.path.expanduser(image)
     return os.path.join(root, "images", sha256_hex(image.encode())[:32] + ".sif")

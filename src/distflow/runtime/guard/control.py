@@ -1,7 +1,8 @@
 """The connection between agents and a pair: descriptors that the pair inherits, and later the ``control`` socket.
 
 A socket has four advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only
-the first reader (there may be two agents while an old connection ends). Connecting fails exactly if runner and keeper are gone.
+the first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are
+gone.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class AgentConnections:
         return bool(self._connections)
 
     def notify(self, news: str) -> None:
-        """Notify every agent. An agent that has not read earlier notifications yet is skipped."""
+        """Notify every agent. An agent with too many unread notifications is skipped."""
         line = encode({"news": news})
         for connection in list(self._connections):
             try:
@@ -144,7 +145,7 @@ class AttemptHandles(NamedTuple):
     directory: str
     dir_fd: int
     listener: int
-    """The listening socket ``control``. Runner and keeper both hold it, so connecting fails only when both are gone."""
+    """The listening socket ``control``. Runner and keeper both hold it, so connections are refused only when both are gone."""
     locks: List[int]
     """Lock files of the GPUs, of the port, and of the share of CPUs and memory."""
     port_sockets: List[int]

@@ -2,14 +2,13 @@
 
 One keeper, the hub, listens on the training network. The other keepers connect to it, and reconnect when the connection breaks.
 A keeper reports the failure of its task to the hub, and the hub reports it to all other keepers. A broken connection does not
-count as a failure. Each line has a keyed hash (RFC 7693), with which both sides prove that they have the gang's token. The hash
-covers random numbers that both sides chose for this connection, so no line of another connection can be replayed. This module
-is imported only for gangs of several tasks.
+count as a failure. Each message has a keyed hash (RFC 7693), with which both sides prove that they have the gang's token. The
+hash covers random numbers that both sides chose for this connection, so no line of another connection can be replayed. This
+module is imported only for gangs of several tasks.
 
 Each side first sends a line with its random number. Every line after that is the hash in hexadecimal, a space, and a JSON
 object. The hash covers the bytes of the object as they were received. A line is parsed only after its hash was verified, so a
-host without the token cannot reach the parser. All keepers of a gang run the same version of this module, because one
-supervisor sent their runtime. A peer with another version fails the check and is disconnected.
+host without the token cannot reach the parser.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Failed = Callable[[str, str], None]
 
 
 def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
-    """Return whether the end of a task stops its gang, by the spec's rules for exit codes."""
+    """Return whether the end of a task stops its gang: it is a failure by the spec's ``exitActions``, and it ``counts``."""
     code = ends.code_of(end.get("exit_code"), end.get("signal"))
     return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])
 
@@ -71,9 +70,9 @@ class GangLink:
         self._failure: Optional[Json] = None
         """The first reported failure. Later failures are ignored."""
         self._peers: List[_Peer] = []
-        """In the hub: the connections of all other keepers. In the others: the connection to the hub, even if not complete."""
+        """In the hub: all connections, even unproven ones. In the others: the connection to the hub, even if not complete."""
         self._done: Set[str] = set()
-        """Tasks that need no notification: they ended normally, or had the failure before they disconnected."""
+        """Tasks that are not notified: they ended normally, had the failure before they disconnected, or lost their hub."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -101,7 +100,7 @@ class GangLink:
             self._connect()
 
     def finish(self) -> None:
-        """Wait until all keepers have the failure (``_LINGER_S``), or report the normal end. Called before the keeper exits."""
+        """Wait until all keepers have the failure, at most ``_LINGER_S``, or report the normal end. The keeper then exits."""
         until = time.monotonic() + _LINGER_S
         while self._failure is not None and not self._are_all_informed() and time.monotonic() < until:
             if time.monotonic() >= self.due_at:
@@ -159,7 +158,7 @@ class GangLink:
                 self._done.add(peer.task)
             if self._listener is None:
                 if peer.was_refused:
-                    self._done.update(self._gang["others"])  # the hub is gone, so the other keepers cannot be notified
+                    self._done.update(self._gang["others"])  # the hub is gone, so no keeper can be notified
                 else:
                     self._schedule_reconnect()
 
@@ -310,7 +309,7 @@ class _Peer:
 
 
 def _start_connecting(address: str, port: int) -> socket.socket:
-    """Start to connect without waiting. Raises ``OSError``."""
+    """Start to connect without waiting for the connection; only resolving a name may block. Raises ``OSError``."""
     family, kind, protocol, _, where = _resolve(address, port)
     connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
     error = connection.connect_ex(where)

@@ -1,8 +1,8 @@
 """The keeper: the inner process of the pair, and the parent of the command.
 
 One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. The keeper exits after the
-command has ended, no process of the attempt that this user can kill remains, and the record is written. Repeated requests have
-no further effect: the keeper answers them from its current state.
+command has ended, no process of the attempt that this user can kill remains, and the record is written. Requests may be
+repeated: the keeper answers them from its current state. A repeated ``stop`` can only shorten the grace period.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Keeper:
                 self._note_container_end(self._exit)
                 self._report_to_gang(self._exit)
                 self._remove_container()
-                # The remaining processes get TERM and the rest of the grace period.
+                # The remaining processes get TERM, and at most two seconds of the grace period.
                 self._deadline = min(self._deadline, time.monotonic() + _REMAINING_GRACE_S)
                 if are_left and not self._killing:
                     self._killer.signal(self._killer.find(), signal.SIGTERM)
@@ -217,7 +217,7 @@ class _Keeper:
                 self._gang.fail(self._message or records.describe_exit(end))
 
     def _on_gang_failure(self, task: str, why: str) -> None:
-        """Stop, because the keeper of another task of the gang reported its failure."""
+        """Stop the command, because another task of the gang failed."""
         # The command may have ended already, without having been reaped yet.
         has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
         if self._exit is None and self._reason is None and not has_ended:
@@ -231,7 +231,7 @@ class _Keeper:
             self._remove_container()
 
     def _remove_container(self) -> None:
-        """Remove the container: its processes are children of a daemon, not of the keeper."""
+        """Remove the container, whose processes are not descendants of the keeper."""
         if self._container is not None:
             from distflow.runtime.guard import containers
 
@@ -273,7 +273,7 @@ class _Keeper:
             self._gang.finish()
 
     def _await_empty_gpus(self, known: Json) -> None:
-        """Wait until no process is left on the GPUs, or add the remaining processes to the message."""
+        """Wait until no process of the attempt is left on its GPUs, or add the remaining ones to the message."""
         if self._handles.gpu_ids and self._command is not None:
             from distflow.runtime.leases import gpu_users
 

@@ -115,7 +115,7 @@ def parse(text: str) -> List[Line]:
 
 
 def kills(lines: List[Line]) -> Iterator[Kill]:
-    """Yield the kills among the lines. The line before a kill may name the cgroup whose limit was exceeded."""
+    """Yield the kills among the lines. The line before a kill may name the cgroup of the killed process."""
     before: List[str] = []
     for line in lines:
         match = _KILLED.search(line.text)
@@ -137,8 +137,8 @@ def select_entries(
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
 
     A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill for which ``is_likely``
-    returns True belongs to it, because a shell does not report the id of its killed child. A GPU error is included unless the
-    GPU is known to belong to another attempt.
+    returns True belongs to it, because a shell does not report the id of its killed child. A GPU error is included
+    unless its GPU is one of ``other_gpus`` and the error names no process in ``pids``.
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]
@@ -152,7 +152,7 @@ def select_entries(
 
 
 def named_pids(directory: str, error: Any) -> Set[int]:
-    """Return process ids in the attempt's error file or the end of its output.
+    """Return the process ids in the attempt's error file and at the end of its output.
 
     torchrun and shells name dead processes there.
     """

@@ -1,4 +1,4 @@
-"""The output of a command: read from pipes, and written to the log with timestamps. A full disk does not block the command.
+"""The output of a command: read from pipes, and written to the log and its index. A full disk does not block the command.
 
 Each rank has its own pipe, a FIFO ``ranks/<rank>`` in the attempt's directory, so that the log shows which rank wrote a line.
 Ranks of distflow's launcher open their pipes by themselves (``distflow.train.launcher``). For torchrun, and launchers that use
@@ -25,7 +25,7 @@ __all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "open_rank_pipes"
 READ = 65536
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
-"""The lower bits of a stamp hold the offset, the upper bits the source: 0, or a rank plus 1."""
+"""The lower bits of a stamp's integer hold the offset in the log, the upper bits the source: 0, or a rank plus 1."""
 _MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
 _DRAIN = 4 * 1024 * 1024
 _HELD_S = 0.5
@@ -36,9 +36,9 @@ _NEVER = float("inf")
 
 
 class Output:
-    """Moves bytes from non-blocking pipes into the log, and a record of each read into the index.
+    """Moves bytes from non-blocking pipes into the log, and adds a stamp of each written piece to the index.
 
-    ``log`` and ``index`` are descriptors (O_APPEND) of the head's files in the directory ``dir_fd``.
+    ``log`` and ``index`` are descriptors (O_APPEND) of ``output.log`` and ``output.idx`` in the directory ``dir_fd``.
     """
 
     def __init__(self, dir_fd: int, log: int, index: int, lost: int = 0) -> None:
@@ -149,7 +149,7 @@ class Source:
             self._log.write(line, self._number)
 
     def drain(self) -> None:
-        """Read the available output, and write everything that was held back."""
+        """Read the available output, at most 4 MiB, and write everything that was held back."""
         taken = 0
         while taken < _DRAIN:
             got = self.pump()

@@ -1,11 +1,11 @@
 """The processes of an attempt: kill all of them, keep them in a cgroup, and limit their memory.
 
 ``TreeKiller`` kills a tree of processes even if its members try to escape: it stops all visible processes, kills them, and
-repeats until none is left. The killing process is a child subreaper, so a daemon whose parents have died becomes its child and
-stays in the tree. The hard case is a chain of daemons that each fork and exit immediately: when a listing of /proc is complete,
-every process in it has already exited. Such a chain is found through the ids that the kernel assigned last, and killed within
-some ten microseconds. (Measured on 2 cores with a load of 22: with listings alone, two chains survived for minutes; this search
-killed them in 0.5 s.)
+repeats until none is left. Most callers are child subreapers, so a daemon whose parents have died becomes their child and stays
+in the tree. The other callers find such daemons by the attempt's variable, session or cgroup. The hard case is a chain of
+daemons that each fork and exit immediately: when a listing of /proc is complete, every process of the chain that it shows has
+already exited. Such a chain is found through the ids that the kernel assigned last, and killed within tens of microseconds.
+(Measured on 2 cores with a load of 22: with listings alone, two chains survived for minutes; this search killed them in 0.5 s.)
 
 A cgroup (v2) for each attempt finds daemons that have neither the attempt's name in their environment nor its session. They
 cannot leave the cgroup unless this user's permissions allow that. Root may create cgroups, and so may users with a delegated
@@ -13,10 +13,10 @@ cgroup (in a container, or through a user manager). Attempts of other users have
 cgroup neither limits nor counts resources. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``,
 ``cgroup.kill``, delegation).
 
-``MemoryLimit`` needs only /proc and no privileges. It counts the memory that would be free without the processes: their
-resident memory, with shared pages counted once (``Pss`` of proc(5)). Reading ``Pss`` is expensive, so it is read only if the
-sum of all resident memory is above the limit. A limit of the address space (``ulimit -v``) would not work: CUDA reserves far
-more addresses than it uses.
+``MemoryLimit`` needs only /proc and no privileges. It counts the resident memory of the processes. A page that several
+processes share is divided among them (``Pss`` of proc(5)). Reading ``Pss`` is expensive, so it is read only if the sum of their
+resident memory is above the limit. A limit of the address space (``ulimit -v``) would not work: CUDA reserves far more
+addresses than it uses.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TreeKiller:
         return [process for process in self._find(list(list_processes())) if process.is_alive]
 
     def step(self) -> bool:
-        """Stop all processes until no new processes appear, kill them, and pursue fast forking processes.
+        """Stop all processes until no new processes appear, kill them, and pursue processes that fork fast.
 
         Returns whether there were any processes.
         """
@@ -164,9 +164,9 @@ _REMOVED_ERRORS = (errno.ENOENT, errno.ENODEV)
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:
-    """Move a process without children into a new cgroup for its attempt.
+    """Move a process without children into the cgroup of its attempt, which is created if necessary.
 
-    Returns the cgroup's path, or None if no cgroup can be created. ``directory`` is the attempt's directory.
+    Returns the cgroup's path, or None if this user cannot create it or move the process. ``directory`` is the attempt's.
     """
     base = _own_cgroup()
     if base is None:
@@ -265,7 +265,7 @@ def _own_cgroup() -> Optional[str]:
 
 _MEMORY_CHECK_S = 1.0
 _INVERSE_SHARE = 50
-"""Checks take at most one part in this number of the time."""
+"""The pause after a check is at least this many times the duration of the check."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PSS = rb"(?m)^Pss:\s+([0-9]+) kB"
 _UNITS = ("KiB", "MiB", "GiB", "TiB")

@@ -91,7 +91,7 @@ def _guard(handles: AttemptHandles, keeper_pid: int, output_read: int, shared: m
 
 
 def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
-    """End the processes that the keeper left, which are now children of the runner, and record the end."""
+    """End the processes that the keeper left, which are now descendants of the runner, and record the end."""
     state: Json = records.read_state(handles.directory) or {}
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
@@ -99,7 +99,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     output = Output(handles.dir_fd, handles.log, handles.stamps, int(state.get("lost_output_bytes") or 0))
     output.limit(state.get("max_log"))
     output.add(output_read)
-    # The pipes are opened before the ranks end, because a pipe loses its content when its last process ends.
+    # The pipes are opened before the ranks end, because a pipe loses its content when no process has it open.
     output.add_ranks(open_rank_pipes(handles.directory))
     container_error = None
     if state.get("container"):

@@ -3,11 +3,11 @@
 The runner forks it. It is a separate process because a call of a GPU's driver may hang or crash, which must not disturb the
 task. It continues while no agent is connected, and ends with the runner.
 
-``output.samples`` has lines of JSON. An object names the columns and the values that do not change:
+``output.samples`` has lines of JSON. An object names the columns and the limits, which rarely change:
 ``{"columns": ["time", "system/cpu/usage", …], "limits": {"system/cpu/limit": 8, …}}``. An array is one sample; ``null`` is an
 unknown value. The object is repeated, so that the end of the file can be read alone. docs/metrics.md lists the names.
 
-The CPU time is limited: each pause is at least a multiple of the CPU time of the previous sample. The file's size is limited,
+The CPU time is limited: each pause is at least 300 times the CPU time of the previous sample. The file's size is limited,
 too: the interval doubles after every ``_BYTES_PER_INTERVAL``. A task with 8 GPUs writes about 15 MB in three weeks.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["end", "fork", "record"]
 INTERVAL_S = 5.0
 _WAIT_S = 1.0
 _INVERSE_SHARE = 300
-"""The sampler uses at most one part in this number of a core."""
+"""Each pause is at least this many times the CPU time of the sample before it."""
 _BYTES_PER_INTERVAL = 2 << 20
 _ROWS_PER_HEADER = 100
 _NICE = 10
@@ -76,7 +76,7 @@ def end(pid: Optional[int]) -> None:
 
 def _run(handles: AttemptHandles, runner: int, keeper: int, shared: mmap.mmap) -> NoReturn:
     try:
-        processes.reset_signals()  # the runner passes TERM on to the keeper
+        processes.reset_signals()  # otherwise, the runner's handler would pass TERM on to the keeper
         shared.close()  # this memory will contain the task's secrets
         if processes.die_with_parent(signal.SIGKILL, runner):
             processes.rename_self("df-sampler")
