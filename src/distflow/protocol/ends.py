@@ -86,7 +86,7 @@ def signal_name(number: int) -> str:
 
 
 def counts_as_failure(reason: EndReason, code: Optional[int], success: Ranges, failure: Ranges) -> bool:
-    """Return whether the end of an attempt stops its gang.
+    """Return whether the end of an attempt is a failure by the spec's ``exitActions``.
 
     Only an end by itself, an eviction or a start error can be a failure. ``code`` is the result of ``code_of``. ``success`` and
     ``failure`` are the codes in the spec's ``exitActions``. Of all other codes, only 0 is a success.

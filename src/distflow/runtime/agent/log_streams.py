@@ -1,6 +1,7 @@
 """Streams of attempts' output to the supervisor, with flow control: a slow reader of one log delays no other stream.
 
-A stream reads the files of a log or of a log's index (``log_files``): the head, then each segment that still exists.
+A stream reads the files of a log or its index (``log_files``): the head, then each segment that still exists. A third kind of
+stream reads the file of samples.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _LogStream:
             self.segment, self.offset = following, 0
 
     def size(self) -> int:
-        """Return the length of the whole output, or of the index file that was read last."""
+        """Return the length of the whole output, or of the index or samples file that was read last."""
         length = os.fstat(self.fd).st_size if self.fd is not None else 0
         return length + (self.segment.start if self.segment.kind == "log" else 0)
 
@@ -59,7 +60,7 @@ class _LogStream:
                 self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             return os.pread(self.fd, min(_PIECE, self.credit), self.offset)
         except FileNotFoundError:
-            return b""  # this segment has been removed
+            return b""  # this segment has been removed, or the file does not exist yet
         except OSError:
             self.close()  # a bad disk, or an NFS server that restarted, after which the file must be opened again
             return None

@@ -1,4 +1,4 @@
-"""Requests that running a gang does not need, such as cleaning, probing and stacks. Imported at the first such request."""
+"""Requests that most gangs do not need, such as cleaning, probing and stacks. Imported at the first such request."""
 
 from __future__ import annotations
 

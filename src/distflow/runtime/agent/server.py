@@ -130,7 +130,7 @@ class _Agent:
         except OSError:
             self._loop.is_over = True
             return
-        self._streams.pump()  # also after each answer to a ping, because the sampler sends no notifications
+        self._streams.pump()  # after every write, also of replies to pings: the sampler does not notify agents of samples
         if not self._queue:
             self._loop.watch(self._outgoing, 0, self._write)
 
@@ -390,7 +390,7 @@ class _Agent:
 
     def _maintain(self, request: Json, answer: _Answer) -> None:
         if self._maintenance is None:
-            # Gangs do not need this module, and every import delays every start.
+            # Most gangs do not need this module, and every import delays every start.
             from distflow.runtime.agent.maintenance import Maintenance
 
             self._maintenance = Maintenance(self._loop, self._root, self._umask, self._watches)

@@ -36,9 +36,9 @@ class Watch:
         self.reported: Optional[Json] = None
         """The status that was reported last."""
         self.is_new = False
-        """Whether this agent has just leased it, and its pair has not sent its first notification yet."""
+        """Whether the attempt's pair is starting, and has not sent its first notification yet."""
         self.heartbeat_at = 0.0
-        """Time of the last reported heartbeat, in seconds since the epoch by the node's clock."""
+        """Modification time of the heartbeat file when it was last reported, in seconds since the epoch."""
         self.keeper: Optional[int] = None
         """The keeper's process id, from the first notification on."""
         self.on_up: List[Callable[[], None]] = []
@@ -75,7 +75,7 @@ class Watches:
         return watch
 
     def expect(self, attempt: str, on_up: Callable[[], None]) -> None:
-        """Watch an attempt whose pair was just forked. ``on_up`` is called when the pair responds, or when it has ended."""
+        """Watch an attempt whose pair is starting. ``on_up`` is called when the pair responds, or when it has ended."""
         watch = self._watches.get(attempt)
         if watch is None or not watch.is_new:
             self.forget(attempt)
@@ -150,7 +150,7 @@ class Watches:
         watch.stopped = watch.stopped or {"why": why, "stopped_at": now()}
 
     def stop_by_signal(self, watch: Watch) -> None:
-        """Stop a pair whose socket was removed, by sending TERM to the keeper."""
+        """Stop a pair that this agent is not connected to, by sending TERM to the keeper."""
         state = records.read_state(watch.directory) or {}
         keeper = state.get("keeper") or {}
         pid = int(keeper.get("pid", 0))
@@ -173,7 +173,7 @@ class Watches:
             watch.link = _PairLink(self._loop, watch.directory, on_news, on_disconnect)
         except BlockingIOError:
             watch.is_unresponsive = True
-            self._loop.later(0.2, lambda: self._connect(watch))  # the keeper is dead, and the busy runner accepts no connection
+            self._loop.later(0.2, lambda: self._connect(watch))  # no process accepts connections now
         except OSError:
             watch.is_unresponsive = True
             self._check_gone(watch)

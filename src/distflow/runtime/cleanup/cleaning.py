@@ -349,7 +349,7 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
 
 
 def _listed(top: str, name: str) -> List[str]:
-    """Return the paths in a directory of this user; empty if it does not exist."""
+    """Return the paths in the directory ``name`` of ``top``; empty if this user has no such directory."""
     path = os.path.join(top, name)
     return [os.path.join(path, one) for one in sorted(os.listdir(path))] if root_directory.is_own_directory(path) else []
 

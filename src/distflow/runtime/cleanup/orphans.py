@@ -18,7 +18,7 @@ __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
-    """Return whether a process named in ``runner.json`` is alive, as far as another process can tell."""
+    """Return whether the runner or keeper that is named in ``runner.json`` is alive."""
     if state.get("boot_id") != processes.boot_id():
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]

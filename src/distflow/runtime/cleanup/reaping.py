@@ -40,7 +40,7 @@ class _Leftover(NamedTuple):
 
 
 def reap(root: str, request: Json) -> Json:
-    """Kill every leftover, record the ends of attempts without a pair, and report them. ``dry_run`` only reports."""
+    """Kill this root's leftovers, record the ends of attempts without a pair, and report both. ``dry_run`` only reports."""
     leftovers = _Leftovers(root)
     found = leftovers.find()
     found_containers = leftovers.containers()

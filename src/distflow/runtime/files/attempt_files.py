@@ -1,6 +1,6 @@
-"""Placing an attempt's files (text, blobs, archives and credentials), never outside its directory.
+"""Placing an attempt's files (text, blobs, archives and credentials). Only credentials may be outside its directory.
 
-The files of all credentials are in one directory of the attempt, with a numbered folder for each credential. It is in memory if
+The files of all credentials are in one directory, with a numbered folder for each credential. The directory is in memory if
 possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or else the attempt's ``credentials/``. Links lead
 there from the paths that the task uses. The location depends only on the attempt's directory, so that every process that ends
 the attempt can remove the files: the keeper, the runner, or an agent after both have died.
@@ -53,7 +53,7 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 
 
 def is_quick(launch: Json) -> bool:
-    """Return whether the launch itself contains all files to place, so that no child process is needed.
+    """Return whether the files can be placed without a child process: the launch contains them, and mounts no directories.
 
     A directory to mount may be on a file system that does not respond, which must not block the agent.
     """

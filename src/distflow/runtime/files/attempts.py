@@ -36,7 +36,7 @@ _TRIES = 100
 
 
 class TaskIsLocked(OpError):
-    """Another process is changing the task: try again."""
+    """Another process is changing the task, or runner and keeper do not respond yet: try again."""
 
     def __init__(self, message: str) -> None:
         super().__init__("busy", message)
@@ -232,7 +232,7 @@ def _make_task(directory: str) -> int:
 
 
 def create(root: str, request: Json, umask: int) -> int:
-    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. An error removes its directory."""
+    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. An error leaves no directory."""
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
     task = _make_task(directory)

@@ -3,8 +3,8 @@
 The agent reports missing blobs, and ``receiver`` receives them. Incomplete blobs are kept under a ``.part`` name, so that an
 interrupted transfer can be resumed.
 
-The first attempt that needs a blob gets the file itself, by a hard link, and every other attempt gets a copy. Tasks may change
-their files. Therefore the modification time of a complete blob has a certain fraction of a second as a mark, which any write
+One attempt at a time has the blob's file itself, by a hard link, and other attempts get a copy. Tasks may change their files.
+Therefore the modification time of a complete blob has a certain fraction of a second as a mark, which any write
 changes. A changed blob counts as missing. On file systems that do not keep such fractions, blobs are only copied.
 """
 
@@ -104,7 +104,8 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
 def is_complete(path: str, size: Optional[int] = None) -> bool:
     """Return whether the blob is complete and unchanged.
 
-    Pass its ``size`` if it is known, because a power cut may leave a mark without content.
+    Pass its ``size`` if it is known, because a power cut may leave a mark without content. On file systems without marks, only
+    existence and size are checked.
     """
     try:
         info = os.stat(path)

@@ -59,7 +59,7 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
 
 
 def check_output(root: str, attempt: str) -> str:
-    """Return the directory of an attempt's output if it can be transferred as it is. Raises the errors of ``pack_output``."""
+    """Return the directory of an attempt's output. Raises the errors of ``pack_output``, except for unreadable files."""
     output = output_of(attempts.directory_of(root, attempt))
     for name, info in walk(output, ""):
         if stat.S_ISLNK(info.st_mode):
@@ -137,7 +137,7 @@ def link_target(output: str, name: str) -> Tuple[str, bool]:
 
 
 def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
-    """Return whether an entry is a link to a directory elsewhere, such as a dataset, which checkpoints do not include."""
+    """Return whether an entry is a link out of ``top`` that leads to a directory, such as a dataset, or to nothing."""
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:

@@ -23,7 +23,7 @@ from distflow.runtime.wire import OpError
 __all__ = ["FOLDER", "is_in_output", "record", "take_over"]
 
 FOLDER = "placed"
-"""The directory of an attempt with a record for each archive, named by its digest."""
+"""The directory of an attempt with the records of its archives, which are named by the archives' digests."""
 _USERS = ".users"
 """The suffix of the file next to a blob that lists the attempts with a record of it."""
 _TAKEN = ".taken"
@@ -172,7 +172,7 @@ def is_in_output(directory: str, path: str) -> bool:
 def _is_linked(directory: str, top: str, states: Dict[str, State]) -> bool:
     """Return whether a link of the task leads, or may lead, to a recorded file or directory below ``top``.
 
-    The output may contain such links. It is transferred with the contents of their files.
+    The output may contain such links, and is transferred with the contents of the files that they lead to.
     """
     real_top, left, folders = os.path.realpath(top), _MOST_ENTRIES, [directory]
     while folders:

@@ -104,7 +104,7 @@ def first_state(handles: AttemptHandles, runner: int) -> Json:
 
 
 def write_state(fd: int, state: Json) -> None:
-    """Rewrite the state in place with one ``pwrite`` that never shrinks the file: readers see the old or the new state."""
+    """Rewrite the state in place with one ``pwrite`` that never shrinks the file, so that most readers see a whole state."""
     data = json.dumps(state).encode()
     if len(data) > STATE_BYTES:
         data = json.dumps(dict(state, why=None, message=None)).encode()
@@ -255,7 +255,7 @@ def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
 
 
 def stop_reason(state: Json) -> Optional[EndReason]:
-    """Return the reason for which the keeper was stopping the command, or None if the command ended without a stop.
+    """Return the reason for which the keeper was stopping the command, or None if it was not stopping it.
 
     A process that writes the record for a dead keeper must prefer this reason to the keeper's death, because the stop was
     first.

@@ -52,7 +52,7 @@ def unpack(
 
 
 def file_time(modified_at: float) -> float:
-    """Return the time to set for a file that its archive or store reports as ``modified_at``: at least ``EARLIEST_S``."""
+    """Return the time to set for a file whose archive or store reports ``modified_at``: limited to the years 1980 to 2106."""
     # Not `max`, because an extended header can contain NaN.
     return min(modified_at, _LATEST_S) if modified_at >= EARLIEST_S else EARLIEST_S
 

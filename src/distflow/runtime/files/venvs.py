@@ -2,7 +2,7 @@
 
 The key identifies the requested packages, this node's interpreter and its system, so each environment is built once. A virtual
 environment cannot be moved. It is therefore built at its final path, and the file ``complete`` is written last. A directory
-without that file is half-built: its builder was killed, and the next builder starts again. A process that builds or removes an
+without that file is not used, and the next builder starts again. A process that builds or removes an
 environment locks ``<root>/venvs/<key>.lock``.
 """
 
@@ -91,7 +91,7 @@ def touch(directory: str) -> None:
 
 
 def activated(root: str, launch: Json) -> Json:
-    """Return the launch with its environment first on PATH, as after ``activate``. Raises ``no_venv`` as ``require`` does."""
+    """Return the launch with its environment on PATH, as after ``activate``. Raises ``no_venv`` as ``require`` does."""
     if not launch.get("venv"):
         return launch
     env = os.path.join(require(root, launch["venv"]), ENV)

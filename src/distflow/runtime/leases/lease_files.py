@@ -85,7 +85,7 @@ def _refuse_open_to_all(directory: int, path: str) -> None:
 
 
 def foreign_owner(path: str) -> str:
-    """Return the owner of the lease directory, who may remove its files, unless that is root or this user; else empty."""
+    """Return the owner of the lease directory, who may remove its files; empty if the owner is root, this user or unknown."""
     try:
         owner = os.stat(os.path.expanduser(path)).st_uid
     except OSError:
@@ -180,7 +180,7 @@ def read_held(directory: int, name: str) -> Optional[Json]:
     """Return the record of a held lock file; None if the file is not held or not accessible.
 
     Another user may have written anything, so an invalid record becomes an empty one. The check takes a shared lock for an
-    instant. A process that locks the file at the same time waits for its end.
+    instant. A process that locks the file at the same time waits for the release.
     """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)

@@ -1,7 +1,7 @@
 """Leases of a node's GPUs, ports, CPUs and memory, as file locks that end with the processes that hold them.
 
-A share of the CPUs or of the memory is a locked file in the lease directory. Its use is neither measured nor enforced. Shares
-only prevent workflows of all users from leasing more in total than the node has.
+A share of the CPUs or of the memory is a locked file in the lease directory. Shares only prevent workflows of all users from
+leasing more in total than the node has. This package neither measures nor limits what tasks really use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ATTEMPTS_AT_ANY_PORT = 200
 
 
 class Held(NamedTuple):
-    """The descriptors of a lease. It ends when their last copies are closed."""
+    """The descriptors of a lease. The lease ends when their last copies are closed, or the locks are released."""
 
     gpu_ids: List[int]
     port: Optional[int]
@@ -326,7 +326,7 @@ _MAX_AMOUNT = 1 << 53
 def list_holders(lease_dir: str) -> Json:
     """Return ``holders``, one for each attempt, and ``foreign``, the processes on GPUs that are not leased.
 
-    Nothing is leased or changed. Each check takes a shared lock for an instant. A lease at the same time waits for its end.
+    Nothing is leased. Each check takes a shared lock for an instant. Leases of the same file wait for its release.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, record in _held_locks(lease_dir):

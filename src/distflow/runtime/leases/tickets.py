@@ -4,9 +4,9 @@ Without tickets, a gang that needs several nodes at once could wait forever behi
 node. A task whose lease is refused writes a ticket with the amounts that it needs. A lease for a later gang is refused if it
 would leave less than these amounts.
 
-All users of the machine write tickets, so their effect is limited. A ticket is valid while its file is fresh, and only for the
-file's owner. Only the oldest gang of each user counts. A gang that has itself waited for ``_RESPECT_S`` ignores all tickets, so
-no ticket can delay a gang longer.
+All users of the machine write tickets, so their effect is limited. A ticket is valid while its file is fresh, and only if its
+name contains the id of the file's owner. Only the oldest gang of each user counts. A gang that has itself waited for
+``_RESPECT_S`` ignores all tickets, so no ticket can delay a gang longer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST = 10_000
 _AMOUNTS = ("gpus", "cpus", "memory")
 
 _waiting: Dict[str, Tuple[float, float]] = {}
-"""Tasks whose lease this agent refused → the time of the first and of the last request."""
+"""Tasks that wait for a lease → the time of the first and of the last ticket that this agent wrote for them."""
 
 
 class Kept(NamedTuple):

@@ -62,7 +62,7 @@ def free_bytes(path: str) -> int:
 
 
 def is_quick() -> bool:
-    """Return whether ``gather_facts`` runs no program, so that heartbeats are not delayed."""
+    """Return whether ``gather_facts`` is fast enough to run in the agent: it does not start a program."""
     return nvidia_smi() is None
 
 
@@ -81,7 +81,7 @@ def _gpus() -> List[str]:
 
 
 def _amd_gpus() -> List[str]:
-    """Return the GPUs that the AMD driver lists: nodes of its topology with an id. CPUs have the id 0."""
+    """Return the GPUs that the AMD driver lists: nodes of its topology whose ``gpu_id`` is not 0. CPUs have 0."""
     found: List[str] = []
     try:
         names = sorted(os.listdir(_AMD_NODES))

@@ -21,7 +21,7 @@ Values = Dict[str, float]
 (uncorrected, since the driver was loaded), ``xid`` (the driver's last error code during this attempt; 0 before any)."""
 
 LIMITS = ("memory_limit", "power_limit")
-"""Values that do not change."""
+"""Values that rarely change."""
 
 _XID_EVENT = 8
 _THERMAL = 0x20 | 0x40

@@ -31,7 +31,7 @@ class _Stat(NamedTuple):
 
 
 class HostUsage:
-    """Measures the descendants of the process ``root``. Rates are averages since the previous call of ``read``."""
+    """Measures the descendants of the process ``root``, and a container. Rates are averages since the previous ``read``."""
 
     def __init__(self, root: int, command: int, container: str = "") -> None:
         """``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any."""

@@ -5,8 +5,8 @@ so it also works for a process that hangs in a driver or holds its interpreter's
 
 Where py-spy cannot be used, ranks of ``distflow.train`` write their own stacks: on SIGUSR1, Python's faulthandler writes the
 stacks of all threads to ``stacks-<pid>`` in the attempt's directory. The handler is written in C, so it also runs while the
-interpreter's lock is held. The signal would kill any other process. So it is sent only to processes that have that file open
-and catch the signal.
+interpreter's lock is held. The signal would kill a process without a handler. So it is sent only to processes that have
+that file open and catch the signal.
 
 Each of these ranks also listens on a socket ``collectives-<pid>`` in that directory, and sends one JSON document with its
 current collectives to each connection. These documents are untrusted: invalid ones are ignored, and unknown fields left out.
@@ -73,7 +73,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
 
 
 def _processes_of(attempt: str, state: Json) -> List[processes.Process]:
-    """Return the command, its descendants, and all other processes whose environment names the attempt.
+    """Return the keeper's descendants, such as the command, and all processes whose environment names the attempt.
 
     Processes in containers may not be the keeper's descendants.
     """
@@ -181,8 +181,8 @@ def _heartbeat_age(directory: str) -> Optional[float]:
 def _host_rule() -> Optional[int]:
     """Return Yama's rule (kernel.yama.ptrace_scope); None without Yama.
 
-    With 1, users other than root may inspect only their own children. With 2, only root may inspect processes. With 3, no user
-    may.
+    With 1, processes of users other than root may inspect only their descendants. With 2, only root may inspect processes.
+    With 3, no user may.
     """
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:

@@ -148,7 +148,7 @@ class _Hub:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._poll = select.poll()
         self._own_poll = select.poll()
-        """The descriptors of ``_poll`` without the pipes of commands."""
+        """The descriptors of ``_poll`` without those of channels."""
         for poll in (self._poll, self._own_poll):
             poll.register(0, select.POLLIN)
             poll.register(1, 0)

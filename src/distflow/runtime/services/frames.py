@@ -1,6 +1,6 @@
 """The submitter at the other end of a service, and the transfer format of blobs.
 
-A blob is sent in frames of at most 1 MiB. A frame is compressed if a sample of it shrinks by more than 10%. The receiver writes
+A blob is sent in frames of at most 1 MiB. A frame is compressed if that is likely to save more than 10%. The receiver writes
 the content to a file with the suffix ``.part``, verifies its checksum, and renames it. Both ends use this module: ``receiver``
 and ``sender`` on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length and the
 kind of its content (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.

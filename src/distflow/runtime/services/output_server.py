@@ -1,7 +1,7 @@
 """The output server: lists the files of one attempt and sends them one by one. The attempt may have ended or still run.
 
 Standard input: a line ``{"attempt", "place"}``, then a line ``{"file", "at", "prefix"}`` for each file. ``place`` is ``output``
-(the task's ``{{output}}``) or ``work`` (its working directory, without the files that were there before the command started).
+(the task's ``{{output}}``) or ``work`` (its working directory, without unchanged given files and ``__pycache__``).
 ``at`` is the number of bytes that the submitter already has, and ``prefix`` their SHA-256.
 
 Standard output: lines ``{"entries": [[name, size, modified_ns, is_executable, link], …]}``, and a line ``{"others": n}`` with

@@ -9,7 +9,7 @@ exit codes. Therefore the command's standard error is between two lines of the r
 
 ``dial`` connects to a port. The end of standard input ends the connection.
 
-``end`` lets the resident program end the Slurm job with an exit code.
+``end`` lets the resident program end the allocation, such as a Slurm job, with an exit code.
 
 Standard input consists of frames, each a length (``>I``) and the content, because not every engine passes on the end of
 standard input. A frame without content ends the input of the command or the port.
@@ -155,7 +155,7 @@ class _Input:
         self._data = b""
 
     def register(self, poll: select.poll) -> None:
-        """Wait until input can be read or written, or until the command closes the pipe."""
+        """Let ``poll`` report when input can be read or written, and when the command closes the pipe."""
         if not (self._frames.is_ended or self._data):
             poll.register(0, select.POLLIN)
         if self._pipe is not None:

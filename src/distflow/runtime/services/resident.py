@@ -37,7 +37,7 @@ _KEPT = (
     "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURMD_NODENAME",
 )  # fmt: skip
 _OF_STEPS = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-"""Prefixes of variables that describe the step, with one process on each node. Lightning, JAX and MPI would use their ranks."""
+"""Prefixes of variables that describe the step. Commands get only ``_KEPT`` of them: MPI and JAX would use the step's ranks."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_REQUEST = 8 * 1024 * 1024
 
@@ -275,7 +275,7 @@ class Resident:
         try:
             os.write(1, "{} {}\n".format(self._name, word).encode())
         except OSError:
-            return  # `srun` has ended, and this step ends with it
+            return  # the reader has ended, such as `srun`, with which this step ends
 
 
 def _address_to(other: str) -> str:
@@ -291,7 +291,7 @@ def _address_to(other: str) -> str:
 
 
 def _adopt_orphans() -> None:
-    """Make this process the parent of each descendant whose own parent ends."""
+    """Make this process a child subreaper: the new parent of descendants whose own parent ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -312,7 +312,7 @@ def _kill_children() -> None:
 def node(name: str, *, is_tied: bool = False) -> int:
     """Run the resident program in a child process, and kill its descendants when it ends or is killed. Returns the exit code.
 
-    Slurm kills the remaining processes of a step only on clusters that track them by cgroups.
+    Slurm reliably kills the remaining processes of a step only on clusters that track them by cgroups.
     """
     _adopt_orphans()
     resident = os.fork()

@@ -7,7 +7,7 @@ container and without its prelude), then ``INPUT``, ``RESIZE`` (JSON), ``END_OF_
 ends with the code 126 or 127, as in a shell. If the session refuses the request, it sends only ``REFUSED`` (JSON: ``kind``,
 ``message``).
 
-All processes of the command are killed when the command, the connection or the task's attempt ends. No process can be detached,
+The session kills all its descendants when the command, the connection or the task's attempt ends. They cannot be detached,
 because the attempt's GPUs may be leased again as soon as the attempt has ended. See docs/agent-protocol.md.
 """
 

@@ -134,7 +134,7 @@ class _Build:
             self._peer.send({"building": text, "seconds": self._seconds})
 
     def _lock(self) -> int:
-        """Wait until no other process builds this environment."""
+        """Wait until no other process builds or removes this environment, and lock it."""
         while True:
             lock = open_locked(venvs.lock_of(self._directory))
             if lock is not None:
