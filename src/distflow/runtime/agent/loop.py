@@ -27,7 +27,7 @@ _MAX_PAUSE_S = 3600.0  # epoll's timeout is limited
 class Loop:
     """Callbacks on a selector.
 
-    Nothing is polled: the loop sleeps until a descriptor is ready, a child ends or a timer expires.
+    The loop sleeps until a descriptor is ready, a child ends or a timer expires.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def survey(root: str) -> Json:
 
 
 def _survey_venvs(root: str) -> List[Json]:
-    """Return every Python environment with its size, its last use, and whether a task or a builder uses it."""
+    """Return every Python environment with its size, its last use, and whether a task or a builder may use it."""
     found: List[Json] = []
     present = list(venvs.list_venvs(root))
     used = _used_venvs(root) if present else None
@@ -131,7 +131,7 @@ def remove_venv(root: str, key: str) -> Json:
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
-    """Remove a workflow's directory, or its files except outputs and records. Raises ``conflict`` if an attempt is alive."""
+    """Remove a workflow; with ``keep_output``, keep its outputs and records. Raises ``conflict`` while an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
@@ -201,7 +201,7 @@ def _allow_access(folder: str) -> None:
 
 
 def _measure(top: str) -> Tuple[int, float]:
-    """Return the bytes on disk below ``top``, and the time of the last change in it."""
+    """Return the bytes on disk of ``top`` and the files below it, and the time of the last change of one of them."""
     info = os.lstat(top)
     size, modified = info.st_blocks * 512, info.st_mtime
     for folder, _, names in os.walk(top):

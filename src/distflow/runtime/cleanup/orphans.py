@@ -1,4 +1,4 @@
-"""Attempts whose runner and keeper died together: kill their remaining processes, and record their end."""
+"""Attempts whose runner and keeper have both died: kill their remaining processes, and record their end."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ exec "$python" "$@"
 
 
 def _make_rank_pipes(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
-    """Create and open the pipes of ``count`` ranks (``ranks`` is ``[first, count]``). Some file systems have no FIFOs."""
+    """Create and open the pipes of ranks (``ranks`` is ``[first, count]``), unless the file system has no FIFOs."""
     first, count = ranks or (0, 0)
     folder, pipes = os.path.join(directory, RANKS), {}  # type: str, Dict[int, int]
     try:

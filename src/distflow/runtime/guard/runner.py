@@ -1,4 +1,4 @@
-"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if the keeper was killed.
+"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if the keeper died early.
 
 It also starts the sampler, and kills it at the end.
 """

@@ -1,1 +1,1 @@
-"""Services with a connection each: transfers of blobs and outputs, Python environments, and commands inside running tasks."""
+"""Services with a connection each, such as transfers and commands next to tasks; and programs that connect to nodes."""

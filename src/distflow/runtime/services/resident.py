@@ -368,7 +368,7 @@ def pod(job: str, host: str, idle_release_s: float) -> int:
     signaled = []
 
     def forward(number: int, _: object) -> None:
-        """Pass the signal on to all processes of the container, as engines without containers do."""
+        """Pass the signal on to all processes if this is the container's first process, or else to the child."""
         signaled.append(number)
         try:
             os.kill(-1 if os.getpid() == 1 else child, number)
