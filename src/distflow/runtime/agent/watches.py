@@ -123,7 +123,7 @@ class Watches:
                 self._push({"event": "beat", "attempt": watch.attempt, "age_s": max(0.0, now() - at)})
 
     def resume_or_kill_suspended(self, watch: Watch, grace_s: float) -> None:
-        """Until the pair is gone, resume suspended runners and keepers (SIGSTOP), and kill them if that does not help.
+        """Until the pair is gone, resume its runner and keeper if suspended (SIGSTOP), and kill them if that does not help.
 
         Without this, a stop would wait forever, and so would the gang. The runner ends processes that the keeper leaves. This
         agent ends processes that both leave (``_end_adopted``, ``orphans.settle``). A keeper that is busy but not suspended is

@@ -52,7 +52,7 @@ Failed = Callable[[str, str], None]
 
 
 def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
-    """Return whether the end of a task stops its gang: it is a failure by the spec's ``exitActions``, and it ``counts``."""
+    """Return whether this end stops the gang: it is a failure by ``exitActions``, and failures of this task stop the gang."""
     code = ends.code_of(end.get("exit_code"), end.get("signal"))
     return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])
 
@@ -72,7 +72,7 @@ class GangLink:
         self._peers: List[_Peer] = []
         """In the hub: all connections, even unproven ones. In the others: the connection to the hub, even if not complete."""
         self._done: Set[str] = set()
-        """Tasks that are not notified: they ended normally, had the failure before they disconnected, or lost their hub."""
+        """Tasks that are not notified: they ended normally, knew the failure when they disconnected, or refused connections."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
