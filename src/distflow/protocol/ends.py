@@ -1,4 +1,4 @@
-"""How a node describes the end of an attempt, and when that end counts as a failure of its gang."""
+"""How a node describes the end of an attempt, and which ends are failures."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class EndReason(str, enum.Enum):
     EVICTED = "evicted"
     """The node or the kernel stopped it because it used more memory than it had requested."""
     REBOOTED = "rebooted"
-    """The node was rebooted while the attempt ran."""
+    """The node was rebooted before the attempt had ended."""
     RUNNER_DIED = "runner_died"
     """The runner process was killed, so the keeper stopped the command."""
     KEEPER_DIED = "keeper_died"
     """The keeper process was killed, so the runner stopped the command."""
     BOTH_DIED = "both_died"
-    """Runner and keeper were killed, so the next agent killed the remaining processes."""
+    """Runner and keeper were killed, so an agent killed the remaining processes."""
     ALLOCATION_OVER = "allocation_over"
-    """The cluster engine ended the allocation of its node. The supervisor sets this reason, never a node."""
+    """The cluster engine ended the allocation of the attempt's node. The supervisor sets this reason, never a node."""
     UNKNOWN = "unknown"
     """The node reported a reason that this version of distflow does not know. Nodes never write this value."""
 

@@ -63,7 +63,7 @@ def parse_error_file(content: object) -> Optional[ErrorReport]:
 
 
 def is_symptom(text: str) -> bool:
-    """Return whether an error of gloo, TCPStore or NCCL (torch 2.13) only reports that another process was gone."""
+    """Return whether an error of gloo, TCPStore or NCCL (torch 2.13) only reports that another process was gone or silent."""
     return _SYMPTOM.search(text) is not None
 
 

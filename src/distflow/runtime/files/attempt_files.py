@@ -2,7 +2,7 @@
 
 The files of all credentials are in one directory, with a numbered folder for each credential. The directory is in memory if
 possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or else the attempt's ``credentials/``. Links lead
-there from the paths that the task uses. The location depends only on the attempt's directory, so that every process that ends
+there from the paths that the task uses. Both locations follow from the attempt's directory, so that every process that ends
 the attempt can remove the files: the keeper, the runner, or an agent after both have died.
 """
 

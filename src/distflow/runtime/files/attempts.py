@@ -132,7 +132,7 @@ def read_status(directory: str) -> Json:
 
 
 def _has_files(directory: str) -> Optional[bool]:
-    """Return whether the task wrote files to ``{{output}}``; None if that is not known."""
+    """Return whether the task's output directory contains files; None if that is not known."""
     try:
         with os.scandir(os.path.join(directory, "output")) as entries:
             return any(True for _ in entries)

@@ -113,7 +113,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
 
 
 def output_of(directory: str) -> str:
-    """Return the output directory of an attempt's directory. Raises ``not_found`` if it is gone."""
+    """Return the path of the output in an attempt's directory. Raises ``not_found`` if it is gone."""
     output = os.path.join(directory, "output")
     if not os.path.isdir(output) or os.path.islink(output):
         raise OpError("not_found", "`{}` no longer exists".format(output))

@@ -14,7 +14,7 @@ from distflow.runtime.wire import OpError
 __all__ = ["EARLIEST_S", "file_time", "unpack"]
 
 EARLIEST_S = 315619200
-"""January 2, 1980: ``zip`` rejects files from before 1980 in its own time zone."""
+"""January 2, 1980: ``zip`` rejects times before 1980 in the local time zone."""
 _LATEST_S = 2**32
 _SMALL = 1 << 20
 _HEADER_BYTES = 1 << 20

@@ -60,7 +60,7 @@ def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
 class GangLink:
     """One keeper's part of the link.
 
-    Call ``tick`` at ``due_at``. The selector's data for its sockets are callbacks.
+    Call ``tick`` at ``due_at``. Its sockets are in the selector, with callbacks as data.
     """
 
     def __init__(self, gang: Json, listener: int, selector: selectors.BaseSelector, failed: Failed) -> None:

@@ -9,9 +9,9 @@ already exited. Such a chain is found through the ids that the kernel assigned l
 
 A cgroup (v2) for each attempt finds daemons that have neither the attempt's name in their environment nor its session. They
 cannot leave the cgroup unless this user's permissions allow that. Root may create cgroups, and so may users with a delegated
-cgroup (in a container, or through a user manager). Attempts of other users have no cgroup. No controller is enabled, so the
-cgroup neither limits nor counts resources. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``,
-``cgroup.kill``, delegation).
+cgroup (in a container, or through a user manager). Attempts of users without this right have no cgroup. No controller is
+enabled, so the cgroup neither limits nor counts resources. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
+(``cgroup.procs``, ``cgroup.kill``, delegation).
 
 ``MemoryLimit`` needs only /proc and no privileges. It counts the resident memory of the processes. A page that several
 processes share is divided among them (``Pss`` of proc(5)). Reading ``Pss`` is expensive, so it is read only if the sum of their

@@ -97,7 +97,7 @@ def _belongs_to(pid: int, attempt: str) -> bool:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether the driver's process ids are valid in this namespace, which they are not in a container."""
+    """Return whether the driver's process ids are valid in this namespace. In a container, they are not."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
     except OSError:

@@ -59,7 +59,7 @@ def take(
     wanted: Optional[_Wanted] = None,
     users: Sequence[GpuUser] = (),
 ) -> Held:
-    """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
+    """Lease ``gpus`` GPUs out of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
 
     Leases all of them or raises ``OpError``. ``holder`` is the record for the lock files. GPUs of the processes ``users`` are
     unavailable while these processes live.

@@ -1,4 +1,4 @@
-"""Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and results of commands.
+"""Measurements, as for ``pool check``: directories, tools, limits, free memory, checksums of paths, and results of commands.
 
 The submitter parses the output of tools (``nvidia-smi``, ``busctl``), of which the last 16 KiB are returned. Measuring may take
 long, so the functions return jobs for a child of the agent.
