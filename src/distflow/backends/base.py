@@ -1,7 +1,7 @@
-"""The protocol of a backend: commands return at once (except ``deliver``), and observations report their results.
+"""The protocol of a backend: commands return at once, except ``deliver`` and ``close``.
 
-An observation is a fact with the time at which it was seen. The answer to a command is an observation too.
-``supervisor.decide`` determines the next commands from the observations.
+Observations report the results of commands, except that of ``deliver``. An observation is a fact with the time at which it was
+seen. ``supervisor.decide`` determines the next commands from the observations.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class NodeUp(_Observed):
     memory: int | None = None
     platform: str | None = None
     machine: str = ""
-    """Id of the machine: nodes with the same id share their lease files. Empty if unknown."""
+    """Id of the lease directory: nodes with the same id share their lease files. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class VenvFailed(_OfAttempt):
 
     message: str
     is_final: bool
-    """False if the connection broke, so that another try or another node may succeed."""
+    """False if the node was unreachable, so that another try or another node may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +341,7 @@ class Collecting(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected(_OfAttempt):
-    """The output or a checkpoint is in this machine's blob store, as a tar archive."""
+    """The output or a checkpoint was packed as a tar archive. It is in this machine's blob store, unless ``is_everywhere``."""
 
     checkpoint: CheckpointRef | None = None
     digest: str
@@ -352,12 +352,12 @@ class Collected(_OfAttempt):
     """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also links that lead out of its
     directory and files that kept changing."""
     is_everywhere: bool = False
-    """Whether it stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
+    """Whether the archive stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFailed(_OfAttempt):
-    """The output or this checkpoint cannot be collected, and trying again would not help."""
+    """The output or this checkpoint cannot be collected, and the backend no longer tries."""
 
     checkpoint: CheckpointRef | None = None
     message: str
@@ -487,7 +487,7 @@ class Backend(Protocol):
         ...
 
     def build_venv(self, key: AttemptKey, venv: Requirements) -> None:
-        """Build the Python environment on the node of an attempt that has no lease yet. It holds no resources."""
+        """Build the Python environment on the node of an attempt that has no lease yet. A build holds no resources."""
         ...
 
     def cancel_venv(self, key: AttemptKey) -> None:
@@ -495,7 +495,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Copy files and launch record to the node. ``memo`` is stored with them unchanged, for later queries."""
+        """Bring inputs, files, image and launch record to the node, which stores ``memo`` unchanged for later queries."""
         ...
 
     def start(self, key: AttemptKey) -> None:

@@ -38,7 +38,7 @@ def preload(names: Iterable[str]) -> None:
 
 
 def require_supported(pool: Pool) -> None:
-    """Raise ``InputError`` if this version of distflow, or this operating system, does not have the pool's backend."""
+    """Raise ``InputError`` if the pool's backend is unknown, lacks a package, or does not run on this operating system."""
     if pool.backend not in BACKENDS:
         raise InputError(f"this version of distflow has no backend `{pool.backend}`", hint=f"available: {', '.join(BACKENDS)}")
     if pool.backend == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
@@ -63,7 +63,7 @@ def unknown_hosts(pool: Pool) -> Mapping[str, str]:
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:
-    """Return the backend of a pool. ``blobs`` holds the files that specs send, by digest.
+    """Return the backend of a pool. ``blobs`` holds files of specs and collected outputs, by digest.
 
     Raises ``InputError`` as ``require_supported`` does.
     """

@@ -1,4 +1,4 @@
-"""The clock of observations and decisions. It never jumps.
+"""The clock of observations and decisions. It never goes back.
 
 It is the machine's clock at the start of this process plus the time that has elapsed since. On Linux, this includes the time in
 which the machine was suspended. Changes of the machine's clock, by a person or a time server, do not affect durations: a wait

@@ -1,9 +1,9 @@
 """The backend for nodes that a cluster engine allocates: one allocation for each attempt of a group.
 
 It requests allocations, waits for them, and runs gangs on their nodes as on plain machines (``MachinesBackend``). One thread
-uses the engine: it requests and releases allocations, and queries the states of all allocations at once. The engine's reason
-for the end of an allocation replaces the reports of its nodes, because a program that gets SIGTERM does not know that its job
-was preempted.
+requests and releases allocations, and queries the states of all allocations at once. The engine's reason for the end of an
+allocation replaces its nodes' explanations of failed tasks, because a program that gets SIGTERM does not know that its job was
+preempted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from distflow.transports.base import Transport
 __all__ = ["AllocatedBackend", "open_backend"]
 
 _FIRST_POLL_S = 0.3
-"""Seconds from a request to the first query. The time between further queries grows, up to ``_QUEUED_POLL_S``."""
+"""Seconds from a request or another change to the next query. Further intervals grow, up to ``_QUEUED_POLL_S``."""
 _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
 """Seconds between two queries while no allocation waits: nodes report the ends of their tasks themselves."""
@@ -161,7 +161,7 @@ class AllocatedBackend:
         self._down: dict[str, NodeDown] = {}
         """Unreachable allocated node → the last report about it."""
         self._is_engine_away = False
-        """Whether the last call of the engine failed."""
+        """Whether the engine did not answer, and no query of states has succeeded since."""
         self._pace = _Pace(engine.query_limit)
         self._is_closing = False
         self._closes_at = 0.0
@@ -377,7 +377,7 @@ class AllocatedBackend:
                     for held in self._held.values():
                         self._report_waiting(held, error.message)
                         self._report_failures(held, until=time.monotonic() - _UNANSWERED_S)
-            except Exception:  # noqa: BLE001  only this thread uses the engine
+            except Exception:  # noqa: BLE001  without this thread, no allocation is requested or released
                 self._is_releasing = False
                 failures += 1
                 retry_at = time.monotonic() + _pause_s(failures)
@@ -528,7 +528,7 @@ class AllocatedBackend:
             self._finish(held, held.over)
 
     def _finish(self, held: _Held, state: Over) -> None:
-        """Report the ends of all attempts of an ended allocation, and forget the allocation."""
+        """Report the unreported ends of attempts of an ended allocation, and forget the allocation."""
         self._held.pop(held.allocation, None)
         # Attempts on the nodes that caused the end come first, because the first reported failure counts as the cause.
         for key, is_reported in sorted(held.attempts.items(), key=lambda one: host_of(one[0].node)[0] not in state.hosts):
@@ -543,7 +543,7 @@ class AllocatedBackend:
             self._sink(LogComplete(at=now(), key=key))
         self._drop(held)
 
-    # Helpers. The lock is held.
+    # Helpers. Their callers hold the lock, except those of `_command` and `_transport`.
 
     def _lease_if_connected(self, held: _Held | None) -> bool:
         """Lease the nodes of an allocation if all of them are connected and the lease request is open."""
@@ -708,7 +708,7 @@ def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
 
 
 def _was_killed(over: Over | None, end: Mapping[str, Any]) -> bool:
-    """Return whether the engine killed a task because a program that distflow started failed on another node."""
+    """Return whether the engine seems to have killed a task because a resident program failed."""
     killed = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
     return over is not None and over.is_failure and code_of(end.get("exit_code"), end.get("signal")) in killed
 

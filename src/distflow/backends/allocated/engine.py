@@ -95,10 +95,10 @@ class AllocationRequest:
 
     allocation: Allocation
     label: str
-    """``<workflow id>/<group>``, which the engine shows to its users."""
+    """``<workflow id>/<group>``, for people."""
     nodes: tuple[NodeRequest, ...]
     time_limit_s: float | None = None
-    """The longest time that the group may run, with its preparation; ``None``: the limit of the pool."""
+    """The longest time that the group may need its nodes, with ``margin_s``; ``None``: the limit of the pool."""
     margin_s: float = 0.0
     """The part of ``time_limit_s`` for preparation and outputs. An engine may shorten it."""
     priority: str = "NORMAL"
@@ -125,10 +125,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """The allocation has ended, and its processes have been killed."""
+    """The allocation has ended, and so have its processes, as far as the engine knows."""
 
     reason: Reason | None
-    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` if its programs ended by themselves."""
+    """The cause, such as ``PREEMPTED`` or ``NODE_LOST``; ``None`` without one, as when the programs ended by themselves."""
     message: str
     """The engine's explanation in plain words."""
     hosts: Collection[str] = field(default_factory=tuple)
@@ -136,7 +136,7 @@ class Over:
     is_failure: bool = False
     """Whether distflow's programs on the nodes failed, so that another allocation would fail too."""
     may_be_late: bool = False
-    """Whether its programs may have ended before the engine's ``reason``, so that recorded ends of attempts are read first."""
+    """Whether its programs may have ended before the event in ``reason``, so that recorded ends of attempts are read first."""
 
 
 AllocationState = Queued | Granted | Over
@@ -163,7 +163,7 @@ class QueryLimit:
 class Engine(Protocol):
     """A cluster engine.
 
-    All methods may block, and raise ``NodeUnreachable`` if the engine does not answer or its answer is malformed.
+    Methods may block, and raise ``NodeUnreachable`` if the engine does not answer or its answer is malformed.
     """
 
     query_limit: ClassVar[QueryLimit]
@@ -180,7 +180,7 @@ class Engine(Protocol):
         ...
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one query to the engine.
+        """Return the state of each allocation. One query covers all of them, and further queries explain the ends of some.
 
         ``ids``: id → tasks in the order of the request. Without tasks, the keys of ``Granted.hosts`` are ``"0"``, ``"1"`` and
         so on. An allocation that the engine no longer knows is ``Over``.
@@ -190,7 +190,8 @@ class Engine(Protocol):
     def allocations(self) -> Mapping[str, Allocation]:
         """Return all allocations that carry a marker and have not ended, by id.
 
-        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, and Ray those of the whole cluster.
+        They belong to this user on Slurm. Kubernetes returns those of the whole namespace, also with ended pods, and Ray those
+        of the whole cluster.
         """
         ...
 

@@ -153,7 +153,7 @@ class NodeChannel:
         self._start = start
         self._has_ended = has_ended
         self._is_used = False
-        """Whether data was sent in either direction, or the command was started twice."""
+        """Whether ``write`` was called, or a call of ``read`` has returned."""
         self._is_closed = False
         self._lock = threading.Lock()
         """Guards the replacement of ``_channel``."""

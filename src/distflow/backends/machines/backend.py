@@ -1,7 +1,7 @@
 """The backend for plain machines: one agent per node, and gang leases across nodes.
 
 It handles nodes, attempts and the agent protocol (``docs/agent-protocol.md``), but neither states nor policy. Each node has
-one connection (``connection``), which reconnects by itself. This module sends each command to the connection of its node.
+one ``Connection``, which reconnects by itself. This module passes each command to the ``Connection`` of its node.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _PREPARE_THREADS = 32
 _COLLECT_THREADS = 32
 _BUILD_THREADS = 64
 _INLINE = 64 << 10
-"""Largest file that is sent within the launch, in bytes. Larger files are staged, and stay on the node for later attempts."""
+"""Largest blob that the launch record contains, in bytes. Larger blobs are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
 """Timeout for placing staged files or pulling an image. A dead node is detected long before, because its heartbeats stop."""
 _REPORT_INTERVAL_S = 5.0
@@ -94,7 +94,7 @@ class MachinesBackend:
         self._halts: dict[AttemptKey, threading.Event] = {}
         """Events of attempts that are being prepared. An event is set if its attempt is stopped, released or prepared again."""
         self._torch_checked: set[tuple[str | None, ...]] = set()
-        """Settings of tasks (see ``_check_torch``) with which the node's Python has torch."""
+        """Settings of tasks (see ``_check_torch``) with which the node's Python has torchrun, or may have it."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
         self._builds: dict[AttemptKey, _VenvBuild] = {}
@@ -128,7 +128,7 @@ class MachinesBackend:
         ended: Collection[str] | None = None,
         exit_codes: Mapping[AttemptKey, int] = NO_EXIT_CODES,
     ) -> None:
-        """Do nothing: nodes are not allocated."""
+        """Do nothing: this backend allocates no nodes."""
 
     def drop(self, names: Collection[str]) -> None:
         """Close the connections to nodes that are no longer part of the pool."""
@@ -215,7 +215,7 @@ class MachinesBackend:
         return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, progress)
 
     def is_releasing(self) -> bool:
-        """Return False: these nodes are not allocated."""
+        """Return False: this backend allocates no nodes."""
         return False
 
     def close(self) -> None:
@@ -227,14 +227,14 @@ class MachinesBackend:
             workers.shutdown(wait=False, cancel_futures=True)
 
     def _halt(self, key: AttemptKey) -> None:
-        """Cancel transfers to an attempt that is no longer wanted."""
+        """Cancel a running preparation of an attempt."""
         with self._lock:
             halt = self._halts.pop(key, None)
         if halt is not None:
             halt.set()
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
-        """Return whether every node of the pool has a blob already. False for small blobs, which launch records contain."""
+        """Return whether every node of the pool has a blob. False for small blobs, because launch records contain them."""
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
     def _send(self, key: AttemptKey, op: Operation, answered: Any, **fields: Any) -> None:
@@ -284,7 +284,7 @@ class MachinesBackend:
                 raise _Unwanted
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
-            return  # the stop or the next try reports the result
+            return  # the stop, the release or the next try reports the result
         except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if not halt.is_set():
                 self._not_prepared(key, error, halt)
@@ -415,7 +415,7 @@ class MachinesBackend:
             pulled.set()
 
     def _check_torch(self, connection: Connection, launch: BoundLaunch) -> None:
-        """Raise ``InputError`` if the node's Python certainly lacks torch. A successful check is not repeated."""
+        """Raise ``InputError`` if the node's Python certainly has no torchrun. A successful check is not repeated."""
         environment = dict(launch.environment)
         checked = (
             launch.node,

@@ -56,7 +56,7 @@ class Cleaned:
     removed: tuple[str, ...] = ()
     """uuids of workflows."""
     kept: int = 0
-    """Number of workflows that remain: too young, unfinished, or not removed because of an error."""
+    """Number of workflows that remain: too young, unfinished, still running, or not removed because of an error."""
     venvs: tuple[CleanedVenv, ...] = ()
     """The removed Python environments."""
     kept_venvs: int = 0
@@ -64,7 +64,7 @@ class Cleaned:
     freed_bytes: int = 0
     """Bytes of the removed directories."""
     free_bytes: int | None = None
-    """Free bytes on the node's disk."""
+    """Free bytes on the node's disk before the removal."""
     error: str = ""
     """Why the node could not be cleaned, or which removals it refused, with the reasons; otherwise empty."""
 
@@ -149,7 +149,7 @@ class Leftover:
     why: str
     """Why it is a leftover."""
     is_ours: bool
-    """Whether it is killed. Leftovers of another root or another user are only reported."""
+    """Whether ``reap_node`` may kill it. Leftovers of another root or another user are only reported."""
     user: str = ""
     age_s: float | None = None
     gpus: tuple[int, ...] = ()
@@ -309,7 +309,7 @@ class Uninstalled:
     left: tuple[str, ...] = ()
     """Remaining paths, each with the cause."""
     error: str = ""
-    """Why nothing was removed."""
+    """Why the request failed; otherwise empty."""
 
 
 def uninstall_node(pool: Pool, node: Node) -> Uninstalled:

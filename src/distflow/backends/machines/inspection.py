@@ -43,7 +43,7 @@ class Holders:
 
     holders: tuple[Holder, ...] = ()
     foreign: tuple[tuple[int, str], ...] = ()
-    """GPUs that are used by processes that distflow did not start, each with a description of the processes."""
+    """Processes on GPUs that are not leased: the GPU, and a description of the process."""
     error: str = ""
 
 
@@ -69,7 +69,7 @@ class InspectedTask:
 
     task: str
     group: str
-    """The task's group, whose tasks form one world."""
+    """The task's group. Its tasks may form a world."""
     attempt: str
     """The attempt's name on its node."""
     node: Node

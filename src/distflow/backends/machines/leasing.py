@@ -1,4 +1,4 @@
-"""Leases of whole gangs: each node gets a request, and if one refuses, all leases are released."""
+"""Leases of whole gangs: a request for each task goes to its node, and if one is refused, all leases are released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["GangLease"]
 
 _NO_VENV = "no_venv"
 _TEMPORARY = frozenset({"busy", "unreachable", _NO_VENV})
-"""Kinds of refusals after which another try may succeed. One such refusal is enough, even if other nodes refuse for good."""
+"""Kinds of refusals after which another try may succeed.
+
+A gang's refusal is temporary if at least one node refuses for such a reason, even if other nodes refuse for good.
+"""
 
 
 class GangLease:
@@ -31,7 +34,7 @@ class GangLease:
         self._answers: dict[str, Mapping[str, Any] | DistflowError] = {}
 
     def begin(self) -> None:
-        """Send the request to every node."""
+        """Send each task's request to its node. A node that was allocated with too few GPUs counts as refusing."""
         request = self._request
         for task, node in request.nodes.items():
             wanted, granted = request.gpus.get(task, 0), self._connections[node].granted_gpus

@@ -41,9 +41,9 @@ class ApiError(Exception):
 class KubernetesApi:
     """Calls of the API server, in one namespace. Safe to use from several threads.
 
-    All calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, ``ApiError``
-    for its other refusals, and ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be used. Objects are
-    mappings (their JSON).
+    Calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, ``ApiError`` for its
+    other refusals (except ``exec``), and ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be used.
+    Objects are mappings (their JSON).
     """
 
     def __init__(self, settings: KubernetesSettings) -> None:
@@ -112,7 +112,10 @@ class KubernetesApi:
         return f"{start}/namespaces/{quote(self.namespace, safe='')}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
 
     def exec(self, node: str, pod: str, container: str, command: Sequence[str]) -> socket.socket:
-        """Start a command in a container, and return the socket of its WebSocket. Raises ``NodeUnreachable`` for ``node``."""
+        """Start a command in a container, and return the socket of its WebSocket.
+
+        Raises ``NodeUnreachable`` for ``node``, also if the API server refuses.
+        """
         import websocket  # noqa: PLC0415  an optional package
         from kubernetes.stream.ws_client import create_websocket  # noqa: PLC0415  as above
 

@@ -35,7 +35,7 @@ _PROBE = "import sys; open('/dev/termination-log', 'w').write(sys.version.split(
 
 
 def check_kubernetes(pool: Pool, api: KubernetesApi, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Yield the findings. Creates one short-lived pod, and the object that owns it. Raises ``NodeUnreachable``."""
+    """Yield the findings. Creates at most one short-lived pod, and the object that owns it. Raises ``NodeUnreachable``."""
     check = _Check(pool, api)
     progress("connecting to the API server")
     try:

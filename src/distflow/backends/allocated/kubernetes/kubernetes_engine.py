@@ -99,7 +99,7 @@ class KubernetesEngine:
         self._released: set[str] = set()
 
     def request(self, wanted: AllocationRequest) -> str:
-        """Create the pods, or return the allocation that exists already with this marker."""
+        """Create the owner object and the pods, unless they exist already, and return the name of the owner object."""
         try:
             owner = self._existing(wanted.allocation)
             if owner is None:
@@ -119,7 +119,7 @@ class KubernetesEngine:
         return ""
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one query to the API server."""
+        """Return the state of each allocation. One query lists the pods of all of them."""
         with self._lock:
             found: dict[str, AllocationState] = {name: self._over[name] for name in ids if name in self._over}
         if not ids.keys() - found.keys():

@@ -1,9 +1,10 @@
 """Commands in a container of a pod, over the exec API.
 
-The connection is a WebSocket with the subprotocol ``v4.channel.k8s.io``, which all releases of Kubernetes have. The first byte
-of each message is its channel (0 standard input, 1 output, 2 errors, 3 the status at the end). Source: ``remotecommand`` of
-Kubernetes. Arguments are part of the URL, whose length proxies limit. Therefore, the container starts a short program, which
-reads the real command from its standard input. The protocol cannot close standard input without closing the connection.
+The connection is a WebSocket with the subprotocol ``v4.channel.k8s.io``, which all current releases of Kubernetes have. The
+first byte of each message is its channel (0 standard input, 1 output, 2 errors, 3 the status at the end). Source:
+``remotecommand`` of Kubernetes. Arguments are part of the URL, whose length proxies limit. Therefore, the container starts a
+short program, which reads the real command from its standard input. The protocol cannot close standard input without closing
+the connection.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class ExecChannel:
         self._is_ended = False
         self._is_closed = False
         self.why_ended = ""
-        """Why the connection ended before the command; empty if it did not."""
+        """Why the connection ended before the command, or why the command could not be run; otherwise empty."""
         self._wake, self._waker = socket.socketpair()
         for one in (self._socket, self._wake, self._waker):
             one.setblocking(False)
@@ -290,7 +291,10 @@ _PING = 256
 
 
 def _messages(received: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield channel and data of each message in a stream of WebSocket frames. Raises ``ValueError`` for invalid data."""
+    """Yield channel (``_PING`` for a ping) and data of each message in a stream of WebSocket frames.
+
+    Raises ``ValueError`` for invalid data.
+    """
     data, message = bytearray(), bytearray()
     for part in received:
         data += part

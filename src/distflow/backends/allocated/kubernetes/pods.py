@@ -67,7 +67,7 @@ def host_name(node: str, index: int) -> str:
 
 
 def index_of_host(host: str) -> int:
-    """Return the position of the pod of a host. Raises ``ValueError`` if the text does not end in a number."""
+    """Return the position of the pod of a host. Raises ``ValueError`` for other text, such as ``node1``."""
     return int(host.rpartition("_")[2])
 
 

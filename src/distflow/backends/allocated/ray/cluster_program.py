@@ -1,8 +1,8 @@
 """The program on a node of a Ray cluster that uses Ray for distflow, and the actors that run the resident programs.
 
 The cluster's own Python runs it, so the submitter needs no Ray. It reads requests as lines of JSON, and answers each with one
-line. Everything that it creates in Ray is detached, so the program may end at any time, and another instance continues. It
-ends when its standard input ends.
+line. The placement groups and actors that it creates are detached, so the program may end at any time, and another instance
+continues. It ends when its standard input ends.
 
 An allocation is a placement group whose name is distflow's marker, with one actor for each task. An actor is the parent of the
 resident program (``runtime/services/resident.py``) of its task, and listens on a TCP port for connections from this cluster's

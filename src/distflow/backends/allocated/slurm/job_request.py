@@ -88,7 +88,10 @@ _REMEDIES: Sequence[tuple[str, str]] = (
 
 
 def components_of(nodes: Sequence[NodeRequest]) -> tuple[tuple[NodeRequest, ...], ...]:
-    """Return runs of consecutive tasks with equal resources. Each run is a component; several need a heterogeneous job."""
+    """Return runs of consecutive tasks with equal resources and platform.
+
+    Each run is a component of the job. Several components need a heterogeneous job.
+    """
     return tuple(tuple(run) for _, run in groupby(nodes, key=_shape))
 
 

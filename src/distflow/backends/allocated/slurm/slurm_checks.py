@@ -27,7 +27,7 @@ _OVERLAP_SINCE = (20, 11)
 _AT_ONCE_S = 5
 """Maximum seconds to wait for a free node."""
 _SOON_S = 60.0
-"""If a job would start later than this, no node is free."""
+"""If Slurm would start a job more than this number of seconds from now, no node is free."""
 _PYTHON_S = 60.0
 _PROBE = """
 import json, os, subprocess, sys
@@ -85,7 +85,7 @@ class _Check:
         """Whether no node of the pool is free."""
 
     def version(self) -> Iterator[Finding]:
-        """Check the version. Fails at once if the controller does not answer."""
+        """Check the version and settings of the cluster. Fails at once if the controller does not answer."""
         text = self._commands.query("scontrol", "show", "config")
         shown = re.search(r"^SLURM_VERSION\s*=\s*(([0-9]+)\.([0-9]+)\S*)", text, re.MULTILINE)
         if shown is None:

@@ -134,9 +134,9 @@ class SlurmEngine:
         """Released jobs. They may still be listed, but a new request must not reuse them."""
         self._notices: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
-        """Running job → the hosts of its first component, as Slurm writes them."""
+        """Job that has or had hosts → the hosts of its first component, as Slurm writes them."""
         self._het_groups: dict[str, dict[str, int]] = {}
-        """Running job → host → component; empty for a job that is not heterogeneous."""
+        """Job → host → component; empty for a job that is not heterogeneous."""
 
     def request(self, wanted: AllocationRequest) -> str:
         """Submit a job, or return the one that exists already for this allocation."""
@@ -152,7 +152,7 @@ class SlurmEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each job, with one query to Slurm."""
+        """Return the state of each job, with one query to Slurm, and another one if jobs have ended."""
         with self._state:
             known = {job: self._over[job] for job in ids if job in self._over}
         if not ids.keys() - known.keys():

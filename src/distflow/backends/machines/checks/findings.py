@@ -113,7 +113,7 @@ def judge_node(measured: Measured) -> Iterator[Finding]:
 
 
 def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield findings that compare nodes: wrong clocks, shared machines, and differences of versions and files."""
+    """Yield findings that compare nodes: wrong clocks, shared machines, and differences of versions, GPUs and files."""
     yield from _clocks(nodes)
     yield from _same_machine(nodes)
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}

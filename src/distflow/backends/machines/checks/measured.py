@@ -51,12 +51,12 @@ except BaseException as error:
     answer["error"] = repr(error)
 print("\\n{_MARK}" + json.dumps(answer))
 """
-"""Script for a node's configured Python. ``parse_python`` reads its output."""
+"""Script for the Python of a node's tasks. ``parse_python`` reads its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """A node's configured Python, started in the environment of its tasks, and the Python's torch."""
+    """The Python of a node's tasks, started in their environment, and its torch."""
 
     python: str = ""
     """Version of Python; empty if it did not start."""
@@ -194,8 +194,8 @@ class GpuApp:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Return the GPUs in the output of the query of ``runtime.probes.probing``.
 
-    It has for each GPU index, uuid, name, driver_version, memory.total, memory.used and ecc.errors.uncorrected.volatile.total.
-    Other lines (a warning, a lost GPU) are ignored.
+    The output has a line for each GPU, with the fields index, uuid, name, driver_version, memory.total, memory.used and
+    ecc.errors.uncorrected.volatile.total. Other lines (a warning, a lost GPU) are ignored.
     """
     found = []
     for fields in _rows(text, 7):

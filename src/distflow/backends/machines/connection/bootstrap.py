@@ -45,7 +45,7 @@ _STORAGE: Final = (
     "storage/base", "storage/credentials", "storage/datasets", "storage/failures", "storage/files", "storage/node_service",
     "storage/objects", "storage/task_data", "storage/transfers",
 )  # fmt: skip
-"""All modules that ``storage.node_service`` needs. A test runs it with these modules only."""
+"""Modules that ``storage.node_service`` needs in addition to the node runtime. A test runs it with only these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Bundle:
 
     @cached_property
     def archive(self) -> bytes:
-        """Return the zip archive. The same sources always give the same bytes."""
+        """Return the zip archive, without the times and modes of the files."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for name, data in self._sources.items():

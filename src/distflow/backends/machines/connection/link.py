@@ -273,7 +273,7 @@ class AgentLink:
 _SAMPLES = 8
 """Number of latest pings, of which the fastest counts.
 
-They are enough that one of them has no delay, and few enough to follow a drift of the clock.
+They are enough that one of them usually has no delay, and few enough to follow a drift of the clock.
 """
 
 

@@ -285,7 +285,7 @@ class Connection:
         if not isinstance(visible, str):
             return self.gpu_ids  # the engine hides all others
         named = visible.split(",") if visible else []
-        # Other names (uuids) are the devices that a task can see, which CUDA numbers from 0.
+        # If GPUs are named by uuid, a task sees only these, and CUDA numbers them from 0.
         return [int(one) for one in named] if all(one.isdecimal() for one in named) else list(range(len(named)))
 
     @property

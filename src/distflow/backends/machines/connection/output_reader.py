@@ -65,7 +65,7 @@ class FetchCounts:
     unchanged: int = 0
     """Number of files that existed already with the same size and modification time, and of links with the same target."""
     left_out: int = 0
-    """Number of links that would lead out of the local directory, and were not created."""
+    """Number of links that were not created, because they could lead out of the local directory."""
     problems: list[str] = field(default_factory=list)
     """Files that the node could not send, each with the reason."""
     finished: set[str] = field(default_factory=set)
@@ -335,12 +335,12 @@ class _LocalFile:
 
 
 def _bounded(modified_ns: int) -> int:
-    """Return a time that every file system can store. The node is not trusted."""
+    """Return a time within the range that usual file systems can store. The node is not trusted."""
     return min(max(modified_ns, 0), _MAX_TIME_NS)
 
 
 def _make_link(folder: Path, file: RemoteFile, counts: FetchCounts, known: set[str]) -> None:
-    """Create a link if it stays inside ``folder``. Its target may lead through other links, which all stay inside."""
+    """Create a link if it stays inside ``folder``. Its target may lead through other fetched links, which stay inside, too."""
     path = _local_path(folder, file.name, known)
     known.clear()  # paths through this link lead elsewhere
     *up, last = file.link.split("/")

@@ -1,7 +1,7 @@
 """The times of tries to reconnect to a node.
 
-While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart, or up to 30 s after a refused
-login. The last of them comes just before the wait ends, so that a node that returns in time is found. After that, tries become
+While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart, or about 30 s after refused
+logins. The last of them comes just before the wait ends, so that a node that returns in time is found. After that, tries become
 rare.
 """
 
@@ -39,7 +39,9 @@ _SHORTEST_HEARTBEAT_S = 0.2
 
 
 def heartbeat_s(ping_s: float, lost_after_s: float) -> float:
-    """Return the interval of heartbeats: a silent node is noticed in less than half of the time after which it is lost.
+    """Return the interval of heartbeats in seconds.
+
+    If ``lost_after_s`` is at least 2, a silent node is noticed in less than half of that time.
 
     >>> heartbeat_s(5.0, 120.0), heartbeat_s(5.0, 10.0)
     (5.0, 1.0)

@@ -1,4 +1,4 @@
-"""The connection to a distflow service on a node: JSON lines, bytes, and keepalives while nothing else is sent."""
+"""The connection to a distflow service on a node: JSON lines, bytes, and keepalives at regular intervals."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _Line(msgspec.Struct, kw_only=True):
 class ServiceStream:
     """The connection to one service. ``ended`` is the error message if the connection ends unexpectedly.
 
-    The service closes a silent connection (``runtime.services.peer``), so something is sent every few seconds. One thread may
-    read and write; any thread may call ``close``.
+    The service closes a silent connection (``runtime.services.peer``), so a keepalive is sent at regular intervals. One thread
+    may read and write; any thread may call ``close``.
     """
 
     def __init__(self, node: str, opened: Opened, ended: str, keepalive: bytes = EMPTY_LINE) -> None:

@@ -45,17 +45,17 @@ def choose_address(
     2. ``reached``: the address to which the transport connected, unless that is a forwarded port on this machine
     3. an address of the host's name (``named``) that the node owns
     4. the address at which sshd accepted the connection (``facts.ssh_server``)
-    5. the node's only IPv4 address
+    5. the node's only IPv4 address that is not a loopback address
     6. ``host``
 
     Among 3 to 5, loopback addresses come last, because no other node can use them. The address becomes part of commands and
-    scripts of other nodes. Therefore, strings in ``facts`` that are not addresses are ignored.
+    scripts of other nodes. Therefore, invalid addresses in ``facts`` are ignored.
     """
     stated = [item for item in facts.get("addresses") or [] if _is_address(str(item.get("address")))]
     owners = {str(item["address"]): str(item.get("interface", "")) for item in stated}
     accepted = str(facts.get("ssh_server") or "").partition("%")[0]
     accepted = accepted if _is_address(accepted) else ""
-    # A forwarded port is reached at an address of another machine, usually 127.0.0.1 on this one.
+    # A forwarded port has a loopback address of this machine, and the node's sshd accepted the connection at another address.
     is_tunnel = reached is not None and _is_loopback(reached) and accepted not in ("", reached)
     own = [str(item["address"]) for item in stated if item.get("family") == "inet"]
     outward = [address for address in own if not _is_loopback(address)]

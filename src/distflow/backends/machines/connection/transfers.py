@@ -105,7 +105,7 @@ class Fetched:
     """A task's files as a blob of this machine, or of its node (``is_here``)."""
 
     digest: str
-    """SHA-256, hexadecimal."""
+    """SHA-256, hexadecimal; empty for a checkpoint without files."""
     size: int
     """Bytes of the archive."""
     files: int
@@ -181,7 +181,7 @@ def _check_room(blobs: Path, coming: int) -> None:
 
 
 _PAUSES_S = (1.0, 5.0)
-"""Seconds between a node's tries to reach a store. They are few, because the submitter can relay the data."""
+"""Seconds between a node's tries to reach a store. The tries are few, because the submitter can relay the data."""
 
 
 def deliver_from_node(
