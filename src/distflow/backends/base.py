@@ -105,7 +105,7 @@ class LeaseRequest:
     workflow_id: str = ""
     """The workflow's id for people, for messages about its leases."""
     start_timeout_s: float = 120.0
-    """Time after which the nodes release the lease if no ``start`` arrives."""
+    """Seconds after which a node to which nobody is connected releases the lease, if no ``start`` has arrived."""
     venvs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → digest of its Python environment, which its node must have. Other tasks need none."""
     platforms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -297,15 +297,15 @@ class Started(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAccepted(_OfAttempt):
-    """The stop has begun: TERM was sent."""
+    """The stop has begun: the command, if it runs, has got TERM."""
 
     grace_s: float | None = None
-    """Time between TERM and KILL; ``None`` if the node reports a stop that was not requested here."""
+    """Time between TERM and KILL; ``None`` if the report is not the answer to a ``stop``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(_OfAttempt):
-    """The attempt has ended, and none of its processes remain."""
+    """The attempt has ended. Its processes were ended before, as far as the node or the engine could do that."""
 
     end: Mapping[str, object]
     """The node's record (``docs/agent-protocol.md``, ``End``). Its times are those of the node's clock."""
@@ -422,7 +422,7 @@ class LogSink(Protocol):
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         """Store ``data`` at ``offset`` of a file. The same data may arrive again.
 
-        Raises ``OSError`` if there is no room, and ``ValueError`` if it is not a file of the output.
+        Raises ``OSError`` if this machine cannot store it, and ``ValueError`` for another file or after a gap.
         """
         ...
 
@@ -447,10 +447,11 @@ class Backend(Protocol):
     1. Only ``deliver`` and ``close`` block. All observations, answers included, go to the backend's sink.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``, and every ``build_venv`` by ``VenvBuilt`` or
        ``VenvFailed``, unless ``keep`` or ``cancel_venv`` cancels it. ``prepare``, ``start``, ``stop``, ``release`` and
-       ``collect`` are answered by an observation of their attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the
+       ``collect`` are answered by an observation of their attempt, which is ``Unanswered`` or ``CollectUnanswered`` if the
        connection broke. All commands may be repeated: a repeated command reports the current state.
     3. A lease is all or nothing.
-    4. ``Ended`` is reported only when no process of the attempt remains, and again after a reconnection.
+    4. Before ``Ended`` is reported, the node or the engine ends all processes of the attempt that it can end. ``Ended`` may be
+       repeated after a reconnection.
     5. The log sink gets all output of every watched attempt in order. Then ``LogComplete`` is reported.
     6. ``collect`` may be repeated while it is running; it is then answered once.
     7. Times from a node are reported with ``clock``: the offset of the node's clock from this machine's, with its uncertainty.

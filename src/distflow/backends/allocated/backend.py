@@ -1,9 +1,9 @@
 """The backend for nodes that a cluster engine allocates: one allocation for each attempt of a group.
 
 It requests allocations, waits for them, and runs gangs on their nodes as on plain machines (``MachinesBackend``). One thread
-requests and releases allocations, and queries the states of all allocations at once. The engine's reason for the end of an
-allocation replaces its nodes' explanations of failed tasks, because a program that gets SIGTERM does not know that its job was
-preempted.
+requests and releases allocations, and queries the states of all allocations at once. A program that gets SIGTERM does not
+know that its job was preempted. Therefore, the engine's reason for the end of an allocation replaces its nodes' explanations of
+failed tasks.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ class _Held:
     doubtful: dict[AttemptKey, tuple[float, Ended]] = field(default_factory=dict)
     """Attempt → time and report of its failure, held back until the engine reports the state of the allocation."""
     logged: set[AttemptKey] = field(default_factory=set)
-    """Attempts in ``doubtful`` whose output is complete. That is reported after the failure."""
+    """Attempts in ``doubtful`` whose output is complete. ``LogComplete`` is held back until the failure is reported."""
     last_message: str = ""
     """The last reported reason for waiting."""
     over: Over | None = None
     """Its end, while recorded ends of its attempts are read."""
     recovers_until: float = 0.0
-    """When to stop reading them (monotonic clock)."""
+    """When to stop reading recorded ends (monotonic clock)."""
     recovered: set[AttemptKey] = field(default_factory=set)
     """Attempts whose records have been read completely."""
 

@@ -1,8 +1,8 @@
 """The protocol of a cluster engine: allocations, their states, and transports to their nodes.
 
-An allocation is the unit that an engine grants, such as a job of Slurm. It serves one attempt of one group. The engine queues,
-places and accounts for allocations. On each node, it starts one resident program (``runtime/services/resident.py``), which
-runs commands on the node as long as the allocation exists.
+An allocation is the unit that an engine grants, such as a job of Slurm. It serves one attempt of one group. The engine queues
+and places allocations. On each node, it starts one resident program (``runtime/services/resident.py``), which runs commands on
+the node as long as the allocation exists.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARK = "distflow"
 
 
 class RequestRefused(DistflowError):
-    """The engine will never grant the request. The message quotes the engine."""
+    """The engine will never grant the request, or the pool's settings do not allow it."""
 
 
 class RequestDelayed(DistflowError):

@@ -53,7 +53,7 @@ _SHARED = Engines(open_engine)
 def open_transport(pool: Pool, node: Node) -> Transport:
     """Return a transport to an allocated node, or to its files after the end of the allocation, without connecting.
 
-    All transports to nodes of a pool share one engine, and through it one connection to the login node.
+    All transports to nodes of a pool share one engine, and with it the connection to the login node or the API server.
     """
     return _SHARED.transport(pool, node.name)
 

@@ -152,7 +152,7 @@ class RelayTransport:
         return channel
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command for the carrier that runs the relay with these arguments."""
+        """Return the command by which the carrier runs the relay with these arguments."""
         if self._closing.is_set():
             raise NodeUnreachable(self.name, "the transport is closed")
         if self._is_suspect:

@@ -80,8 +80,8 @@ def clean_node(
 ) -> Cleaned:
     """Remove old workflows that no longer run, and old Python environments that are not in use, from a node.
 
-    They are old if their age is at least ``older_than_s``. The age of a workflow is the time since the last change of its files
-    and the age of an environment the time since its last use, both by the clock of the node's file system. ``unfinished``
+    They are old if their age is at least ``older_than_s``. A workflow's age is the time since the last change of its files.
+    An environment's age is the time since its last use. Both are by the clock of the node's file system. ``unfinished``
     workflows (uuids) are never removed. With ``is_dry_run``, nothing is removed. ``progress`` gets the node and the next
     workflow or environment.
     """
@@ -139,17 +139,17 @@ _REAP_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A process or a container of an ended attempt."""
+    """A process or a container of an ended attempt, or an allocation that no unfinished workflow uses."""
 
     pid: int | None
-    """``None`` for a container."""
+    """``None`` for a container or an allocation."""
     name: str
     attempt: str
     """``<workflow uuid>/<group>/<task>/<n>``."""
     why: str
     """Why it is a leftover."""
     is_ours: bool
-    """Whether ``reap_node`` may kill it. Leftovers of another root or another user are only reported."""
+    """Whether it is removed, except in a dry run. Leftovers of another root, user or submitter are only reported."""
     user: str = ""
     age_s: float | None = None
     gpus: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """The leftovers on one node, or why it could not be checked."""
+    """The leftovers on one node, or of one pool with an engine, or why they could not be found."""
 
     node: str
     found: tuple[Leftover, ...] = ()

@@ -31,8 +31,10 @@ __all__ = ["Collector", "Deliverer"]
 
 
 _TRIES = 5
-"""After this number of consecutive connections that transferred nothing although the node's agent was connected, and after
-``patience_s``, no further connection is tried."""
+"""A transfer is given up after this number of consecutive connections without progress, and not before ``patience_s``.
+
+Only connections that ended while the node's agent was connected count.
+"""
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
@@ -142,7 +144,7 @@ class Collector:
 
 
 class _ProgressReports:
-    """Reports the progress of a transfer every second."""
+    """Reports the progress of a transfer, at most once a second."""
 
     def __init__(self, transfer: _Transfer, sink: Sink, closing: threading.Event) -> None:
         self._closing = closing

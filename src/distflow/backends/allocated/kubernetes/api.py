@@ -41,9 +41,9 @@ class ApiError(Exception):
 class KubernetesApi:
     """Calls of the API server, in one namespace. Safe to use from several threads.
 
-    Calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, ``ApiError`` for its
-    other refusals (except ``exec``), and ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be used.
-    Objects are mappings (their JSON).
+    Calls raise ``NodeUnreachable`` if the API server does not answer or does not accept the credentials, and, except ``exec``,
+    ``ApiError`` for its other refusals. They raise ``RequestRefused`` if the kubeconfig or the package ``kubernetes`` cannot be
+    used. Objects are mappings (their JSON).
     """
 
     def __init__(self, settings: KubernetesSettings) -> None:

@@ -1,4 +1,4 @@
-"""The program on a node of a Ray cluster that uses Ray for distflow, and the actors that run the resident programs.
+"""The program that uses Ray for distflow, on a node of the Ray cluster, and the actors that run the resident programs.
 
 The cluster's own Python runs it, so the submitter needs no Ray. It reads requests as lines of JSON, and answers each with one
 line. The placement groups and actors that it creates are detached, so the program may end at any time, and another instance

@@ -47,7 +47,7 @@ _ALLOCATION = Allocation(workflow="check", group="check", attempt=0)
 
 
 def check_slurm(pool: Pool, commands: SlurmCommands, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
-    """Yield the findings. Submits only one short job, if a node is free. Raises ``NodeUnreachable``."""
+    """Yield the findings. Submits at most one short job, if a node is free. Raises ``NodeUnreachable``."""
     check = _Check(pool, commands)
     progress("querying Slurm's configuration")
     yield from check.version()

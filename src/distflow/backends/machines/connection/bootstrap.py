@@ -88,7 +88,7 @@ class Bundle:
 
     @cached_property
     def digest(self) -> str:
-        """Return the name of its directory on a node: the SHA-256 of all files.
+        """Return the name of the archive's directory on a node: the SHA-256 of all files.
 
         Each file is hashed as a line with name and size, then its content. The stub computes the same digest from the unpacked
         directory before it imports anything from there.

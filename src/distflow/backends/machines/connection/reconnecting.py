@@ -32,7 +32,7 @@ _JITTER = 0.25
 """Nodes of a large pool often disappear and return together. Jitter spreads their tries."""
 _LAST_TRY_S = 5.0
 _LAST_TRY_PART = 0.25
-"""The last try begins this long before the wait ends, or this part of the wait if that is shorter: time to log in."""
+"""The last try begins 5 s before the wait ends, or a quarter of the wait if that is shorter. The time is for the login."""
 _STABLE_S = 10.0
 _HEARTBEATS = 10
 _SHORTEST_HEARTBEAT_S = 0.2

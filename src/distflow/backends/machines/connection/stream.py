@@ -24,7 +24,7 @@ _KEEPALIVE_EVERY_S = SILENCE_S / 6
 _LONGEST_TEXT = 500
 """Maximum characters of a message about data from a node."""
 _LONGEST_START = 40
-"""Bytes of a line that is too long, for the message about it."""
+"""Number of bytes of a too long line that the error message shows."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -53,8 +53,8 @@ class _Line(msgspec.Struct, kw_only=True):
 class ServiceStream:
     """The connection to one service. ``ended`` is the error message if the connection ends unexpectedly.
 
-    The service closes a silent connection (``runtime.services.peer``), so a keepalive is sent at regular intervals. One thread
-    may read and write; any thread may call ``close``.
+    The service closes a silent connection (``runtime.services.frames``), so a keepalive is sent at regular intervals. One
+    thread may read and write; any thread may call ``close``.
     """
 
     def __init__(self, node: str, opened: Opened, ended: str, keepalive: bytes = EMPTY_LINE) -> None:

@@ -275,7 +275,7 @@ class Pace:
         self._began_at, self._first = time.monotonic(), done
 
     def due(self, done: int) -> float | None:
-        """Return the bytes per second if a report is due, once a second; otherwise ``None``."""
+        """Return the bytes per second if a report is due, at most once a second; otherwise ``None``."""
         if self._first is None:
             self._first = done
         at = time.monotonic()
