@@ -105,7 +105,7 @@ class LeaseRequest:
     workflow_id: str = ""
     """The workflow's id for people, for messages about its leases."""
     start_timeout_s: float = 120.0
-    """Seconds after which a node to which nobody is connected releases the lease, if no ``start`` has arrived."""
+    """Seconds after which a node without a connection releases the lease if no ``start`` has arrived."""
     venvs: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Task → digest of its Python environment, which its node must have. Other tasks need none."""
     platforms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -169,7 +169,7 @@ class NodeDown(_Observed):
     since: float | None = None
     """Time of the last message. ``None`` if the node never sent one, or none since the last ``NodeDown``."""
     needs_action: bool = False
-    """Whether a person must repair something before a retry can help: the login, the host key, the Python of the node."""
+    """Whether a person must repair the login, the host key, or the Python or ``root`` of the node before a retry can help."""
     is_engine_away: bool = False
     """Whether the engine that allocated the node is unreachable too. Then it is unknown whether the node has failed."""
 
@@ -204,7 +204,7 @@ class LeaseRefused(_Observed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseWaits(_Observed):
-    """An engine has not given a gang its nodes yet. The lease request is still open."""
+    """A gang waits for nodes of an engine, or for connections to them. The lease request is still open."""
 
     workflow: str
     group: str
@@ -222,7 +222,7 @@ class VenvProgress(_OfAttempt):
     """The Python environment of the task is being built on its node. The attempt does not exist yet."""
 
     message: str
-    """The last output line of the tool that builds it."""
+    """The last output line of the tool that builds it, or why the build waits."""
     seconds: float
 
 
@@ -264,7 +264,7 @@ class Prepared(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(_OfAttempt):
-    """The attempt cannot be prepared or started, and trying again would not help."""
+    """The attempt cannot be prepared or started, and the backend no longer tries."""
 
     message: str
     is_image: bool = False
@@ -365,7 +365,7 @@ class CollectFailed(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogComplete(_OfAttempt):
-    """The log sink has all output of the attempt."""
+    """The log sink gets no more output of the attempt: the output is complete, or the allocation of its node has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,7 +452,8 @@ class Backend(Protocol):
     3. A lease is all or nothing.
     4. Before ``Ended`` is reported, the node or the engine ends all processes of the attempt that it can end. ``Ended`` may be
        repeated after a reconnection.
-    5. The log sink gets all output of every watched attempt in order. Then ``LogComplete`` is reported.
+    5. The log sink gets the output of every watched attempt in order, as far as its node keeps it. Then ``LogComplete`` is
+       reported, also when the allocation of the node has ended.
     6. ``collect`` may be repeated while it is running; it is then answered once.
     7. Times from a node are reported with ``clock``: the offset of the node's clock from this machine's, with its uncertainty.
     8. ``close`` may be called twice, never raises, and stops no task.

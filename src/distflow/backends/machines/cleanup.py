@@ -139,7 +139,7 @@ _REAP_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A process or a container of an ended attempt, or an allocation that no unfinished workflow uses."""
+    """A process or a container of an ended attempt, or an allocation without a known unfinished workflow."""
 
     pid: int | None
     """``None`` for a container or an allocation."""

@@ -237,10 +237,10 @@ def build_venv_on_node(
 ) -> tuple[str, float]:  # fmt: skip
     """Build a Python environment on a node, unless it exists. Return the tool (empty if it existed) and the seconds.
 
-    ``request`` is a request of ``runtime.services.venv_builder``. ``progress`` gets the tool's last line and the seconds every
-    two seconds, and may cancel the build by raising. ``opened`` gets a function with which any thread can end the connection,
-    and with it the build; ``opened`` may raise too. Raises ``AgentError`` with the tool's last lines if it fails, and
-    ``NodeUnreachable`` and ``BootstrapFailed`` for connections.
+    ``request`` is a request of ``runtime.services.venv_builder``. Every two seconds, ``progress`` gets the tool's last line, or
+    why the build waits, and the seconds so far. It may cancel the build by raising. ``opened`` gets a function with which any
+    thread can end the connection, and with it the build; ``opened`` may raise too. Raises ``AgentError`` with the tool's last
+    lines if it fails, and ``NodeUnreachable`` and ``BootstrapFailed`` for connections.
     """
     service = open_service(transport, root, python, "services.venv_builder", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, service, "the connection to the build of a Python environment ended")
