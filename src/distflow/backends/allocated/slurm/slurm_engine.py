@@ -90,7 +90,7 @@ class SlurmEngine:
     """
 
     query_limit: ClassVar = QueryLimit(at_once=4.0, every_s=8.0)
-    """At most 11 queries of states a minute. Requests and releases may also list the jobs, but not for each job."""
+    """At most 11 queries of states a minute. Other calls may also list the jobs, but not for each job."""
 
     def __init__(
         self,
