@@ -501,7 +501,7 @@ def test_pools_show_who_holds_each_gpu(cli: Cli, browser: Page) -> None:
         assert shown("free") == ["GPU 4: free"]
         assert shown("other") == ["GPU 0: another user (grace: bert-7/worker)"]
         (foreign,) = shown("foreign")
-        assert re.match(rf"GPU 2: a program without distflow \(pid {os.getpid()} \(\w+, <b>evil, 512 MiB\)", foreign), foreign
+        assert re.match(rf"GPU 2: another program \(pid {os.getpid()} \(\w+, <b>evil, 512 MiB\)", foreign), foreign
         (node,) = json.loads(cli.run("top", "-t", "json").out)["nodes"]
         assert [gpu["state"] for gpu in node["gpus"]] == ["other", "mine", "foreign", "mine", "free"]
         assert (node["gpus"][0]["used_by"], node["gpus"][1]["used_by"]) == ("grace: bert-7/worker", f"{workflow}/one")

@@ -1,6 +1,6 @@
 """The root of the command line, which handles the errors of all commands.
 
-Each command has its own module, which is imported when the command is called. This keeps ``distflow --help`` fast. Results go
+The module of a command is imported when the command is called. This keeps ``distflow --help`` fast. Results go
 to standard output, and messages go to standard error. ``errors`` lists the exit codes of errors. Ctrl-C
 gives 130.
 """

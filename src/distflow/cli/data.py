@@ -92,8 +92,8 @@ def download(
 ) -> None:
     """Download the data at a URL into a directory.
 
-    Paths are relative to the URL, and a single object keeps its name. A file appears after it is complete and its checksum is
-    verified. Repeat the command to continue an interrupted download.
+    Paths are relative to the URL, and a single object keeps its name. A file appears after it is complete. If the store
+    has its checksum, the file is verified first. Repeat the command to continue an interrupted download.
     """
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
         moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.update)

@@ -4,7 +4,7 @@ The garbage collector is disabled until the command is imported (``options.LazyG
 no garbage. This saves a tenth of the time of ``distflow workflow query``.
 
 From the import of this module on, Ctrl-C ends the process without a traceback. SIGINT raises ``KeyboardInterrupt`` only while
-the command can handle it. Before and after, SIGINT has its default effect.
+the command can handle it. Before and after, SIGINT kills the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options for nodes that several commands have: the Python interpreter, the environment, and the number of processes."""
+"""Options that several commands have, such as the Python interpreter, the environment, and the number of processes."""
 
 from __future__ import annotations
 

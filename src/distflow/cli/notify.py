@@ -34,7 +34,7 @@ def _notify() -> None:
     """List and test notifications about workflows.
 
     Entries of `notify` in the configuration, in your profile and in a spec name targets: web addresses, credentials with URLs,
-    and commands. distflow notifies them when a workflow starts, ends or waits for a long time.
+    and commands. distflow can notify them when a workflow starts, ends or waits for a long time.
     """
 
 

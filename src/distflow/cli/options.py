@@ -198,13 +198,13 @@ class LazyGroup(_Group):
         command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
         command.name = cmd_name
         if not isinstance(command, TyperGroup) and not gc.isenabled():
-            # ``entry`` disabled the garbage collector until all modules of the command are imported, which is now.
+            # ``entry`` disabled the garbage collector until the module of the command is imported.
             gc.freeze()
             gc.enable()
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command at the start of the arguments. Raise ``InputError`` with similar names if it does not exist."""
+        """Return the command at the start of the arguments. Raise ``InputError`` with a similar name if it does not exist."""
         name, known = args[0], self.list_commands(ctx)
         is_command = name in known or name.startswith("-") or self.get_command(ctx, name) is not None
         if not is_command and not ctx.resilient_parsing:

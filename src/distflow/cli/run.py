@@ -136,8 +136,9 @@ def run_command(
     """Run a script or a command on nodes, follow its output, and fetch its output files.
 
     The current directory (see --project) is sent to each node, without files that .gitignore lists. torchrun starts the
-    processes of a Python script; any other command runs once on each node. Files that the command writes to outputs/, or to the
-    directory in DISTFLOW_OUTPUT, are fetched at the end. The exit code is the same as that of `submit --wait`.
+    processes of a Python script if there are several; any other command runs once on each node. Files that the command writes
+    to outputs/, or to the directory in DISTFLOW_OUTPUT, are fetched at the end. The exit code is the same as that of
+    `submit --wait`.
     """
     overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env, venv)
     with open_client() as client:

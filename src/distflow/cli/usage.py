@@ -1,7 +1,7 @@
 """Convert errors of the command line's parser, such as an unknown option, to the format of all other errors.
 
 Some versions of typer import click, and others contain a copy of it. This module therefore recognizes the errors by their
-attributes, not by their classes.
+attributes and the names of their classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["explain_usage_error", "help_page"]
 
 
 def help_page(error: Any) -> str | None:
-    """Return the help page if the error is a request for it by a command without arguments. Otherwise, return ``None``."""
+    """Return the help page if the user ran a command that needs arguments without any. Otherwise, return ``None``."""
     return error.message if type(error).__name__ == "NoArgsIsHelpError" else None
 
 
@@ -72,7 +72,7 @@ def _first_sentence(text: str | None) -> str:
 
 
 def _invalid_value(message: str, kind: Any) -> str:
-    """Return a plain message about an invalid value, with the smallest and largest valid number."""
+    """Return a plain message about an invalid value. For a number, it has the limits, if there are any."""
     message = message.rstrip(".")
     number = re.fullmatch(r"'?(.*?)'? is not (?:a valid (?:int|float)\w*(?: range)?|in the range .*)", message)
     if number is None:

@@ -1,8 +1,8 @@
 """Exit codes in OSMO's ranges, and the actions that a spec assigns to them (``exitActions``). Pure.
 
 Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 302 for images, 2xxx
-for data, 3xxx for machines, the start and dependencies. A cancellation, ``exec_timeout``, ``queue_timeout`` and the failure of
-another task have no code, so no action applies to them.
+for data, 3xxx for machines, memory, the start and dependencies. A cancellation, ``exec_timeout``, ``queue_timeout``, a refused
+submission and the failure of another task of the group have no code, so no action applies to them.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def action_of(
 ) -> Action | None:
     """Return the spec's action for a task's end. The arguments are those of ``exit_code_of``.
 
-    A kill for lack of memory has the code 3004. If the spec has no action for it, the command's own code (137) decides, so
-    that a retry does not depend on whether the node's kernel log is readable.
+    A kill for lack of memory has the code 3004. If the spec has no action for it, the command's own code decides (137 after
+    SIGKILL), so that a retry does not depend on whether the node's kernel log is readable.
     """
     found = actions.action(exit_code_of(reason, exit_code, signal, has_run=has_run))
     if found is None and reason is Reason.OOM_KILLED:

@@ -1,7 +1,8 @@
 """Tables of states, reasons, allowed transitions and the statuses that people see. Also dependencies between groups.
 
-The few states are the phases of a run, and the many reasons explain its end. A *status* combines both into one of OSMO's words
-(``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). A test checks that each table has an entry for every member of its enum.
+The few states are the phases of a run, and the many reasons explain its end. A *status* combines both into one word, such as
+``FAILED_UPSTREAM``. OSMO has these words, except ``STOPPING``. A test checks that each table has an entry for every member of
+its enum.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Reason(str, Enum):
 
 REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
     {
-        Reason.EXIT_CODE: "the command ended with a non-zero exit code",
+        Reason.EXIT_CODE: "the command ended with an exit code that counts as a failure",
         Reason.SIGNAL: "the command was ended by a signal",
         Reason.OOM_KILLED: "the kernel ended it because memory ran out",
         Reason.PEER_FAILED: "stopped because another task of its group failed first",
@@ -189,7 +190,7 @@ def is_legal(before: State, after: State) -> bool:
 
 
 def status_of(state: State, reason: Reason | None) -> str:
-    """Return the status of a task or group that commands show: OSMO's word for the state and the reason."""
+    """Return the word that commands show for the state and the reason of a task or group."""
     if state is State.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is State.CANCELED:
@@ -198,7 +199,7 @@ def status_of(state: State, reason: Reason | None) -> str:
 
 
 def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
-    """Return the status of a workflow that commands show: OSMO's word for the state and the reason."""
+    """Return the word that commands show for the state and the reason of a workflow."""
     if state is WorkflowState.FAILED:
         return "FAILED" if reason is None else _FAILED_STATUS[reason]
     if state is WorkflowState.CANCELED:
@@ -239,7 +240,7 @@ def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple
 
 
 def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str | None:
-    """Return the first dependency that failed or was canceled, so that the group can never run; ``None`` without one."""
+    """Return the first dependency that failed or was canceled, or ``None``. With such a dependency, the group can never run."""
     return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
 
 

@@ -45,7 +45,7 @@ def problem_lines(problems: Iterable[Problem]) -> Iterator[str]:
 
 
 def workflow_lines(record: WorkflowRecord, checked: CheckedSpec, remedies: Mapping[str, str]) -> Iterator[str]:
-    """Yield an annotation for each failed group of an ended workflow, at the line of the task that failed first."""
+    """Yield an annotation for each failed or canceled group of an ended workflow, at the line of its first cause if known."""
     for group in _failed(record):
         lines = (_why(group), remedies.get(group.name, ""), f"Details: distflow workflow why {record.id}")
         text = "\n".join(line for line in lines if line)
@@ -155,7 +155,7 @@ def _annotation(level: str, text: str, where: Mark, *, title: str = "") -> str:
 
 
 def _path(file: str) -> str:
-    """Return the path of a file relative to the checkout, or an empty text for standard input and ids of workflows."""
+    """Return the path of a file, relative to the checkout if it is there; empty for standard input and ids of workflows."""
     if not file or file == "-" or not os.path.exists(file):
         return ""
     path = os.path.realpath(file)

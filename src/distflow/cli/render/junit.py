@@ -22,14 +22,14 @@ __all__ = ["check_path", "junit_text", "write_junit"]
 
 _NOT_XML = "[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 _NO_OWN_FAILURE = (Reason.PEER_FAILED, Reason.UPSTREAM, Reason.CANCELED)
-"""A task that ended for one of these reasons counts as skipped."""
+"""A task that ended for one of these reasons counts as skipped, unless it is the first cause."""
 
 
 def junit_text(record: WorkflowRecord) -> str:
     """Return the report of an ended workflow.
 
-    A task that completed is reported as passed, and a task that failed by itself as failed. All other tasks are reported as
-    skipped, such as a task that was stopped because another task failed.
+    A task that failed by itself, or is the first cause of a failure, is reported as failed, and any other completed task as
+    passed. All other tasks are reported as skipped, such as a task that was stopped because another task failed.
     """
     from xml.etree.ElementTree import Element, SubElement, indent, tostring  # only this option needs it
 
@@ -103,7 +103,7 @@ def _count(parent: Element, cases: list[Element]) -> None:
 
 
 def _clean(text: str) -> str:
-    """Return text without characters that XML does not allow."""
+    """Return text with ``?`` in place of characters that XML does not allow."""
     return re.sub(_NOT_XML, "?", plain_lines(text))
 
 

@@ -34,9 +34,9 @@ _REMINDER_POLLS = 600
 def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err: TextIO, wait: Wait = pause) -> WorkflowRecord:
     """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
-    On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
-    While the workflow then waits in the queue, ``err`` gets a reminder about once a minute. In both cases, ``err`` names
-    unreachable nodes that prevent the start at once. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
+    On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``,
+    and ``err`` gets a reminder about once a minute while the workflow waits in the queue. In both cases, ``err`` immediately
+    names unreachable nodes that prevent the start. ``KeyboardInterrupt`` is not handled, but the status line is erased first.
 
     Raises:
         NodeError: if the workflow has not started because a node must be repaired by a person.

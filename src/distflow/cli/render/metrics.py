@@ -152,7 +152,7 @@ _TOTALS = ("total_steps", "max_steps")
 
 
 def usage_header(usage: TaskUsage) -> tuple[str, ...]:
-    """Return the headings of the columns for the use of resources. GPUs have columns only if a task has GPUs."""
+    """Return the headings of the columns for the use of resources. GPUs have columns only if the use of a GPU is known."""
     if not usage:
         return ()
     has_gpus = any(one.gpu_utilization is not None or one.gpu_memory is not None for one in usage.values())

@@ -97,7 +97,7 @@ def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
 
 
 def _state(measured: Measured, verdict: Verdict) -> str:
-    """Return the worst grade of the findings about a node, or ``ok`` if there are only notes."""
+    """Return the worst grade of the findings about a node, or ``ok`` if there are no errors and warnings."""
     grades = {finding.grade.value for finding in verdict.findings if measured.node.name in finding.nodes}
     return next((grade for grade in ("error", "warning") if grade in grades), "ok")
 

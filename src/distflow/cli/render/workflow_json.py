@@ -68,8 +68,8 @@ def workflow_json(
       ``total_bytes``, ``bytes_per_second``, the source or target ``url``, and the pulled ``image``), ``pid``, ``signal``,
       ``duration``, ``last_line``, ``outputs``, ``output_dir``, and ``out_of_reach`` (``since`` and ``error`` of its unreachable
       node; null if the node responds);
-    * task: ``usage``, the latest use of resources by a running task: ``cpu`` (cores), ``memory`` (bytes), ``gpu_utilization``
-      (percent, the mean of its GPUs), ``gpu_memory`` (bytes); null if unknown.
+    * task: ``usage``, the latest use of resources by a running task: ``time``, ``cpu`` (cores), ``memory`` (bytes),
+      ``gpu_utilization`` (percent, the mean of its GPUs), ``gpu_memory`` (bytes); null if unknown.
 
     Groups and tasks are in the order of the spec. The ``exit_code`` of a task is in OSMO's ranges: 137 for a task that was
     killed by SIGKILL, 3001 for a lost node. For a stopped task, it is the exit code of its command.
@@ -118,7 +118,7 @@ def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, obj
 
 
 def workflow_key(record: WorkflowRecord) -> dict[str, object]:
-    """Return the keys that identify a workflow in each JSON document. Many documents also have OSMO's ``name`` and ``uuid``."""
+    """Return the keys that identify a workflow in JSON documents. Many documents also have OSMO's ``name`` and ``uuid``."""
     return {"workflow_id": record.id, "workflow_uuid": record.uuid}
 
 

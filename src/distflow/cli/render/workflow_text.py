@@ -91,7 +91,7 @@ def workflow_text(
         paint: The colors. Default: none.
         width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
         verbose: Whether to show earlier attempts and more fields.
-        is_live: Whether the caller refreshes the text. It then has ages instead of dates, and bars for the use of resources.
+        is_live: Whether the caller refreshes the text. It then has the age of the submission, and bars for use of resources.
         outputs_until: The time until which the output files of an ended workflow are kept, in seconds since the epoch.
         remedies: The remedy for the failure of each group, if it is known.
 
@@ -149,9 +149,9 @@ def _ago(seconds: float) -> str:
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
-    """Return the location of a workflow's output files and the command for them. Empty if no task has run or written files.
+    """Return the location of a workflow's output files and the command for them. Empty if there can be no such files.
 
-    ``until`` is the time until which they are kept, in seconds since the epoch.
+    ``until`` is the time until which the files are kept, in seconds since the epoch.
     """
     if not any(task.output_dir and task.has_files is not False for group in record.groups for task in group.tasks):
         return ""
@@ -225,8 +225,8 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
 def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
     """Yield lines about the changes between two records: of statuses, messages and unreachable nodes.
 
-    If ``before`` is ``None``, all statuses of the workflow and its groups have changed. Tasks have lines only if they failed by
-    themselves, or if ``before`` is given and the group has few tasks.
+    If ``before`` is ``None``, all statuses of the workflow and its groups count as changed. Tasks have lines only if they
+    failed by themselves, or if ``before`` is given and the group has few tasks.
     """
     if before is None or before.status != after.status:
         yield f"{after.id}: {after.status}"

@@ -1,7 +1,7 @@
 """The output of a workflow as pages of lines, and its metrics as series.
 
-The browser shows a few lines of a log, which may have millions. The lines are in a temporary file. Only their positions, tasks
-and times are in memory, in 20 bytes for each line.
+The browser shows a few lines of a log, which may have millions. The lines are in a temporary file. Their positions, tasks and
+times are in memory, in 20 bytes for each line.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ class LogPages:
         return view
 
     def search(self, text: str, task: str | None = None, rank: int | None = None) -> dict[str, object]:
-        """Return the positions of the lines that contain a text, regardless of case.
+        """Return the positions of the lines that contain a text, regardless of the case of ASCII letters.
 
-        There are at most 10 000 positions; ``is_complete`` says whether these are all.
+        There are at most 10 000 positions. If ``is_complete`` is false, there may be more.
         """
         needle = text.encode().lower()
         with self._lock:

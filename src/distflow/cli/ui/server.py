@@ -59,7 +59,7 @@ _BEAT_POLLS = 30
 """The number of polls without a change after which a comment is sent, to detect a broken connection."""
 _MOST_LISTED = 500
 _INTERNAL_ERROR = 500
-"""The HTTP status of errors that the request did not cause."""
+"""The HTTP status of errors that neither the request nor a node caused."""
 
 
 def make_token() -> str:

@@ -113,8 +113,8 @@ def _run_on_one(
 ) -> int:
     """Run the command alongside one task, and return its exit code.
 
-    If an open connection breaks, ``find_again`` looks up the task for a new connection. If it is ``None``, or if the first
-    connection fails, or if the host key or the login is refused, the error is raised.
+    If an open connection breaks, ``find_again`` looks up the task for a new connection. If ``find_again`` is ``None`` or fails,
+    if the first connection fails, or if the host key or the login is refused, the error is raised.
     """
     keyboard = _Keyboard()
     while True:

@@ -103,7 +103,7 @@ def metrics(
     target = next(((option, value) for option, value in targets.items() if value is not None), None)
     printed = [one for one in key or () if not one.startswith(_SYSTEM)]
     recorded = [one for one in key or () if one.startswith(_SYSTEM)] or ([f"{_SYSTEM}*"] if system else [])
-    # Documents and exports contain everything, unless some metrics were chosen.
+    # JSON documents and exports contain everything, unless some metrics were chosen.
     is_whole = not key and not system and (format_type is _Format.JSON or target is not None)
     with open_workflow(workflow) as (client, record):
         found: MetricSeries | None = None

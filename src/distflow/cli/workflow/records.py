@@ -49,7 +49,7 @@ def logs(
     ] = None,
     attempt: AttemptOption = None,
     error: Annotated[
-        bool, typer.Option("--error", help="Print the error file of the task in --task (torch's format) instead of its output.")
+        bool, typer.Option("--error", help="Print the error file (torch's format) of one --task or --rank instead of output.")
     ] = False,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its [task].")] = True,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Begin each line with its local time.")] = False,
@@ -63,7 +63,7 @@ def logs(
     """
     if error and (follow or last is not None or len(task or rank or ()) != 1):
         raise InputError(
-            "--error prints the error file of one task", hint="use it with one --task, and without --follow and -n"
+            "--error prints the error file of one task", hint="use it with one --task or --rank, and without --follow and -n"
         )
     with open_workflow(workflow) as (client, record):
         tasks = choose_tasks(record, task or [], rank or [])

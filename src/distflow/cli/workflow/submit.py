@@ -281,7 +281,7 @@ def _parse_labels(items: Sequence[str]) -> dict[str, str]:
 
 
 def read_stdin(file: str) -> str | None:
-    """Return the text of a spec on standard input, or ``None`` for a spec in a file."""
+    """Return the text of a spec on standard input, or ``None`` for a file or the id of a workflow."""
     return sys.stdin.read() if file == "-" else None
 
 
@@ -430,7 +430,7 @@ class FetchLine:
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
-    """Print the id of a new workflow. On a terminal, also print commands to follow it."""
+    """Print the id of a new workflow or, with JSON, a document. After an id on a terminal, also print commands to follow it."""
     if format_type is Format.JSON:
         print(json.dumps(_submitted_json(record), indent=2), flush=True)
         return
@@ -461,7 +461,7 @@ def wait_for_end(
     fetches: bool = False,
     on_end: Callable[[WorkflowRecord], None] | None = None,
 ) -> None:
-    """Print the logs of a workflow until it has ended, and then its first cause and the commands for its logs and outputs.
+    """Print the logs of a workflow until it has ended, then the first cause of a failure, and commands for logs and outputs.
 
     Args:
         client: The client whose store has the workflow.

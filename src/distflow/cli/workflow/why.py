@@ -64,7 +64,7 @@ def why_document(
 
 
 def _print_diagnosis(client: Client, record: WorkflowRecord, groups: Sequence[str], attempt: int | None) -> None:
-    """Print the most specific diagnosis and its remedy, if a rule applies."""
+    """Print the first diagnosis with its remedy, if a rule applies, and all findings."""
     retry = "" if attempt is None else f" -r {attempt}"
     examined = diagnose_groups(client, record, groups=groups, attempt=attempt, with_findings=True)
     known = [diagnosis for one in examined for diagnosis in one.diagnoses]

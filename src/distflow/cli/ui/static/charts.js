@@ -1,4 +1,4 @@
-// Metrics as charts: one chart for each metric, with the series of all ranks and of compared runs.
+// Metrics and the use of resources as charts: one for each metric, with about 24 series of ranks and compared runs at most.
 
 import { amount, bytes, duration, h, render } from './dom.js';
 import { get, report } from './source.js';

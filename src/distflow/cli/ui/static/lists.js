@@ -173,7 +173,7 @@ const OWNERS = {
   free: 'free',
   mine: 'yours',
   other: 'another user',
-  foreign: 'a program without distflow',
+  foreign: 'another program',
   unknown: 'unknown',
 };
 

@@ -1,4 +1,4 @@
-// The log of a workflow. Only the visible lines are elements, so a log may have a million lines.
+// The log of a workflow. Only lines near the visible ones are elements, so a log may have a million lines.
 
 import { ansi, clock, h } from './dom.js';
 import { get } from './source.js';

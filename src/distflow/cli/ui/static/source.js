@@ -1,4 +1,4 @@
-// Gets documents from the server, or from the data that `distflow workflow report` embedded in this file.
+// Gets documents from the server, or in a report, from the data in its HTML file.
 
 import { withoutEscapes } from './dom.js';
 
@@ -33,7 +33,7 @@ async function request(path, options) {
   return found;
 }
 
-// Calls a function after each change of a workflow, or of the list, but about once a second at most. Returns a function to stop.
+// Calls a function after changes of a workflow, or of the list, at most about once a second. Returns a function to stop.
 export function onChange(workflow, call) {
   if (report) return () => {};
   const stream = new EventSource(`/api/changes${workflow ? `?workflow=${encodeURIComponent(workflow)}` : ''}`);
