@@ -63,8 +63,8 @@ def clean(
 ) -> None:
     """Remove logs, outputs and files of ended workflows from nodes.
 
-    Unfinished workflows are never touched. Copies of logs on this machine stay. Python environments that were not used for the
-    same time are removed, too.
+    A workflow is kept if it is unfinished in this machine's store, or if it runs on the node. Copies of logs on this machine
+    stay. Python environments that were not used for the same time are removed, too.
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:

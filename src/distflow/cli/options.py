@@ -89,7 +89,8 @@ HostfileOption = Annotated[
 ]
 
 PoolOption = Annotated[
-    str | None, typer.Option("--pool", "-p", help="Only this pool. Default: all pools.", autocompletion=complete_pool)
+    str | None,
+    typer.Option("--pool", "-p", help="Only this pool. Default: all pools, or the hostfile.", autocompletion=complete_pool),
 ]
 NodesOption = Annotated[
     list[str] | None,

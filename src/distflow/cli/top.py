@@ -44,9 +44,9 @@ def top(
 ) -> None:
     """Show unfinished workflows and the GPUs of the pools, live.
 
-    Each GPU is one bar. Its height is the utilization by your task; a dot is a free GPU, and `?` is a GPU of a node that has
-    not responded. The nodes report other uses of their GPUs: `u` is another user, and `p` is another program. A node that does
-    not respond within 10 s is reported. To end the display, press Ctrl-C.
+    Each GPU of your tasks is one bar, whose height is the utilization. A dot is a free GPU, and `?` is a GPU whose state or
+    utilization is unknown. The nodes report other uses of their GPUs: `u` is another user, and `p` is another program. A node
+    that does not respond within 10 s is reported. To end the display, press Ctrl-C.
     """
     with open_client() as client:
         if format_type is Format.JSON:
