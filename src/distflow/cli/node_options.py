@@ -31,7 +31,10 @@ VenvOption = Annotated[
 RanksOption = Annotated[
     int | None,
     typer.Option(
-        "--nproc-per-node", "--nproc_per_node", min=1, help="Processes on each node. Default: one for each GPU, else 1."
+        "--nproc-per-node",
+        "--nproc_per_node",
+        min=1,
+        help="Processes on each node. Default: as in the torchrun command or sbatch script, or one for each GPU, or 1.",
     ),
 ]
 FromSbatchOption = Annotated[

@@ -98,10 +98,18 @@ def run_command(
     ] = None,
     from_sbatch: FromSbatchOption = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="The number of nodes. Default: all nodes of the hostfile, else 1.")
+        int | None,
+        typer.Option(
+            "--nodes",
+            min=1,
+            help="The number of nodes. Default: as in the torchrun command or sbatch script, or all of the hostfile, or 1.",
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, help="GPUs of each node. Default: the number in the pool or the hostfile.")
+        int | None,
+        typer.Option(
+            "--gpus", min=0, help="GPUs of each node. Default: as in the sbatch script, or the number in the pool or hostfile."
+        ),
     ] = None,
     ranks: RanksOption = None,
     hostfile: HostfileOption = None,
@@ -120,7 +128,7 @@ def run_command(
         typer.Option(
             "--project",
             metavar="DIR",
-            help="The directory to send. Default: the current one, or for a script elsewhere, its git repository.",
+            help="The directory to send. Default: the current one, or for a script elsewhere, its git repository or directory.",
         ),
     ] = None,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The local directory for the output files.")] = RESULTS,
