@@ -61,7 +61,7 @@ def test_every_part_stands_where_it_belongs(generator: ModuleType) -> None:
 
 def test_a_page_that_differs_is_found(generator: ModuleType) -> None:
     page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
-    wrong = page.replace("a person canceled it", "a person cancelled it", 1)
+    wrong = page.replace("another program canceled it", "another program cancelled it", 1)
     assert wrong != page
     assert generator.renewed(wrong) == page
 

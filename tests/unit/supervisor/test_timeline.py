@@ -33,7 +33,7 @@ def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
         (_task("b", Reason.EXIT_CODE), ("Connection reset by peer",), "it reports that a peer was gone"),
         (_task("b", Reason.OOM_KILLED), ("Connection reset by peer",), "failed by itself, after the first cause"),
         (_task("b", Reason.PEER_FAILED, signal=15), (), "a failed"),
-        (_task("b", Reason.NODE_LOST), (), "its node could not be reached for longer than node_lost_after"),
+        (_task("b", Reason.NODE_LOST), (), "its node was lost or could not be reached for longer than node_lost_after"),
         (_task("b", None, state=State.COMPLETED, exit_code=0), (), "completed"),
     ],
 )

@@ -51,7 +51,7 @@ def junit_text(record: WorkflowRecord) -> str:
 
 
 def check_path(option: str, path: Path) -> None:
-    """Raise ``InputError`` if a report cannot be written to this path, before the workflow starts."""
+    """Raise ``InputError`` if a report cannot be written to this path. Call it before the workflow starts."""
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         reason = "the file is not writable" if path.exists() else "the directory does not exist or is not writable"

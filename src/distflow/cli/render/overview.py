@@ -85,7 +85,7 @@ def _running(record: WorkflowRecord) -> int:
 def _workflow_row(
     record: WorkflowRecord, number: int, status: WorkflowStatus, header: Sequence[str], now: float, paint: Paint
 ) -> tuple[str, ...]:
-    """Return the row of a running task. The first row of a workflow also has the cells about the workflow."""
+    """Return the row of a running task, or of a workflow without any. The first row also has the cells about the workflow."""
     begun = record.started_at if record.started_at is not None else record.submitted_at
     own = (record.id, paint.status(record.status), duration(elapsed_s(begun, None, now))) if number == 0 else (" ", " ", " ")
     running = [(group, task) for group in record.groups for task in group.tasks if task.state is State.RUNNING]

@@ -228,7 +228,7 @@ class _Follower:
         self.has_ended = False
         """Whether the workflow has ended and all of its output has been read."""
         self.has_stopped = False
-        """Whether the thread stopped before that."""
+        """Whether the thread stopped earlier, because no page requested the output or because of an error."""
         self.remarks: list[str] = []
         self.error: DistflowError | None = None
         self._key = key
