@@ -1,1 +1,1 @@
-"""The command line. Each command parses its arguments, calls ``distflow.client`` and prints the result."""
+"""The command line. Most commands parse their arguments, call ``distflow.client`` and print the result."""

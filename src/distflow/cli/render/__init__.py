@@ -1,1 +1,1 @@
-"""Records, plans and measurements as text for people and as JSON for programs."""
+"""Records and measurements as text for people and as JSON for programs."""

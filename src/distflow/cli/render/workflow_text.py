@@ -149,7 +149,7 @@ def _ago(seconds: float) -> str:
 
 
 def output_words(record: WorkflowRecord, until: float | None = None) -> str:
-    """Return the location of a workflow's output files and the command for them. Empty if there can be no such files.
+    """Return the location of a workflow's output files and the command for them. Empty if no task can have files.
 
     ``until`` is the time until which the files are kept, in seconds since the epoch.
     """
