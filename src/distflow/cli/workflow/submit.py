@@ -14,8 +14,8 @@ from typing import Annotated, TextIO
 
 import typer
 
-from distflow.cli.completion import complete_pool, complete_priority
-from distflow.cli.context import WorkflowArgument, open_client
+from distflow.cli.completion import complete_pool, complete_priority, complete_workflow
+from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
 from distflow.cli.options import CheckFormat, CheckFormatOption, Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.tables import Paint
@@ -376,7 +376,10 @@ restart_app = command_app()
 
 @restart_app.command("restart", epilog="Example: distflow workflow restart pipeline-3 --wait")
 def restart_workflow(
-    workflow: WorkflowArgument,
+    workflow: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="The id or uuid of the workflow.", autocompletion=complete_workflow),
+    ],
     set_env: Annotated[
         list[str] | None,
         typer.Option(
@@ -392,7 +395,7 @@ def restart_workflow(
     wait: WaitOption = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """Run the groups that did not complete again, as a new workflow.
+    """Rerun the groups that did not complete, as a new workflow.
 
     Completed groups are kept and do not run. Their outputs are fetched from the nodes for the tasks that need them. The new
     workflow has the same spec, labels and priority. Files that the spec sends are read again.
