@@ -1,12 +1,13 @@
-"""The program that each rank of ``distflow.run`` executes: it calls the function and stores the result.
+"""The program that each rank of ``distflow.run`` or a ``Launcher`` executes: it calls the function and stores the result.
 
-distflow sends this file to the nodes, where it cannot import distflow. Its directory there also contains ``function.pkl`` (the
-function with its arguments), ``function.json`` (the Python that pickled it), and the version of ``cloudpickle`` that wrote the
-pickle. The result is a file in the task's output. It is a pickle of one of these mappings:
+distflow sends this file to the nodes. It does not import distflow, which the nodes may not have. Its directory there also
+contains ``function.pkl`` (the function with its arguments), ``function.json`` (the Python that pickled it, and directories for
+``sys.path``), and the version of ``cloudpickle`` that wrote the pickle. The result is a file in the task's output. It is a
+pickle of one of these mappings:
 
 * ``{"value": bytes}``, the pickled return value
 * ``{"error": bytes, "traceback": str, "name": str}``: the pickled exception (empty if it cannot be pickled), its traceback, and
-  its type and message
+  its type and message. For an error outside of the function, only ``name`` is not empty.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def result_name(rank: int) -> str:
 
 
 def main() -> None:
-    """Call the function and store its result. An exception ends the process, after it has been stored."""
+    """Call the function and store its result. An ``Exception`` is stored before it ends the process."""
     # Read the environment first, because the function may change it.
     result_path = Path(os.environ["DISTFLOW_OUTPUT"]) / RESULTS / result_name(int(os.environ.get("RANK", "0")))
     metadata = json.loads((_HERE / "function.json").read_text(encoding="utf-8"))
@@ -72,7 +73,7 @@ def _leave_group() -> None:
 
 
 def _check_python(result_path: Path, wanted: str, executable: str) -> None:
-    """End the process if its Python version differs from the one that pickled the function: their byte code is incompatible."""
+    """End the process if another minor version of Python pickled the function, because the byte code is incompatible."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != wanted:
         _exit_with_error(
@@ -98,7 +99,7 @@ def _pickled(cloudpickle: Any, error: Exception) -> bytes:
 
 
 class _Rebuilt:
-    """Pickles an exception whose constructor does not accept its ``args``. A plain pickle of it could not be loaded."""
+    """Pickles an exception whose plain pickle cannot be loaded, such as one whose constructor does not accept its ``args``."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,9 +1,10 @@
 """Run Python functions on every rank of a gang, and return the values of all ranks.
 
-distflow sends the function and its arguments as a pickle of cloudpickle, together with cloudpickle and with the project that
-contains the function's module. The pickle contains functions of a notebook or a script by value, and functions of a module by
-name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both before it
-stores anything, except on nodes that do not answer and on nodes that an engine allocates later. The results are pickles, too.
+distflow sends the function and its arguments as a pickle of cloudpickle, together with cloudpickle and with the files of a
+project (see ``Launcher.project``). The pickle contains functions of a notebook or a script by value, and functions of a module
+by name. The nodes need the same minor version of Python and the packages that the pickle refers to. distflow checks both before
+it stores anything, except on nodes that do not answer and on nodes that Slurm, Kubernetes or Ray allocates later. If the job
+sets ``PYTHONPATH``, packages are not checked, because they may be in the project. The results are pickles, too.
 Loading a pickle runs code, so run functions only on nodes that you trust.
 """
 
@@ -107,9 +108,9 @@ class FunctionJob(Generic[T]):
         Raises:
             Exception: the exception of the rank that failed first. Its ``__cause__`` is the traceback on the node.
             WaitTimeout: if the job has not ended after ``timeout``. It continues to run.
-            WorkflowEnded: if the job failed without an exception from the function. For example, it was canceled, a rank was
-                killed, the function could not be loaded on a node, or the exception could not be pickled. Also if the return
-                value of a rank is missing or cannot be loaded here.
+            WorkflowEnded: if the job failed and there is no exception of the function that can be loaded here. For example, the
+                job was canceled, a rank was killed, or the function could not be loaded on a node. Also if the return value of
+                a rank is missing or cannot be loaded here.
             NodeError: if the results cannot be copied from a node.
 
         """
@@ -152,7 +153,10 @@ class FunctionJob(Generic[T]):
         return stored
 
     def _failure(self, ended: WorkflowEnded) -> BaseException:
-        """Return the exception of the rank that failed first, or ``ended`` if it is not stored or cannot be loaded."""
+        """Return the exception of the rank that failed first, or a ``WorkflowEnded`` with its text if it could not be pickled.
+
+        Return ``ended`` if no single rank is known to have failed first, or if its exception is not stored or cannot be loaded.
+        """
         cause = next((failure.cause for failure in self.workflow.why() if failure.cause), None)
         if cause is None or not cause.ranks.isdigit():
             return ended
@@ -271,7 +275,8 @@ class Launcher:
             function: The function, called as ``map`` calls it: with one item of each iterable.
             iterables: The items.
             limit: The maximum number of jobs that are submitted and have not ended.
-            return_exceptions: Whether to yield exceptions instead of raising the first one.
+            return_exceptions: Whether to yield the exceptions of jobs instead of raising the first one. Errors of ``submit``
+                are raised in any case.
 
         Raises:
             Exception: the exception of a job. Submitted jobs continue to run, and no more jobs are submitted.
@@ -470,7 +475,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: object) -> object:
         """Pickle an object as cloudpickle does, but with the file names of code. Record packages that are pickled by name."""
         if isinstance(obj, CodeType):
-            # From version 3.1.3, cloudpickle replaces the file name. Tracebacks on nodes need it.
+            # From version 3.1.3, cloudpickle replaces the file name. Tracebacks on nodes need the original one.
             make, fields = self.dispatch_table[CodeType](obj)
             return make, tuple(obj.co_filename if isinstance(one, str) and one == "<dynamic-code>" else one for one in fields)
         reduced = super().reducer_override(obj)
@@ -483,7 +488,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _pickle_to(path: Path, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
-    """Pickle a call, and return the packages that the nodes need to load it. A large argument is not copied in memory."""
+    """Write the pickle of a call to a file, and return the packages that the nodes need to load it."""
     with path.open("wb") as file:
         pickler = _Pickler(file)
         try:
@@ -495,7 +500,10 @@ def _pickle_to(path: Path, function: Callable[..., object], args: Sequence[objec
 
 
 def _first_imports(function: Callable[..., object]) -> set[str]:
-    """Return the modules of a function's leading import statements. Later statements may install modules or handle errors."""
+    """Return the top-level modules that a function's leading statements import, without those of the standard library.
+
+    Later statements are not read, because they may install modules or handle errors.
+    """
     code = getattr(function, "__code__", None)
     if code is None:
         return set()

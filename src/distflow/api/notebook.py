@@ -52,7 +52,7 @@ def _row(task: TaskInfo) -> str:
 
 
 def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
-    """Return the first rank's loss in the latest attempt, as its name and points; its first other metric if it has no loss."""
+    """Return the name and the points of the first rank's loss in the latest attempt; without a loss, of its first metric."""
     metrics = workflow.metrics()
     rank_metrics = [
         one for one in metrics if (one.task, one.rank, one.attempt) == (metrics[0].task, metrics[0].rank, metrics[-1].attempt)
@@ -67,7 +67,7 @@ def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
 
 
 def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return an SVG line chart, labeled with the first and last step and the range of the values."""
+    """Return an SVG line chart, labeled with the last value, and with the ranges of the steps and of the values."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     (left, right), (low, high) = (min(steps), max(steps)), (min(values), max(values))
     x_scale, y_scale = (_WIDTH - 2 * _MARGIN) / max(right - left, 1), (_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)

@@ -1,8 +1,8 @@
 """Specs as Python values: built in a program, written as YAML, read from YAML.
 
-A field has the meaning of a YAML key (``docs/spec.md``) and its name in snake case: ``exit_actions`` is ``exitActions``. Fields
-without a value are left out of the YAML. Numbers may also be strings with a template, such as ``"{{gpus}}"``. Only
-``distflow.submit`` checks the values, in the same way as the command line.
+A field has the meaning of a YAML key (``docs/spec.md``) and its name in snake case: ``exit_actions`` is ``exitActions``. Only
+``Spec.variables`` has another name in YAML: ``default-values``. Fields without a value are left out of the YAML. Numbers may
+also be strings with a template, such as ``"{{gpus}}"``. Values are checked when the spec is submitted, as on the command line.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Notify(_Part, frozen=True):
 
 
 class Task(_Part, frozen=True):
-    """One command on one node."""
+    """A command on one node, or with ``replicas``, on several nodes."""
 
     name: str
     command: list[Text] | str
@@ -242,7 +242,7 @@ class Group(_Part, frozen=True):
 
 
 class Spec(_Part, frozen=True):
-    """A workflow: its name, and either ``groups``, or ``tasks`` that are independent of each other.
+    """A workflow: its name, and either ``groups``, or ``tasks``, each of which becomes a separate group.
 
     ::
 
@@ -277,7 +277,7 @@ class Spec(_Part, frozen=True):
         return {"workflow": workflow} | ({"default-values": variables} if variables else {})
 
     def to_yaml(self) -> str:
-        """Return the spec as YAML for ``distflow submit``. ``Spec.from_yaml`` converts it back to an equal spec."""
+        """Return the spec as YAML for ``distflow submit``. ``Spec.from_yaml`` reads it again."""
         return yaml_text(self.to_dict())
 
     @classmethod
@@ -289,7 +289,7 @@ class Spec(_Part, frozen=True):
             file: The name of the document in error messages.
 
         Raises:
-            InputError: if a key is unknown, or if a value has the wrong type.
+            InputError: if ``workflow`` is missing, if a key is unknown, or if a value has the wrong type.
 
         """
         rest = {key: value for key, value in document.items() if key not in ("workflow", "default-values", "version")}

@@ -71,7 +71,7 @@ class TaskInfo:
     attempt: int
     """The number of the attempt, counted from 0."""
     exit_code: int | None
-    """``None`` if the task has not ended, or did not run."""
+    """``None`` if the task has not ended, or has no code, such as after a cancellation (``docs/retries.md``)."""
     started_at: datetime | None
     """In UTC, like ``ended_at``."""
     ended_at: datetime | None
@@ -142,7 +142,7 @@ class Workflow:
         return tuple(task for group in self.groups for task in group.tasks)
 
     def raise_for_status(self) -> Workflow:
-        """Return this workflow, or raise ``WorkflowEnded`` with the first cause if it ended and did not complete."""
+        """Return this workflow. If it ended and did not complete, raise ``WorkflowEnded`` with the first cause."""
         with _client() as client:
             record = self._record(client)
         if record.state.is_final and record.state is not WorkflowState.COMPLETED:
@@ -161,7 +161,7 @@ class Workflow:
 
         Args:
             timeout: The maximum time to wait, in seconds. Default: no limit.
-            on_update: Called at the beginning, after each change of the status, and at the end.
+            on_update: Called with this workflow at the beginning, and each time the status has changed since the last check.
 
         Returns:
             This workflow, so that ``workflow.wait().raise_for_status()`` is one line.
@@ -248,7 +248,7 @@ class Workflow:
         attempt: int | None = None,
         last: int | None = None,
     ) -> AsyncIterator[LogLine]:
-        """Yield the output lines of tasks as ``logs`` does, without blocking the event loop."""
+        """Yield the output lines of tasks as ``logs`` does, without blocking the event loop. By default, ``follow`` is true."""
         stop = threading.Event()
 
         def wait(seconds: float) -> None:
@@ -369,7 +369,7 @@ class Workflow:
             return explain_failures(client, self._record(client), attempt=attempt)
 
     def diagnose(self, *, attempt: int | None = None) -> list[DiagnosedGroup]:
-        """Return the diagnoses, with remedies, of each group that failed or may hang.
+        """Return the diagnoses, with remedies, of each group that failed, may hang, or waits for ranks that did not join.
 
         Args:
             attempt: The attempt to diagnose, counted from 0. Default: the latest one. Groups without this attempt are left out.
@@ -564,7 +564,8 @@ def submit(
         hosts: Machines to use instead of a pool: the path of a hostfile, or its lines, such as ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
         python: The Python interpreter on the nodes, for tasks and for distflow. Default: the pool's.
-        venv: A requirements file, or its lines, from which each node builds an environment once. Default: the spec's ``venv``.
+        venv: A requirements file, or its lines, from which each node builds an environment once. Default: the ``venv`` of
+            the spec, or else of the pool.
         secrets: Secret environment variables for every task. They are not stored with the workflow.
         labels: Labels in addition to those of the spec.
         priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: that of the workflow to submit again, or else ``NORMAL``.
@@ -600,7 +601,7 @@ def submit_checked(
     priority: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Workflow:
-    """Submit as ``submit`` does. distflow calls ``check`` before it stores anything; an error in it prevents the submission."""
+    """Submit as ``submit`` does, but call ``check`` before anything is stored. An error in it prevents the submission."""
     name, text = _source(spec)
     with _client() as client:
         configuration = client.configuration()
@@ -681,7 +682,7 @@ def _client() -> Iterator[Client]:
 
 
 def _source(spec: str | os.PathLike[str] | Mapping[str, Any] | Spec) -> tuple[str, str | None]:
-    """Return the name of a spec in messages, and its text if it is not a file."""
+    """Return the name of a spec in messages, and its text, or ``None`` for a path or the id of a workflow."""
     if isinstance(spec, Spec):
         return f"<spec {spec.name}>", spec.to_yaml()
     if isinstance(spec, Mapping):

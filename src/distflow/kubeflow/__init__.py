@@ -1,7 +1,7 @@
 """Kubeflow's ``TrainerClient`` for machines over SSH: to run a ``kubeflow.trainer`` notebook, change only its import.
 
 Names, fields, signatures and exceptions are those of the Kubeflow SDK 0.5.0; ``docs/kubeflow.md`` lists the differences.
-A module is imported when one of its names is first used.
+A submodule is imported when one of its names is first used.
 """
 
 from __future__ import annotations

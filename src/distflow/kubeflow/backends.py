@@ -1,7 +1,7 @@
 """The backend configurations of ``TrainerClient``, and the pool that each of them selects.
 
-All of Kubeflow's configurations are accepted. Two of them select this machine. ``KubernetesBackendConfig`` selects the default
-pool.
+Kubeflow's configurations are accepted, too. ``LocalProcessBackendConfig`` and ``ContainerBackendConfig`` select this machine.
+``KubernetesBackendConfig`` selects the default pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCAL_POOL = "local"
 
 @dataclass
 class SSHBackendConfig:
-    """Jobs run on machines over SSH. Only distflow has this configuration.
+    """Jobs run in a pool of any backend, or on the given machines over SSH. Kubeflow does not have this configuration.
 
     Args:
         pool: The name of a pool in distflow's configuration. Default: the default pool.
@@ -76,7 +76,7 @@ class KubernetesBackendConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChoice:
-    """The pool or the hosts of a client."""
+    """The pool or the hosts of a client, and the Python interpreter there."""
 
     pool: str | None = None
     hosts: str | os.PathLike[str] | Sequence[str] | None = None
@@ -99,9 +99,7 @@ def pool_choice(config: object | None) -> PoolChoice:
             )
         return PoolChoice()
     if name == "ContainerBackendConfig":
-        _log.warning(
-            "jobs run as processes in the pool `local`: set `container` for this pool to run tasks with an image in containers"
-        )
+        _log.warning("jobs run in the pool `local`: set `container` for this pool to run tasks with an image in containers")
         return PoolChoice(pool=_LOCAL_POOL)
     if name == "LocalProcessBackendConfig":
         return PoolChoice(pool=_LOCAL_POOL)

@@ -1,7 +1,7 @@
 """Turn a Python function into a script: its source, and a call with its arguments.
 
 As with Kubeflow, only the source of the function itself is sent to the nodes. Everything else that it uses must be imported in
-the function, defined in it, or passed as an argument. ``function_script`` checks this before the job is submitted.
+the function, defined in it, or passed as an argument. ``function_script`` checks the names in the source.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DEFINED_EVERYWHERE = {*dir(builtins), *_MODULE_ATTRIBUTES}
 def function_script(function: object, arguments: Mapping[str, Any] | None) -> str:
     """Return a script that defines a function and calls it with keyword arguments.
 
-    Raises ``ValueError`` if the function has no source, uses names that are defined outside of it, or does not take the
-    arguments, or if an argument cannot be written as source.
+    Raises ``ValueError`` if the function is not a plain ``def``, has no source, or uses names that are defined outside of it.
+    Also if it does not take the arguments, or if an argument cannot be written as source.
     """
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
@@ -79,7 +79,9 @@ def _source(function: Callable[..., Any]) -> str:
         ) from error
     defined = body[0].body if isinstance(body[0], ast.If) else body
     if [getattr(one, "name", None) for one in defined] != [function.__name__]:
-        raise ValueError(f"the source of `{function.__name__}` is not one definition: put one `def` on separate lines")
+        raise ValueError(
+            f"the source of `{function.__name__}` is not a single `def` with this name: put only this `def` on its lines"
+        )
     return source
 
 
@@ -103,7 +105,7 @@ def _arguments_source(function: Callable[..., Any], name: str, arguments: Mappin
 
 
 def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set[str]:
-    """Return the names that a script uses and does not define."""
+    """Return the names that a script uses and that neither the script nor Python defines."""
     tree = _WithoutAnnotations(only_variables=not has_lazy_annotations).visit(ast.parse(script))
     tables = [symtable.symtable(ast.unparse(tree), name, "exec")]
     defined = {name}
@@ -121,18 +123,21 @@ def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations that Python does not evaluate: those of variables in functions, and all lazy ones."""
+    """Removes annotations of variables, and with lazy annotations also those of parameters and return values.
+
+    Annotations in a class body are removed, too, although Python evaluates them.
+    """
 
     def __init__(self, *, only_variables: bool) -> None:
         self._only_variables = only_variables
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        """Remove the annotation of a parameter."""
+        """Remove the annotation of a parameter, if annotations are lazy."""
         node.annotation = node.annotation if self._only_variables else None
         return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Remove the annotation of the return value."""
+        """Remove the annotation of the return value, if annotations are lazy."""
         node.returns = node.returns if self._only_variables else None
         return self.generic_visit(node)
 

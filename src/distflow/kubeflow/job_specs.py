@@ -40,7 +40,7 @@ class JobOptions:
 
 
 def read_options(options: Sequence[object] | None) -> JobOptions:
-    """Return the values of options of distflow or of the package ``kubeflow``. Raises ``ValueError`` if one is unsupported."""
+    """Return the values of options of distflow or of the package ``kubeflow``. Raises ``ValueError`` for an unusable one."""
     values: dict[str, Any] = {}
     for option in options or ():
         name = class_name(option, ["Name", "Labels", "ActiveDeadlineSeconds", "TrainerCommand", "TrainerArgs"])
@@ -72,7 +72,7 @@ def check_initializer(initializer: object | None) -> None:
 
 
 def job_spec(name: str, runtime: str, trainer: object | None, options: JobOptions, pool: Pool) -> Spec:
-    """Return the spec of a job. Raises ``ValueError`` for a trainer that cannot run on the pool."""
+    """Return the spec of a job. Raises ``ValueError`` if the trainer is not valid or cannot run on the pool."""
     kind = class_name(trainer, _TRAINERS)
     if kind == "BuiltinTrainer":
         raise ValueError(
@@ -123,8 +123,8 @@ def _container_command(options: JobOptions, pool: Pool) -> dict[str, Any]:
         )
     if any(node.container == "none" for node in pool.node_settings):
         raise ValueError(
-            f"the pool `{pool.name}` does not run containers: set `container: auto` for it in the configuration "
-            "(docs/containers.md), or pass CustomTrainer(func=…)"
+            f"the pool `{pool.name}` has nodes that do not run containers: set `container: auto` for the pool, and for nodes "
+            "with `container: none` (docs/containers.md), or pass CustomTrainer(func=…)"
         )
     return {"command": [_literal(word) for word in options.command], "args": [_literal(word) for word in options.args]}
 
@@ -132,7 +132,8 @@ def _container_command(options: JobOptions, pool: Pool) -> dict[str, Any]:
 def required_packages(runtime: str, trainer: object | None) -> list[str]:
     """Return the lines of a requirements file for a job; an empty list if it uses the packages of the nodes.
 
-    An environment from these lines does not contain the packages of the nodes, so the runtime's own package is added.
+    An environment from these lines does not contain the packages of the nodes. So the package of the runtime's framework is
+    added if it is not listed.
     """
     packages = [str(one) for one in getattr(trainer, "packages_to_install", None) or ()]
     if not packages:

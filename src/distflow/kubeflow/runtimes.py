@@ -1,4 +1,4 @@
-"""Kubeflow's runtimes: the training frameworks that distflow can start. They are a fixed table, not objects in Kubernetes."""
+"""The runtimes: the training frameworks that distflow can start. They are a fixed table, not objects in Kubernetes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Framework:
     """A training framework, and the settings with which a runtime starts the ranks of a group."""
 
     name: str
-    """Kubeflow's name of the framework."""
+    """The name of the framework, as Kubeflow writes it if it has the framework."""
     command: tuple[str, ...]
     """The program that starts the ranks. It is only shown to users."""
     launcher: str | None = None
@@ -27,9 +27,9 @@ class Framework:
     framework: str | None = None
     """The value of ``framework`` in the spec of the group."""
     package: str | None = None
-    """The Python package of the framework."""
+    """The Python package of the framework, if it has one."""
     has_one_rank: bool = False
-    """Whether each node has one process, which uses all its GPUs."""
+    """Whether each node has one rank by default, which uses all GPUs of the task."""
 
 
 def _framework(name: str, *command: str, package: str | None) -> Framework:
@@ -58,7 +58,10 @@ RUNTIMES: Mapping[str, Framework] = MappingProxyType(
 
 
 def runtime_name(runtime: object) -> str:
-    """Return the name of a runtime, which is given as a name or as a ``Runtime`` object. Raises ``ValueError`` if unknown."""
+    """Return the name of a runtime, which is given as a name or as a ``Runtime`` object. ``None`` is the default runtime.
+
+    Raises ``ValueError`` if the runtime does not exist.
+    """
     if runtime is None:
         return DEFAULT_RUNTIME
     name = getattr(runtime, "name", None) if class_name(runtime, ["Runtime"]) else runtime
@@ -68,7 +71,7 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime. Its devices are the smallest configured number of GPUs of a node in the pool."""
+    """Return a runtime. Its devices are those of the node with the fewest GPUs in the configuration of the pool."""
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

@@ -62,7 +62,7 @@ class TrainerClient:
     Each method can raise ``RuntimeError`` if the state directory cannot be used, in addition to the errors that it lists.
 
     Args:
-        backend_config: The pool: ``SSHBackendConfig`` or ``LocalProcessBackendConfig``. Default: the default pool.
+        backend_config: The pool, such as ``SSHBackendConfig`` or ``LocalProcessBackendConfig``. Default: the default pool.
 
     Raises:
         ValueError: if the configuration does not select a pool.
@@ -87,7 +87,7 @@ class TrainerClient:
         return runtime_in(self._pool(), runtime_name(name))
 
     def get_runtime_packages(self, runtime: Runtime) -> None:
-        """Print the Python version, the Python packages and the GPUs of a node of the pool, with a short job.
+        """Run a short job, and print the Python version, the Python packages and the NVIDIA GPUs of a node of the pool.
 
         Raises:
             ValueError: if the runtime does not exist.
@@ -180,7 +180,9 @@ class TrainerClient:
         polling_interval: int = 2,
         callbacks: list[Callable[[TrainJob], None]] | None = None,
     ) -> TrainJob:
-        """Wait until a job has one of several statuses, or has had it: a job that is ``Complete`` was ``Running``.
+        """Wait until a job has one of several statuses, or has had it.
+
+        A job that is ``Complete`` has also been ``Created`` and ``Running``. Of a job that failed, only ``Failed`` counts.
 
         Args:
             name: The name of the job.
@@ -329,7 +331,7 @@ def _end_text(client: Client, record: WorkflowRecord, job: TrainJob) -> str:
 
 
 def _print_packages() -> None:
-    """Print the Python version, the Python packages and the GPUs of a job's node."""
+    """Print the Python version, the Python packages and the NVIDIA GPUs of a job's node."""
     import shutil  # noqa: PLC0415  only this function is sent
     import subprocess  # noqa: PLC0415
     import sys  # noqa: PLC0415

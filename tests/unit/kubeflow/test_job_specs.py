@@ -94,7 +94,7 @@ def test_a_container_runs_its_command_on_each_node() -> None:
     assert group.launcher is None
     assert group.timeout is not None
     assert group.timeout.exec_timeout == 60
-    with pytest.raises(ValueError, match="the pool `lab` does not run containers"):
+    with pytest.raises(ValueError, match="the pool `lab` has nodes that do not run containers"):
         job_spec("job", "torch-distributed", trainer, options, _pool())
     with pytest.raises(ValueError, match="needs the option TrainerCommand"):
         job_spec("job", "torch-distributed", trainer, read_options(None), _pool())
