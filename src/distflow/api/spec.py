@@ -155,7 +155,7 @@ class Output(_Part, frozen=True):
 
 
 class Checkpoint(_Part, frozen=True):
-    """A directory that is uploaded while its task runs."""
+    """A directory that is uploaded while its task runs, and when the task has ended."""
 
     path: Text
     url: Text

@@ -1,8 +1,7 @@
-"""The Python API of distflow: typed functions that the command line and other programs call.
+"""Typed functions that the command line, ``import distflow`` and other programs call.
 
-Most functions take a ``Client`` first. They return frozen objects, collections of them, or iterators, and raise the errors of
-``distflow.errors``. They do not print, parse arguments or exit the process. They report progress and warnings through
-callbacks. ::
+Most functions take a ``Client`` first, and return frozen objects, collections of them, or iterators. They raise the errors of
+``distflow.errors``. They do not parse arguments or exit the process. They report progress and warnings through callbacks. ::
 
     from distflow.client import Client, SubmitRequest, find_workflow, plan, submit, wait
 

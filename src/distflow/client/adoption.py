@@ -1,4 +1,4 @@
-"""Adopt workflows that run on nodes but are not in the store."""
+"""Adopt workflows that are on nodes but not in the store."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def adopt(
 
 
 def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
-    """Rename a damaged store and return its new path (in a dry run, its current path)."""
+    """Rename a damaged store and return its new path (in a dry run, its current path); ``None`` if it is not damaged."""
     is_gone = not directory.store.exists()
     try:
         if is_gone and is_running(directory):
@@ -150,7 +150,8 @@ def _still_in_use(directory: StateDirectory, how: str) -> StateError:
 def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
     """Separate the workflows to adopt from those that are refused.
 
-    A node could have forged an unsigned record. It is refused if this machine would write its outputs (``writes_here``).
+    A node could have forged an unsigned record. Without ``trust``, the record is refused if this machine would write the
+    outputs of the workflow (``writes_here``).
     """
     trusted, refused = [], []
     for one in found:

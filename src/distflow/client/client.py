@@ -52,8 +52,8 @@ def _ignore(_: str) -> None:
 class Client:
     """This user's workflows on this machine, as a context manager. Most functions of ``distflow.client`` take it first.
 
-    It opens files only when they are needed. Use a client from one thread only. Functions that read or change workflows start
-    a background supervisor if there is unfinished work and no supervisor is running.
+    It opens files only when they are needed. Use a client from one thread only. Many functions start a background supervisor if
+    there is unfinished work and no supervisor is running.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def group_names(client: Client, workflow: str) -> list[str]:
 
 
 def metric_names(client: Client, workflow: str) -> list[str]:
-    """Return the names of the latest metrics of a workflow. Raises ``NotFound`` if the workflow does not exist."""
+    """Return the names of a workflow's latest metrics and resource samples. Raises ``NotFound`` if it does not exist."""
     from distflow.client.workflows import read_status
 
     record = _find(client, workflow)

@@ -57,7 +57,10 @@ def list_credentials(client: Client) -> list[Credential]:
 
 
 def delete_credential(client: Client, name: str) -> None:
-    """Delete a credential. Workflows that were submitted earlier keep their copies of its values.
+    """Delete a credential.
+
+    Workflows that were submitted earlier keep copies of GENERIC and REGISTRY credentials until they end, but not of DATA
+    credentials.
 
     Args:
         client: The client whose state directory has the credential.

@@ -56,13 +56,13 @@ def upload_data(
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
 ) -> TransferResult:
-    """Upload files below a URL. Files that exist there with the same content are skipped.
+    """Upload files below a URL. A file is skipped if the storage's checksum shows that it already has the content.
 
     Args:
         client: The client whose credentials are used.
         url: The URL below which the files are written.
         paths: Files and directories of this machine. The name of a directory is part of the URLs of its files.
-        regex: A regular expression. Only files whose relative path matches are uploaded.
+        regex: A regular expression. Only files whose relative path matches from its start are uploaded.
         threads: The number of files that are uploaded in parallel.
         on_progress: Called with the progress in bytes. See ``OnBytes``.
 
@@ -99,7 +99,7 @@ def download_data(
         client: The client whose credentials are used.
         url: The URL of one object or of a folder.
         directory: An existing directory.
-        regex: A regular expression. Only files whose relative path matches are downloaded.
+        regex: A regular expression. Only files whose relative path matches from its start are downloaded.
         resume: Whether to skip files that exist with the right content.
         threads: The number of files that are downloaded in parallel.
         on_progress: Called with the progress in bytes. See ``OnBytes``.
@@ -131,7 +131,7 @@ def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") ->
     Args:
         client: The client whose credentials are used.
         url: The URL of one object or of a folder.
-        regex: A regular expression. Only objects whose relative path matches are returned.
+        regex: A regular expression. Only objects whose relative path matches from its start are returned.
         prefix: Only objects whose relative path begins with this text are returned.
 
     Raises:
@@ -155,7 +155,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
     Args:
         client: The client whose credentials are used.
         url: The URL of one object or of a folder.
-        regex: A regular expression. Only objects whose relative path matches are deleted.
+        regex: A regular expression. Only objects whose relative path matches from its start are deleted.
 
     Returns:
         The number of deleted objects.
@@ -179,7 +179,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
 
 def check_data_access(client: Client, url: str, access: str) -> None:
-    """Check that this user may access a URL, by trying it. ``WRITE`` and ``DELETE`` write an empty object there and remove it.
+    """Check that this user may access a URL, by trying it. ``WRITE`` and ``DELETE`` write and remove an empty object below it.
 
     Args:
         client: The client whose credentials are used.
@@ -268,7 +268,7 @@ def create_version(
         client: The client whose configuration names the storage of datasets.
         name: The name of the dataset. With ``is_update``, also ``name:version`` to choose the base version.
         paths: Files and directories. The name of a directory is part of the paths in the dataset.
-        regex: A regular expression. Only files whose path matches are uploaded.
+        regex: A regular expression. Only files whose path matches from its start are uploaded.
         is_update: Whether to add the files to those of the latest (or the named) version. Files of the same path are replaced.
         on_progress: Called with the progress in bytes. See ``OnBytes``.
 
@@ -302,7 +302,7 @@ def download_dataset(
         client: The client whose configuration names the storage of datasets.
         name: The name of the dataset, for its latest version, or ``name:version``.
         directory: An existing directory.
-        regex: A regular expression. Only files whose path matches are downloaded.
+        regex: A regular expression. Only files whose path matches from its start are downloaded.
         resume: Whether to skip files that exist with the right content.
         on_progress: Called with the progress in bytes. See ``OnBytes``.
 

@@ -68,7 +68,7 @@ class DiagnosedGroup:
     diagnoses: tuple[Diagnosis, ...]
     """The diagnoses, the most specific first. Empty if no rule applies."""
     is_failure: bool = True
-    """Whether the attempt failed or may hang."""
+    """Whether the attempt failed, may hang, or waits for ranks whose failure was not detected."""
     findings: tuple[Diagnosis, ...] = ()
     """Findings in the use of resources, such as idle GPUs."""
 

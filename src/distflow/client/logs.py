@@ -66,7 +66,7 @@ class WorkflowWatch:
         self._bytes_here = -1
 
     def refresh(self) -> WorkflowRecord:
-        """Read the record again and return it. Every 30th call starts a supervisor if none is running."""
+        """Read the record again and return it. Every 30th call starts a supervisor if it is needed and none is running."""
         self.record = self._client.store.find(self.record.uuid)
         self._refreshes += 1
         if self._refreshes % _WAKE_EVERY == 0:
@@ -198,7 +198,7 @@ def stream_logs(
 
 
 def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str], attempt: int | None = None) -> Iterator[str]:
-    """Yield a sentence for each ended attempt of a task whose output is not complete on this machine.
+    """Yield one or two sentences for each ended attempt of a task whose output is not complete on this machine.
 
     Args:
         client: The client whose store has the workflow.

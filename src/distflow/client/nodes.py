@@ -262,12 +262,12 @@ def ask_resource_holders(nodes: Sequence[PoolNode], *, within_s: float | None = 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """The use of a GPU by a task or another program."""
+    """The use of a GPU by a task or another process."""
 
     state: Literal["mine", "other", "foreign"]
-    """In this order: a task of this user, a task of another user, or a program that distflow did not start."""
+    """In this order: a task of this user, a task of another user, or a process on a GPU that no task has reserved."""
     by: str
-    """The task, with the name of its user for ``other``, or a description of the program."""
+    """The task, with the name of its user for ``other``, or a description of the process."""
 
 
 def gpu_uses(report: Holders, ids: Mapping[str, str], user: str) -> dict[int, GpuUse]:

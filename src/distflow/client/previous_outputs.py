@@ -1,4 +1,4 @@
-"""Find and fetch outputs of ended workflows that a spec uses as inputs."""
+"""Find and fetch outputs of ended workflows that a spec or a restart uses as inputs."""
 
 from __future__ import annotations
 

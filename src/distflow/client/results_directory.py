@@ -1,6 +1,6 @@
 """Local directories with the results of one workflow. A marker file names the workflow.
 
-A marked directory is not sent with a project. It never mixes the results of two workflows.
+A marked directory is not sent with a project. Results of other workflows are moved to its subdirectory ``earlier-runs``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distflow.state.record import WorkflowRecord
 __all__ = ["EARLIER_RUNS", "claim_directory", "results_directories"]
 
 EARLIER_RUNS = "earlier-runs"
-"""The subdirectory of a marked directory with the results of earlier workflows, each in a directory named by its id."""
+"""The subdirectory of a marked directory with the results of earlier workflows, each in a directory named after its id."""
 
 _TEXT = "{id} {uuid}\nThese are the results of this workflow. distflow does not send a directory with this file to nodes.\n"
 

@@ -228,7 +228,7 @@ def run_on_tasks(
 def read_stacks(
     client: Client, record: WorkflowRecord, names: Sequence[str] = (), *, on_start: Callable[[int], None] = lambda _: None
 ) -> list[TaskStacks]:
-    """Return the current stacks of the processes of running tasks. The processes are not stopped or slowed down.
+    """Return the current stacks of the processes of running tasks. The processes are not stopped.
 
     Args:
         client: The client whose store has the workflow.

@@ -199,7 +199,7 @@ def validate(
 def propose_placement(
     plan: Plan, pool: Pool, spec: WorkflowSpec, severity: Severity = Severity.ERROR
 ) -> tuple[dict[str, str], tuple[Problem, ...]]:
-    """Place the tasks of a plan on the idle nodes of a pool.
+    """Place the tasks of each group of a plan on the nodes of a pool, as if all nodes were idle.
 
     Args:
         plan: The plan.
@@ -346,7 +346,7 @@ _ID = re.compile(r"[A-Za-z].*-[0-9]+|[0-9a-f]{32}")
 
 
 class SecretsMissing(InputError):
-    """The secrets of a workflow must be given again, because distflow does not store their values."""
+    """The secrets of a workflow must be given again, because distflow does not keep their values for other workflows."""
 
     def __init__(self, workflow: str, names: Sequence[str]) -> None:
         """Set the message from the id of the workflow and the ``names`` of the secrets."""

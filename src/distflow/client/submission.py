@@ -245,7 +245,9 @@ def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None
 
 
 def check_python(planned: PlannedWorkflow, modules: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Check that the nodes of a planned workflow have the Python version of this program, which unpickling functions needs.
+    """Check that nodes of a planned workflow have the ``modules`` and the minor version of Python of this program.
+
+    Functions can only be unpickled with the same minor version.
 
     This queries all nodes that may get a task. Nodes that do not answer soon, and nodes that an engine allocates later, are
     not checked.
@@ -481,7 +483,7 @@ def plan_restart(
     Args:
         client: The client whose store has the workflow.
         workflow: The id or uuid of the workflow.
-        overrides: The secrets of the workflow, which must be given again because their values were not stored.
+        overrides: The secrets of the workflow, which must be given again because their values are not kept for a restart.
         pool: The name of the pool to run in. Default: the pool of the workflow.
         on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
@@ -492,7 +494,7 @@ def plan_restart(
         InputError: if ``workflow`` is not an id or uuid, or if the workflow has not ended, has completed, or needs a secret
             that is not given.
         NotFound: if the workflow or the pool does not exist.
-        ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if no pool can hold a group.
+        ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if the pool cannot hold a group.
 
     """
     configuration, directory = client.configuration(), client.writable_directory()

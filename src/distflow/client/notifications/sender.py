@@ -181,7 +181,7 @@ class _Sender:
             self._outcomes.put((delivery, None))
 
     def _take_outcomes(self) -> None:
-        """Wait until an outcome arrives or a try is due. Record the deliveries that have ended, and plan the retries."""
+        """Wait until an outcome arrives or a try is due, at most 0.5 s. Record the ended deliveries, and plan the retries."""
         now = time.monotonic()
         pauses_s = [one.next_at - now for one in self._deliveries.values() if one.give_up_at is None and one.next_at > now]
         ended: list[tuple[_Delivery, NotifyError | None]] = []

@@ -188,7 +188,7 @@ def _is_known_scheme(apprise: ModuleSpec, scheme: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether a host is this machine."""
+    """Return whether a host is `localhost` or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:

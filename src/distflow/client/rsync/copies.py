@@ -176,7 +176,7 @@ def start_sync(
     reconcile_s: float = RECONCILE_S,
     max_log_size: int = LOG_BYTES,
 ) -> Sync:
-    """Start a background process that copies a local path to a running task after every change, until its group has ended.
+    """Start a background process that copies a local path to a running task after every change, until the task's group ends.
 
     Args:
         client: The client whose store has the workflow.

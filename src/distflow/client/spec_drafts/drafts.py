@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One job on equal nodes. A number is ``None`` if the command line does not contain it."""
+    """One job on equal nodes. ``nodes``, ``ranks`` and ``gpus`` are ``None`` if the command line does not contain them."""
 
     name: str
     command: tuple[str, ...]
@@ -169,8 +169,8 @@ def complete_draft(
         draft: The draft.
         nodes: The nodes of the pool, whose GPUs are counted if the numbers are not given.
         count: The number of nodes. Default: that of the draft, or 1.
-        gpus: GPUs on each node. Default: that of the draft, or else one for each of the ``ranks``, or else as many as ``count``
-            of the nodes have. None if the numbers of ``nodes`` are unknown, or if the nodes have fewer GPUs than ``ranks``.
+        gpus: GPUs on each node. Default: that of the draft, or else one for each of the ``ranks``, or else the largest number
+            that ``count`` nodes have. No GPUs if the numbers of ``nodes`` are unknown or less than ``ranks``.
         ranks: Processes on each node. Default: that of the draft, or one for each GPU.
         must_know: Whether an unknown number of processes is an error, for example of ``--nproc_per_node gpu`` with an unknown
             number of GPUs. Otherwise it becomes a note.

@@ -52,7 +52,7 @@ def draft_run(
         hosts: Machines to use instead of a configured pool.
         hostfile: The path of the hostfile, for errors.
         nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
-        gpus: GPUs on each node. Default: the number in the pool or the hostfile.
+        gpus: GPUs on each node. Default: see ``complete_draft``.
         ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
         project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository or
             else its directory.

@@ -58,7 +58,7 @@ _ADVICE = MappingProxyType(
 )
 _HETJOB = "hetjob"
 _COUNTS = frozenset({"nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task"})
-"""Options that differ between the components of a heterogeneous job."""
+"""Options whose values are combined if a heterogeneous job has several components."""
 _EXPORTED = "written by `distflow workflow export`"
 """The mark of a script that distflow wrote. The commands of such a script need no notes."""
 _SET_BY_DISTFLOW = frozenset(
