@@ -77,9 +77,11 @@ def test_another_laptop_adopts_running_and_ended_workflows(cli: Cli) -> None:
     assert text.code == 0, text.err
     assert text.out == (
         "waits-2: adopted\n  its id was waits-1, which another workflow has on this machine\n"
-        "  this machine did not sign its record; read its spec (`distflow workflow spec waits-2`) before you restart it\n"
+        "  its record is not signed with the key of this state directory; "
+        "read its spec (`distflow workflow spec waits-2`) before you restart it\n"
         "  the values of --set-env are gone (TOKEN): a restart needs them again\nfails-1: adopted\n"
-        "  this machine did not sign its record; read its spec (`distflow workflow spec fails-1`) before you restart it\n"
+        "  its record is not signed with the key of this state directory; "
+        "read its spec (`distflow workflow spec fails-1`) before you restart it\n"
     )
     assert adopt(other) == []
     assert other.run("workflow", "adopt").out == "Nothing to adopt: the store has every workflow that the nodes reported.\n"
@@ -203,14 +205,14 @@ def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
     for one in (cli, other):
         (told,) = adopt(one)
         assert (told["name"], told["adopted"]) == (runs, False)
-        assert f"did not sign its record, and its outputs would go to file://{home}" in told["why"]
+        assert f"is not signed with the key of this state directory, and its outputs would go to file://{home}" in told["why"]
     # The same record unchanged is one of this machine's own, also without the store that it came from.
     note.write_text(signed)
     (told,) = adopt(cli)
     assert (told["adopted"], told["notes"]) == (True, [])
     (told,) = adopt(other, "--trust-records")
     assert told["adopted"]
-    assert f"this machine did not sign its record; its outputs go to file://{cli.folder}/wanted" in told["notes"][0]
+    assert f"not signed with the key of this state directory; its outputs go to file://{cli.folder}/wanted" in told["notes"][0]
     go.touch()
     for one in (cli, other):
         one.await_status(runs, "COMPLETED")

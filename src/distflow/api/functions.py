@@ -231,6 +231,7 @@ class Launcher:
             InputError: if a node has another minor version of Python, or lacks a package that the function uses.
             NotFound: if the pool does not exist.
             ProblemsFound: if the pool cannot hold the job.
+            SupervisorError: if the supervisor does not start.
 
         """
         self._check(function, args, kwargs)

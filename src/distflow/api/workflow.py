@@ -389,6 +389,7 @@ class Workflow:
 
         Raises:
             InputError: if the workflow has ended.
+            SupervisorError: if the supervisor does not start. The request is stored in this case.
 
         """
         with _client() as client:
@@ -398,15 +399,19 @@ class Workflow:
         return self
 
     def restart(self, *, pool: str | None = None, secrets: Mapping[str, str] | None = None) -> Workflow:
-        """Submit a new workflow with the groups that did not complete, and return it.
+        """Submit a new workflow that runs the groups that did not complete, and return it.
 
         Args:
             pool: The name of the pool. Default: the pool of this workflow.
-            secrets: The secret variables of the first submission, which are not stored.
+            secrets: The secret variables of the first submission, whose values are not kept for a restart.
 
         Raises:
             InputError: if the workflow has not ended, has completed, or needs a secret that is not given.
-            ProblemsFound: if the spec is no longer valid.
+            NodeError: if an output that the new workflow needs cannot be fetched.
+            NotFound: if the pool does not exist.
+            ProblemsFound: if the spec is no longer valid, or if the pool cannot hold a group.
+            StorageRefused: if this user has no credentials for an S3 URL in the spec.
+            SupervisorError: if the supervisor does not start.
 
         """
         with _client() as client:
@@ -428,7 +433,7 @@ class Workflow:
             The exit code and the output of the command for each task.
 
         Raises:
-            InputError: if a named task is not running, or if no task is running.
+            InputError: if the command is empty, if a named task is not running, or if no task is running.
             NotFound: if a task does not exist.
             NodeError: if a node is unreachable or refuses the command.
 
@@ -576,7 +581,7 @@ def submit(
         NodeError: if an output of another workflow, which the spec uses, cannot be fetched.
         NotFound: if the pool or a workflow does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains all findings with their lines.
-        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.
 

@@ -160,7 +160,8 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
             trusted.append(one)
             continue
         why = (
-            f"this machine did not sign its record, and its outputs would go to {', '.join(here[:_MAX_URLS])}; "
+            f"its record is not signed with the key of this state directory, and its outputs would go to "
+            f"{', '.join(here[:_MAX_URLS])}; "
             "if you know this workflow, adopt it with --trust-records"
         )
         refused.append(AdoptedWorkflow(uuid=one.uuid, name=one.copy.record.id, skipped=why))
@@ -168,14 +169,13 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
 
 
 def _unsigned_note(one: FoundWorkflow, name: str) -> tuple[str, ...]:
-    """Return a note if this machine did not sign the record of a workflow."""
+    """Return a note if the key of this state directory did not sign the record of a workflow."""
     if one.is_own:
         return ()
     here, stores = writes_here(one.copy)
     outputs = f"; its outputs go to {', '.join([*here, *stores][:_MAX_URLS])}" if here or stores else ""
-    return (
-        f"this machine did not sign its record{outputs}; read its spec (`distflow workflow spec {name}`) before you restart it",
-    )
+    remedy = f"read its spec (`distflow workflow spec {name}`) before you restart it"
+    return (f"its record is not signed with the key of this state directory{outputs}; {remedy}",)
 
 
 def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:

@@ -126,7 +126,7 @@ class Client:
 
             self._store = Store(self.directory.store)
             if self._store.is_read_only:
-                self.notify(f"note: {self._store.path} is not writable, so no supervisor can run, and its content may be old")
+                self.notify(f"note: {self._store.path} is not writable: no supervisor is started, and its content may be old")
         return self._store
 
     @property

@@ -181,7 +181,9 @@ def _allocated_pools(client: Client, pool: str | None, hosts: Sequence[Host] | N
 def clean_nodes(
     client: Client, nodes: Sequence[PoolNode], *, older_than_s: float | None = None, is_dry_run: bool = False
 ) -> list[Cleaned]:
-    """Delete the logs, outputs and files of workflows from nodes, except those of workflows that run there.
+    """Delete files of workflows, such as logs and outputs, and unused Python environments from nodes.
+
+    Files of workflows that run on the node are kept.
 
     Args:
         client: The client whose store has the workflows. Files of its unfinished workflows are kept, too.

@@ -105,7 +105,7 @@ class FetchedFiles:
     unchanged: int
     """The number of files that were skipped, because they existed on this machine."""
     left_out: int
-    """The number of entries that were not fetched: ``TaskOutputs.left_out``, and links that would lead out of the directory here."""
+    """The number of entries that were not fetched: ``TaskOutputs.left_out``, and links out of the local directory."""
     problems: tuple[str, ...] = ()
     """Files that could not be read on their node, each with the reason."""
     errors: tuple[DistflowError, ...] = ()

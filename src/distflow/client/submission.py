@@ -135,8 +135,8 @@ def plan(
         The planned workflow, for ``submit``.
 
     Raises:
-        InputError: if the request does not fit the spec, if a driver for data at URLs is not installed, or if this operating
-            system cannot run tasks and the pool is this machine.
+        InputError: if the request does not fit the spec, if a package for data at URLs or for the backend of the pool is not
+            installed, or if this operating system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a host name of ``hosts`` does not exist, or if the pool cannot hold a group
             even when idle. The error contains all findings.
@@ -317,7 +317,7 @@ def submit(
     Raises:
         InputError: if an output of another workflow does not exist, or if that workflow has not ended.
         NodeError: if an output of another workflow cannot be fetched.
-        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.
 
@@ -348,7 +348,7 @@ def store_workflow(
         on_stored: Called with the record before this function waits for the supervisor.
 
     Raises:
-        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.
 
@@ -540,7 +540,7 @@ def restart(
     Raises:
         InputError: if a needed output does not exist.
         NodeError: if a needed output cannot be fetched.
-        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.
 

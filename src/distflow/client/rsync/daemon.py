@@ -104,7 +104,7 @@ class CopySchedule:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Copy until the group of the task has ended or SIGTERM arrives, and return the exit code."""
+    """Copy until the group of the task has ended, SIGTERM arrives or an error occurs, and return the exit code."""
     state, answer_to = Path(arguments[0]), int(arguments[1])
     wanted = decode(sys.stdin.buffer.read(), Sync)
     directory = StateDirectory(state)

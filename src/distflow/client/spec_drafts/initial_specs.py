@@ -32,7 +32,7 @@ __all__ = [
 
 
 def draft_from_command(command: str) -> Draft:
-    """Return the draft of a shell command such as ``train.py --lr 0.1``. Raises ``InputError``."""
+    """Return the draft of a command line such as ``train.py --lr 0.1``. Raises ``InputError``."""
     return draft_command(_split(command, "--command"), folder=Path.cwd(), must_exist=False)
 
 
