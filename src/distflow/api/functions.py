@@ -195,7 +195,7 @@ class Launcher:
     """Processes on each node. Default: one for each GPU, or else one."""
     pool: str | None = None
     hosts: str | os.PathLike[str] | Sequence[str] | None = None
-    """A hostfile, or its lines, instead of a pool."""
+    """A hostfile, or its lines, instead of the nodes of the pool."""
     python: str | None = None
     """The Python interpreter on the nodes. Default: the pool's."""
     venv: str | None = None
@@ -426,7 +426,7 @@ def run(
         gpus: The number of GPUs to reserve on each node.
         ranks: Processes on each node. Default: one for each GPU, or else one.
         pool: The name of the pool.
-        hosts: A hostfile, or its lines, instead of a pool.
+        hosts: A hostfile, or its lines, instead of the nodes of the pool.
         python: The Python interpreter on the nodes.
         venv: A requirements file, from which each node builds an environment once.
         name: The name of the workflow. Default: the name of the function.

@@ -566,7 +566,8 @@ def submit(
         spec: The path of a YAML file, a YAML text of several lines, the mapping that such a file contains, a ``Spec``, or the
             id of a workflow to submit again. Paths in a text, a mapping or a ``Spec`` are relative to the working directory.
         pool: The name of the pool. Default: the pool of the spec, or else the default pool.
-        hosts: Machines to use instead of a pool: the path of a hostfile, or its lines, such as ``["gpu1 slots=8", "gpu2"]``.
+        hosts: Machines to use instead of the nodes of the pool: the path of a hostfile, or its lines, such as
+            ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
         python: The Python interpreter on the nodes, for tasks and for distflow. Default: the pool's.
         venv: A requirements file, or its lines, from which each node builds an environment once. Default: the ``venv`` of

@@ -13,7 +13,7 @@ A name's module is imported when the name is first used, so a program loads only
 
 Every function that takes a ``Client`` can also raise ``StateError`` if the state directory or the store cannot be used. A
 function that reads the configuration can raise ``ProblemsFound`` or ``InputError`` if the configuration is wrong. The
-docstrings list the other errors.
+docstrings list other errors.
 """
 
 from __future__ import annotations

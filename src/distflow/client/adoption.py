@@ -95,7 +95,7 @@ def adopt(
     Args:
         client: The client whose store gets the workflows.
         pool: The pool whose nodes are searched. Default: all pools.
-        hosts: Machines to search instead of a configured pool.
+        hosts: Machines to search instead of the configured nodes.
         trust_records: Whether to also adopt unsigned records whose outputs go to files of this machine or over SFTP.
         is_dry_run: Whether to only report, without any change.
 

@@ -75,7 +75,7 @@ def choose_nodes(
     Args:
         client: The client whose configuration has the pools.
         pool: The name of a pool. Default: all pools.
-        hosts: Machines to use as a pool instead of the configured ones.
+        hosts: Machines to use instead of the configured nodes.
         names: Names of nodes. Default: all nodes of the chosen pools.
 
     Raises:
@@ -124,7 +124,7 @@ def reap_jobs(
     Args:
         client: The client whose configuration has the pools and whose store has the workflows.
         pool: The name of a pool. Default: all pools whose nodes an engine chooses.
-        hosts: Machines to use instead of a configured pool. They have no jobs, so the result is empty.
+        hosts: Machines to use instead of the configured nodes. They have no jobs, so the result is empty.
         is_dry_run: Whether to only find the jobs.
 
     Returns:
@@ -153,7 +153,7 @@ def recall_nodes(
     Args:
         client: The client whose configuration has the pools.
         pool: The name of a pool. Default: all pools.
-        hosts: Machines to use as a pool instead of the configured ones.
+        hosts: Machines to use instead of the configured nodes.
         known: Uuids of workflows to leave out.
 
     Raises:

@@ -66,7 +66,7 @@ def list_pools(client: Client, names: Sequence[str] = (), *, hosts: Sequence[Hos
     Args:
         client: The client whose configuration has the pools.
         names: Names of pools. Default: all pools.
-        hosts: Machines to use as the default pool, in addition to the other pools.
+        hosts: Machines to use as the nodes of the default pool.
 
     Raises:
         NotFound: if a pool does not exist.
@@ -94,7 +94,7 @@ def list_nodes(
         names: Names of pools. Default: the default pool.
         all_pools: Whether to use all pools instead.
         platforms: Return only nodes of these platforms. Default: all.
-        hosts: Machines to use as the default pool.
+        hosts: Machines to use as the nodes of the default pool.
 
     Raises:
         NotFound: if a pool does not exist.
@@ -193,7 +193,7 @@ def check_pool(
         client: The client whose configuration has the pool.
         name: The name of the pool. Default: the default pool.
         nodes: Names of nodes of the pool. Default: all its nodes.
-        hosts: Machines to use instead of a configured pool.
+        hosts: Machines to use instead of the nodes of the pool.
         settings: Settings of the nodes that take precedence over those of the pool and the hostfile.
         all_reduce: Whether to run an all-reduce over all nodes with torch, to measure the bandwidth.
         paths: Paths that must exist on all nodes with the same contents.

@@ -169,7 +169,7 @@ def validate(
         overrides: Values for the template and the tasks.
         configuration: The pools.
         pool: The name of the pool to check against. Default: the pool of the spec, or else the default pool.
-        hosts: Machines to use instead of a configured pool.
+        hosts: Machines to use instead of the nodes of the pool.
         text: The spec itself. Its files are relative to the working directory.
 
     Returns:
@@ -369,7 +369,7 @@ class PreviousWorkflow:
         Args:
             configuration: The current pools.
             given: The name of a pool.
-            hosts: Machines to use instead of a configured pool.
+            hosts: Machines to use instead of the nodes of the pool.
 
         Returns:
             The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the

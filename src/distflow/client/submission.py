@@ -86,7 +86,7 @@ class SubmitRequest:
     pool: str | None = None
     """The name of the pool to run in. Default: the pool of the spec, or else the default pool."""
     hosts: Sequence[Host] | None = None
-    """Machines to use instead of a configured pool."""
+    """Machines to use instead of the nodes of the pool."""
     settings: NodeSettings = NO_SETTINGS
     """Settings of the nodes that take precedence over those of the pool, the hostfile and the spec."""
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class SSHBackendConfig:
 
     Args:
         pool: The name of a pool in distflow's configuration. Default: the default pool.
-        hosts: Machines to use without a configuration: the path of a hostfile, or its lines, such as
+        hosts: Machines to use instead of the nodes of the pool: the path of a hostfile, or its lines, such as
             ``["gpu1 slots=8", "gpu2 slots=8"]``.
         python: The Python interpreter on the machines. Default: the pool's.
 

@@ -59,7 +59,8 @@ class TrainerClient:
 
     A job is a workflow with the job's name and labels, so ``distflow list`` and ``distflow.get(name)`` show it, too.
 
-    Each method can raise ``RuntimeError`` if the state directory cannot be used, in addition to the errors that it lists.
+    In addition to the errors that it lists, each method can raise ``RuntimeError`` if the state directory cannot be used, and
+    ``ValueError`` if the configuration is wrong.
 
     Args:
         backend_config: The pool, such as ``SSHBackendConfig`` or ``LocalProcessBackendConfig``. Default: the default pool.

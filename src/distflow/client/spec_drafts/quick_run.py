@@ -49,7 +49,7 @@ def draft_run(
         configuration: The pools.
         name: The name of the workflow. Default: the name of the script or program.
         pool: The name of the pool. Default: the default pool.
-        hosts: Machines to use instead of a configured pool.
+        hosts: Machines to use instead of the nodes of the pool.
         hostfile: The path of the hostfile, for errors.
         nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
         gpus: GPUs on each node. Default: see ``complete_draft``.
