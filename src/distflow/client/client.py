@@ -257,7 +257,7 @@ class Client:
         self._preloaded = preload_supervisor(self.writable_directory(), backends)
 
     def stop_outdated_supervisor(self) -> None:
-        """End a supervisor of an older version of distflow, before a workflow is stored whose features it would ignore.
+        """End a supervisor of an older version of distflow, before a workflow is stored whose features it might ignore.
 
         Raises ``SupervisorError`` if it does not end.
         """

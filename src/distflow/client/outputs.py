@@ -53,11 +53,11 @@ class OutputFile:
     path: str
     """The path relative to the task's output directory."""
     size: int
-    """Bytes. For a symbolic link: the size of the link itself."""
+    """Bytes. If ``link`` is set: the size of the link itself."""
     modified_at: float
     """Seconds since the epoch, by the node's clock."""
     link: str = ""
-    """For a symbolic link inside the directory: its relative target. Otherwise empty."""
+    """The relative target of a symbolic link to a path inside the output directory. Otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class TaskOutputs:
     left_out: int = 0
     """The number of entries that cannot be fetched: sockets, pipes, devices, and links to directories outside or to nothing."""
     error: DistflowError | None = None
-    """Why the files are unknown: the node is unreachable, or the directory was removed."""
+    """Why the files are unknown or could not be fetched. For example, the node is unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

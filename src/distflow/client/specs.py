@@ -321,7 +321,7 @@ def output_schema_text(command: str) -> str:
 
 
 class _SpecChecks:
-    """Checks of a spec that the package ``spec`` cannot do: rank layout, credentials and outputs of other workflows."""
+    """Checks of a spec that the package ``spec`` cannot do, such as rank layout, credentials and outputs of other workflows."""
 
     def __init__(self, client: Client, *, is_tolerant: bool = False, notify: Sequence[NotifyTarget] = ()) -> None:
         """Create the checks for a client. The arguments are those of ``check_spec``."""

@@ -451,7 +451,7 @@ def change_tags(
 
 
 def _report_room(client: Client, record: WorkflowRecord) -> None:
-    """Warn if nodes hold back output because this machine's disk is full."""
+    """Warn if nodes hold back output because this machine's disk is almost full."""
     if all(task.log_complete or task.started_at is None for group in record.groups for task in group.attempts):
         return
     from distflow.documents.quantities import bytes_text

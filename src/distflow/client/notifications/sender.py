@@ -4,7 +4,8 @@ It sends one message at a time to each destination, but serves several destinati
 may be temporary.
 
 It may be killed at any instant. A notification stays in the store until the outcome of its delivery is recorded there, so the
-next process sends it. If it is killed between the delivery and the record, a notification arrives twice, with the same ``id``.
+next process sends it. If the process is killed between the delivery and the record, a notification arrives again, with the same
+``id``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Draft:
     name: str
     command: tuple[str, ...]
     launcher: str = "command"
-    """``torchrun`` starts the ranks of ``command``, a Python script or module. ``command`` runs it once on each node."""
+    """``torchrun`` starts the ranks, which run a Python script or module. ``command`` runs any command once on each node."""
     nodes: int | None = None
     ranks: int | None = None
     """Processes on each node."""
