@@ -71,7 +71,7 @@ class TaskInfo:
     attempt: int
     """The number of the attempt, counted from 0."""
     exit_code: int | None
-    """``None`` if the task has not ended, or has no code, such as after a cancellation (``docs/retries.md``)."""
+    """``None`` if the task has not ended, or has no code, for example because it was canceled before it ran."""
     started_at: datetime | None
     """In UTC, like ``ended_at``."""
     ended_at: datetime | None
@@ -369,7 +369,7 @@ class Workflow:
             return explain_failures(client, self._record(client), attempt=attempt)
 
     def diagnose(self, *, attempt: int | None = None) -> list[DiagnosedGroup]:
-        """Return the diagnoses, with remedies, of each group that failed, may hang, or waits for ranks that did not join.
+        """Return the diagnoses, with remedies, of each group that failed, may hang, or waits for ranks that failed unnoticed.
 
         Args:
             attempt: The attempt to diagnose, counted from 0. Default: the latest one. Groups without this attempt are left out.

@@ -54,7 +54,7 @@ class GroupFailure:
 
     @property
     def clocks(self) -> Mapping[str, Clock]:
-        """The measured clock of each node of the attempt, by the name of the node."""
+        """The clocks that were measured on nodes of the attempt, by the name of the node."""
         ended = (task for task in attempt_of(self.group, self.attempt) if task.end and task.end.clock)
         return {task.node or "": task.end.clock for task in ended if task.end and task.end.clock}
 

@@ -227,7 +227,7 @@ def _was(number: int) -> str:
 
 
 def rank_of(text: str, held: range) -> int | None:
-    """Return the rank in the prefix of a line, as torch and torchrun's ``--tee`` write it, or ``None``.
+    """Return the global rank that the prefix of a line names, as torch or torchrun's ``--tee`` writes it, or ``None``.
 
     Args:
         text: The line.

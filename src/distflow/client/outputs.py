@@ -69,7 +69,7 @@ class TaskOutputs:
     directory: str
     """The directory on the node."""
     files: tuple[OutputFile, ...] = ()
-    """Sorted by path."""
+    """Sorted by name in each directory."""
     left_out: int = 0
     """The number of entries that cannot be fetched: sockets, pipes, devices, and links to directories outside or to nothing."""
     error: DistflowError | None = None

@@ -1,7 +1,7 @@
 """Write metrics and resource samples for TensorBoard, Weights & Biases and MLflow, each with its own Python package.
 
 Each task has a run for each rank that printed metrics (``master-rank-0``), and a run for metrics without a rank (``master``).
-Its resource samples are a run, too (``master-system``), whose steps are seconds.
+The resource samples of a task are a run, too (``master-system``), whose steps are seconds.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = ["CopySchedule", "Daemon", "Snapshot", "main", "take_snapshot"]
 
 
 _RECORD_POLL_S = 2.0
-"""The maximum interval between two reads of the task's record, in seconds."""
+"""The maximum pause between two reads of the task's record, in seconds. A copy can take longer."""
 _VANISHED = 24
 """rsync's exit code if files were deleted during the copy. The next scan detects the deletion."""
 

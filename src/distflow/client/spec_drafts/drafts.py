@@ -48,7 +48,7 @@ class Draft:
     """GPUs on each node. 0 hides all GPUs. With ``None``, no GPUs are reserved, and the job sees all of them."""
     max_restarts: int = 0
     project: str | None = "."
-    """The directory to send, relative to the directory of the spec; ``None``: no files."""
+    """The directory to send; ``None``: no files. Relative to the working directory, or in a written file, to the file."""
     exclude: tuple[str, ...] = ()
     """Patterns, as in a ``.gitignore``, for files of the project that are not sent."""
     output_dir: str | None = "outputs"
@@ -320,7 +320,7 @@ def _comment(mark: str, text: str) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    """Return a line with a comment at its end, or in front of it if the line is long."""
+    """Return a line with a comment at its end, or above it if the line is long."""
     if len(text) > _LONG:
         return f"{' ' * (len(text) - len(text.lstrip()))}# {comment}\n{text}"
     return f"{text:<{_COLUMN}} # {comment}"
