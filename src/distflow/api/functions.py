@@ -49,7 +49,7 @@ _POLL_S = 0.2
 _DIRECTORY = "distflow_function"
 """The directory for the function's files in a task's working directory."""
 _SENT_PACKAGES = {"cloudpickle", "distflow"}
-"""Packages that distflow itself sends to the nodes."""
+"""Packages that distflow itself sends to the nodes. Of ``distflow``, it sends only ``distflow.train``."""
 _IMPORT_INSTRUCTIONS = (
     "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_", "LOAD_CONST", "LOAD_SMALL_INT", "MAKE_CELL", "POP_TOP", "RESUME",
     "ROT_TWO", "STORE_DEREF", "STORE_FAST", "STORE_GLOBAL", "SWAP",

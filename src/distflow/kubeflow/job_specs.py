@@ -110,7 +110,7 @@ def _function_command(trainer: object, options: JobOptions) -> dict[str, Any]:
         raise ValueError("TrainerCommand and TrainerArgs need a CustomTrainerContainer: a CustomTrainer runs its function")
     given = vars(trainer)
     script = function_script(given["func"], given.get("func_args"))
-    # Base64 keeps `{{` in the source from being read as a template.
+    # Base64 keeps `{{` in the source from being rendered as a template. distflow still replaces tokens such as `{{output}}`.
     file = File(path=_SCRIPT, contents=base64.b64encode(script.encode()).decode(), base64=True)
     return {"command": ["python3", _SCRIPT], "files": [file]}
 
