@@ -1,6 +1,6 @@
 """``from distflow import distributed``: the API of ``valohai.distributed``, such as ``distributed.me()``.
 
-It reads ``distributed.json``, which distflow writes for every task of a gang in Valohai's format. A *member* is a task on its
+It reads ``distributed.json``, which distflow writes for the tasks of a gang in Valohai's format. A *member* is a task on its
 node, not a process. Names, meanings and the order of ranks are the same as in https://github.com/valohai/valohai-utils, which
 reads the same file. This module is for nodes without that package.
 """

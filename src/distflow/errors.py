@@ -1,4 +1,4 @@
-"""All errors of distflow, and the exit code of each family.
+"""Errors of distflow, and the exit code of each family.
 
 ::
 
@@ -22,7 +22,7 @@
     ├── SupervisorError                 3    a background process did not start
     ├── StateError                      5    the state directory, or data stored in it, cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
-    │   ├── RecordUnreadable            5    another version of distflow wrote a workflow's record
+    │   ├── RecordUnreadable            5    this version of distflow cannot read a workflow's record
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
     ├── WaitTimeout                     3    a workflow has not ended within the time that was given
     └── WorkflowEnded                   1    the workflow ended and did not complete
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class DistflowError(Exception):
-    """Base of all errors that distflow raises on purpose."""
+    """Base of the errors that have a message for the user and an exit code."""
 
     exit_code: int = 70
     """The exit code of the process if the error reaches the command line."""
@@ -92,7 +92,7 @@ class InvalidValue(ValueError):
 
 
 class InputError(DistflowError):
-    """A document, the configuration or the command line is wrong; nothing was started."""
+    """A document, the configuration or the command line is wrong."""
 
     exit_code = 2
 

@@ -1,14 +1,14 @@
 """A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
-worker tries to join until the head answers or the time is over, and runs as long as Ray does. Neither of them calls
+worker starts Ray, again until the time is over if Ray ends, and ends with it afterwards. Neither of them calls
 ``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their processes.
 
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
 
-Exit codes: the command's; the exit code of ``ray start`` if the head does not start or a worker's Ray ends; 1 if not all nodes
-joined in time; 2 for wrong arguments; 127 if Ray or the command does not exist.
+Exit codes: the command's; that of ``ray start`` if the head does not start or a worker's Ray ends (1 instead of 0); 1 if not
+all nodes joined in time; 2 for wrong arguments; 127 if Ray or the command does not exist.
 """
 
 from __future__ import annotations

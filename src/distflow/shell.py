@@ -1,4 +1,4 @@
-"""Quote text for a shell, and keep secrets out of all output.
+"""Quote text for a shell, and mask secrets.
 
 ``str`` and ``repr`` of a ``Secret`` return a mask. Code that needs the value calls ``reveal()``, so a search for that name
 finds every use of a secret.
@@ -59,7 +59,7 @@ def revealed(secrets: Mapping[str, Secret]) -> dict[str, str]:
 
 
 def quote(argv: Iterable[str]) -> str:
-    """Return one line of shell that runs exactly ``argv``."""
+    """Return a shell command that runs exactly ``argv``."""
     return " ".join(shlex.quote(word) for word in argv)
 
 

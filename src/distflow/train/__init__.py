@@ -1,6 +1,6 @@
 """The library for training scripts, and the launcher of their processes.
 
-Of distflow's other packages, it imports only ``distflow.protocol``, so that both can be copied to machines without distflow.
+Of distflow's other packages, it imports only ``distflow.protocol``, so that both packages can be copied to other machines.
 Public names are loaded on first use, so that the launcher never imports torch.
 """
 
@@ -63,7 +63,7 @@ _NAMES = {
     "strategies.options": "DDP FSDP HybridParallel NotParallel PipelineParallel StrategyOptions TensorParallel",
     "world": "World WorldError finish init",
 }
-"""Modules of this package, and the public names that each defines."""
+"""Modules of this package, and the public names that each provides."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 

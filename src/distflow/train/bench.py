@@ -1,6 +1,6 @@
 """Measure how ranks communicate: ``python -m distflow.train.bench allreduce | scaling``.
 
-It starts ranks on this machine, or joins the world of a launcher (``RANK`` is set). Times are medians, without warm-up rounds.
+It starts ranks on this machine, or joins the world of a launcher (``RANK`` is set). Times are medians that omit warm-up rounds.
 """
 
 from __future__ import annotations

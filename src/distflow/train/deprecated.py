@@ -1,4 +1,4 @@
-"""Deprecated functions of distflow 0.2, which use the last plan's strategy. Each warns, then does what its replacement does."""
+"""Deprecated names of distflow 0.2, which warn when they are used. Those of a plan use the last plan's strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _parallelize(model: nn.Module, strategy: Any = None, *, loss: Any = None, ex
 
 
 def _deprecated(name: str, replacement: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that warns, and calls ``function`` or the plan's method in the replacement."""
+    """Return a function that warns, and calls ``function`` or the plan's method that the replacement names."""
     method = replacement.removeprefix("plan.").partition("(")[0]
 
     def warn_and_call(*args: Any, **kwargs: Any) -> Any:

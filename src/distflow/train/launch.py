@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     add("--offset", type=int, help="first global rank of this machine (default: DISTFLOW_RANK_OFFSET, else 0)")
     add("--size", type=int, help="number of ranks on this machine (default: DISTFLOW_RANK_SIZE, else 1)")
-    add("--world_size", "--world-size", type=int, help="ranks on all machines (default: DISTFLOW_WORLD_SIZE, else those here)")
+    add("--world_size", "--world-size", type=int, help="ranks on all machines (default: DISTFLOW_WORLD_SIZE, else offset+size)")
     add("--master-addr", "--master_addr", help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine)")
     add("--master-port", "--master_port", type=int, help="port of rank 0's store (default: MASTER_PORT, else a free one)")
     add("--max-restarts", "--max_restarts", type=int, help="restarts of all ranks after failures (one machine only)")

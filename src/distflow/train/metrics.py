@@ -25,7 +25,7 @@ Scalar = str | int | float | bool | None
 
 
 def report(*, step: int, **values: object) -> None:
-    """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}`` in one write, so that lines of ranks do not mix.
+    """Print a line such as ``{"step": 3, "loss": 0.5, "rank": 0}`` if possible in one write, so that lines of ranks do not mix.
 
     Values are scalars, or tensors and numpy arrays of shape () or (1,). NaN and infinities become strings. ``rank`` is added
     if it is not given. Raises ``TypeError``, which names the metric, for other values.
@@ -66,7 +66,7 @@ class Pace:
     samples_per_s: tuple[float, ...]
     """Samples of each rank, divided by the elapsed time of the slowest rank, which includes waiting."""
     memory_bytes: tuple[int, ...]
-    """Peak memory by rank: of the GPU, or else of the process."""
+    """Peak memory by rank since its start: of the GPU, or else of the process."""
 
     @property
     def imbalance(self) -> float:
@@ -102,7 +102,7 @@ class Pace:
 class StepTimer:
     """Measures steps. Every ``every`` steps, each rank reports its own metrics, and rank 0 also those of all ranks together.
 
-    If ``with timer.work():`` encloses the rank's own work, time outside of it does not count, such as reductions that wait for
+    If ``with timer.work():`` encloses the rank's own work, ``step_s`` omits other time, such as reductions that wait for
     the slowest rank. Call ``timer.step(samples)`` after each step on all ranks; every ``every``-th call is a collective.
     """
 

@@ -40,7 +40,7 @@ def parallelize(
 ) -> ParallelPlan:
     """Implement ``World.parallelize``, also for process groups that the program created itself."""
     if strategy is None and (strategy := given_strategy()) is None:
-        # Also with one rank, so that it accepts the same options as several ranks.
+        # Also on one rank, so that a plan accepts the same options as on several ranks.
         strategy = "ddp"
     placed = place(strategy, world_size())
     if weights is None:
@@ -65,9 +65,9 @@ class ParallelPlan:
 
     def __init__(self, model: nn.Module, strategy: Strategy, sequence_mesh: DeviceMesh | None = None) -> None:
         self.model = model
-        """This rank's model: in ``DistributedDataParallel``, with shards as parameters, or its stages of a pipeline.
+        """This rank's model: unchanged, in ``DistributedDataParallel``, with shards as parameters, or stages of a pipeline.
 
-        Create the optimizer from its parameters. Call it as before, except for a pipeline.
+        Create the optimizer from its parameters. Call it as before, except for a pipeline or under context parallelism.
         """
         self.strategy = strategy
         """The strategy on the mesh of all ranks."""
@@ -127,8 +127,8 @@ class ParallelPlan:
         in the last pass. ``loss(outputs, targets)`` returns a mean over samples, a scalar with a gradient. A pipeline uses its
         own number of micro-batches and the loss that it was created with.
 
-        The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; under a
-        pipeline it is that of all stages. Except for a pipeline, raises ``ValueError`` for fewer samples than micro-batches.
+        The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; all stages of
+        a pipeline get it. Except for a pipeline, raises ``ValueError`` for fewer samples than micro-batches.
         """
         count = self.strategy.passes if micro_batches is None else micro_batches
         if isinstance(self.model, Pipeline):
@@ -197,7 +197,7 @@ class ParallelPlan:
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
         """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.
 
-        Collective in the pass that reduces. The context yields true in that pass; then step the optimizer and zero gradients.
+        Collective (DDP: only in the pass that reduces). Yields true in that pass; then step the optimizer and zero gradients.
         ``every`` is by default the strategy's ``gradient_accumulation_steps``. Divide the loss by it::
 
             for inputs, targets in micro_batches:
@@ -254,9 +254,9 @@ class ParallelPlan:
         return {name: value.detach().to("cpu", copy=True) for name, value in whole_tensors(self.model, all_names=True)}
 
     def load_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that ``model_state`` of a plan with any strategy returned on rank 0.
+        """Load weights that ``model_state`` returned, under any strategy.
 
-        Collective. The ``state`` of other ranks is ignored. Raises ``RuntimeError``, on all ranks, if the names are not those
+        Collective. Only rank 0's ``state`` is used. Raises ``RuntimeError``, on all ranks, if the names are not those
         of this model.
         """
         from distflow.train.strategies.states import load_model_state  # noqa: PLC0415  it imports torch's checkpoints

@@ -81,7 +81,7 @@ class MemoryGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Vote on the step, unless an error other than lack of memory is raised."""
+        """Vote on the step, unless the ranks have voted to skip it, or another error than lack of memory is raised."""
         self._is_inside = False
         seen, first = self._models, self._all_calls is not None
         if self._all_calls is not None:

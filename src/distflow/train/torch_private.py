@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 __all__ = ["has_ring_attention", "named_groups", "recorded_collectives", "set_worker_dataset"]
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Each flight recorder has its own; a torch without NCCL has only the first."""
+"""The function of each flight recorder; a torch without NCCL has only the first."""
 
 
 def recorded_collectives() -> list[Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its default arguments would keep a process group: see _leave
+import torch.distributed.nn  # before `init`: later, its default arguments would keep a process group (see `_leave`)
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, set_debug_level_from_env  # type: ignore[attr-defined]
 
@@ -70,8 +70,8 @@ class World:
         ``strategy`` is a kind (``"fsdp"``), a kind with options (``FSDP(mixed_precision="bf16")``) or a ``Strategy`` on a mesh.
         The default is the strategy of the last plan, else of the spec (``DISTFLOW_STRATEGY``), else ``"ddp"``.
 
-        Every rank starts from the parameters of rank 0. The model may be on any device. On the meta device it is divided before
-        it has values: then each rank gets its part of the values that rank 0 draws, so no rank holds the whole model, except
+        Except under ``none``, ranks start from rank 0's parameters. The model may be on any device. On the meta device, it is
+        divided first: each rank gets its part of the values that rank 0 draws, so no rank holds the whole model, except
         under ``ddp`` and ``none``. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model
         is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 

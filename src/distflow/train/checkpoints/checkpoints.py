@@ -44,7 +44,7 @@ _EXTRA = "extra.pt"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. All ranks raise it; the message names ranks and files."""
+    """A checkpoint could not be written or read. After ``init``, all ranks raise it; the message names failed ranks."""
 
 
 class Stateful(Protocol):
@@ -111,7 +111,7 @@ class Checkpoints:
     ) -> None:
         """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
-        It is complete after ``wait()``, another call, ``finish()``, or the end of the process. These also raise the errors.
+        The checkpoint is complete after ``wait()``, another call, ``finish()`` or the end of the process, which report errors.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -153,7 +153,7 @@ class Checkpoints:
         return None
 
     def _leave(self) -> None:
-        """Finish a running save, and release the group, because its threads must end before Python does."""
+        """Finish a running save, and release the group, because the group's threads must end before Python does."""
         try:
             self.wait()
         finally:
@@ -174,7 +174,7 @@ class Checkpoints:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, others: Mapping[str, Stateful]) -> Path:
-        """Create the directory of a checkpoint, with all files but the tensors of model and optimizer."""
+        """Create the directory of a checkpoint, with the random states and the states of ``others``."""
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
         check_all_answer()
@@ -303,7 +303,7 @@ class Checkpoints:
     # -- all ranks ----------------------------------------------------------------------------------------------------
 
     def _together(self, work: Callable[[], _Result], what: str = "") -> _Result:
-        """Call ``work`` on every rank. If it fails on one rank, raise an error that names this rank on all ranks."""
+        """Call ``work`` on every rank. If it fails on some, raise an error on all ranks, which names the failed ones."""
         problem: str | None = None
         cause: BaseException | None = None
         result: _Result | None = None

@@ -58,7 +58,7 @@ class Manifest:
 
 
 def unfinished(directory: Path, step: int) -> Path:
-    """Return the directory of a checkpoint that is not complete yet."""
+    """Return the directory of a checkpoint that is being written or removed."""
     return directory / f"step-{step}.tmp"
 
 
@@ -72,7 +72,7 @@ def found_steps(directory: Path) -> list[int]:
 
 
 def recover(directory: Path) -> None:
-    """Restore the name of a checkpoint whose writer was killed while it replaced the checkpoint."""
+    """Restore the names of checkpoints whose writer was killed while it replaced them."""
     for path in directory.glob("step-*.old"):
         place = path.with_suffix("")
         if _NAME.fullmatch(place.name) and not place.exists():
@@ -80,7 +80,7 @@ def recover(directory: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Remove the unfinished checkpoints of earlier writers."""
+    """Call ``recover``, then remove the unfinished checkpoints of earlier writers."""
     recover(directory)
     for path in directory.iterdir():
         if _UNFINISHED.fullmatch(path.name):
@@ -158,7 +158,7 @@ def sync_file(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a former checkpoint. Files that are still read on NFS cannot be removed; a later save removes them."""
+    """Remove a directory. This may fail on NFS while a file in it is read; the next save tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

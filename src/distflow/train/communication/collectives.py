@@ -86,8 +86,8 @@ def where(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the current collective of a rank in one process group, from the group's recorded entries.
 
     ``number`` and ``operation`` describe the first collective that has not ended, or else the last one; then ``is_over`` is
-    true. ``entered`` is the number of the last collective that began. Numbers count from 1 and are equal on all ranks; 0 means
-    that no collective has begun. Sends and receives between two ranks do not count.
+    true. ``entered`` is the number of the last collective that began. Numbers count from 1, and those of a collective are equal
+    on all ranks; 0 means that none has begun. Sends and receives between two ranks do not count.
     """
     found = sorted((entry for entry in entries if not entry["is_p2p"]), key=lambda entry: int(entry["record_id"]))
     if not found:

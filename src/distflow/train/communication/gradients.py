@@ -1,6 +1,6 @@
 """Reduce gradients over the ranks: compressed, accumulated, or in buckets.
 
-Every reduction computes the mean, not the sum, and gives all ranks exactly equal values, so that their models stay equal.
+Every reduction computes the mean, not the sum, and gives all ranks exactly equal values.
 
 This module does not import ``annotations`` from ``__future__``: DDP requires that a hook's annotations are types.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Number of backward passes of each model since its gradients were last reduced."""
+"""Number of backward passes of each model in the current step."""
 _averaged: WeakSet[nn.Module] = WeakSet()
 """Models that were given to ``local_sgd``, or about which ``accumulate`` has warned."""
 _averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDictionary()
@@ -43,9 +43,9 @@ _averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDiction
 
 
 def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 1, start_iteration: int = 10) -> None:
-    """Let DDP compress gradients: ``fp16`` and ``bf16`` halve the bytes, ``powersgd`` sends a low-rank approximation.
+    """Let DDP compress gradients: ``fp16`` and ``bf16`` send 16-bit numbers, ``powersgd`` sends a low-rank approximation.
 
-    PowerSGD uses ``rank``, and leaves the first ``start_iteration`` steps (at least 2) uncompressed. Raises ``ValueError``.
+    ``rank`` is that of the approximation. PowerSGD sends the first ``start_iteration`` steps (at least 2) uncompressed.
     """
     group = model.process_group
     if how == "fp16":
@@ -76,7 +76,7 @@ def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.
 def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool]:
     """Implement ``ParallelPlan.accumulate``.
 
-    ``apart`` is the strategy's ``sync_gradients_every``. If it is above 1, warns once for a model without ``local_sgd``.
+    ``apart`` is the strategy's ``sync_gradients_every``. If it is above 1, warns once for a model in DDP without ``local_sgd``.
     """
     if steps < 1:
         raise ValueError(f"every={steps}: give 1 or more")
@@ -89,7 +89,7 @@ def accumulate(model: nn.Module, steps: int, *, apart: int = 1) -> Iterator[bool
         )
     done = _passes.get(model, 0) + 1
     is_last = done >= steps
-    # Only models in FSDP2 have this method. isinstance would need the import of FSDP2.
+    # Models in FSDP2 have this method. isinstance would need the import of FSDP2.
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(is_last)
     # torch records a static graph in the first pass, and only if that pass reduces gradients.
@@ -192,7 +192,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Return the tensors in order, in buckets of one dtype and device, of about ``limit`` bytes each."""
+    """Return the tensors in buckets of one dtype and device, of about ``limit`` bytes or less."""
     closed: list[list[torch.Tensor]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -39,7 +39,7 @@ def check_all_answer() -> None:
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group for small tensors of all ranks, and the device for these tensors.
 
-    The default is the control group, or torch's group without ``init``. Raises ``RuntimeError`` inside ``without_votes``.
+    The default is the control group, or before ``init`` torch's own. Raises ``RuntimeError`` inside ``without_votes``.
     """
     check_all_answer()
     group = group or control_group()
@@ -78,7 +78,7 @@ def from_first(value: _Value, group: dist.ProcessGroup | None = None) -> _Value:
 
 
 def from_all(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
-    """Return the value of every rank, in their order. Collective; the values must be picklable."""
+    """Return the values of all ranks, ordered by rank. Collective; the values must be picklable."""
     if not dist.is_initialized():
         return [value]
     values: list[_Value] = [value] * dist.get_world_size(group)

@@ -104,7 +104,7 @@ def _show_exception(kind: type[BaseException], error: BaseException, frames: Tra
 
 
 def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the leading frames of the launcher, and of modules that define ``__tracebackhide__``."""
+    """Return a traceback without the leading frames of this module, ``runpy`` and modules with ``__tracebackhide__``."""
     inner = frames
     while inner is not None:
         names = inner.tb_frame.f_globals

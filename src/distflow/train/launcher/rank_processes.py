@@ -25,7 +25,7 @@ STOPPED = 128 + signal.SIGTERM
 """143: the exit code of a process that stopped on request. A script ends with ``sys.exit(STOPPED)``."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 1.0
-"""The launcher checks its ranks this often, in case it misses the signal that a rank has ended."""
+"""Longest time between checks of the ranks, in case the launcher misses the signal that a rank has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class End:
     seen_ns: int
     """When the launcher noticed the end, by the clock of the file system with the error files, in nanoseconds."""
     was_asked: bool
-    """Whether the launcher had sent SIGTERM."""
+    """Whether the launcher had asked the running ranks to stop."""
     was_killed: bool
     """Whether the launcher had sent SIGKILL."""
     failure: Failure | None
@@ -66,7 +66,7 @@ class End:
         """Whether the rank failed by itself."""
         if self.failure is not None:
             return self.code != 0
-        # A rank that something else kills (lack of memory) may end after the launcher has already sent SIGTERM for its peers.
+        # A rank that something else kills (lack of memory) may end after the launcher has sent SIGTERM because a peer failed.
         is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_asked and self.code < 0
         return self.code != 0 and not self.is_stop and not is_ours
 
@@ -105,7 +105,7 @@ def end_now(ranks: Iterable[RankProcess]) -> None:
 
 
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
-    """Wait until all ranks have ended.
+    """Wait until all ranks have ended, then kill the processes that they left behind in their groups.
 
     When a rank fails or writes an error file, the other ranks get SIGTERM and, after ``failure_grace_s`` seconds, SIGKILL. With
     ``stop_grace_s`` instead, the same happens when this process gets SIGTERM, SIGINT, SIGHUP or SIGQUIT, and when a rank exits
@@ -252,7 +252,7 @@ def woken() -> Iterator[Wake]:
 
 
 def _kill(rank: RankProcess) -> None:
-    """Kill a rank and its process group. A rank that was just started does not lead a group yet."""
+    """Kill a rank and its process group. A rank that was just started may not lead a group yet."""
     _send(os.killpg, rank.pid, signal.SIGKILL)
     _send(os.kill, rank.pid, signal.SIGKILL)
 

@@ -35,7 +35,7 @@ _LOCAL = "127.0.0.1"
 
 
 class LayoutError(ValueError):
-    """The numbers of ranks contradict each other. The message says what to change."""
+    """Options or variables are invalid or contradict each other. The message says what to change."""
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -52,7 +52,7 @@ class LaunchOptions(TypedDict, total=False):
     stop_grace_s: float
     """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
     failure_grace_s: float
-    """The same, after a rank has failed. If it is below the pool's ``peer_failed_grace``, the launcher can still report."""
+    """The same, after a rank has failed. Below the pool's ``peer_failed_grace``, the launcher reports before it is killed."""
     numa: bool
     """Bind each rank to the CPUs next to its GPU."""
 
@@ -177,7 +177,7 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(environment)  # libraries read it while the function is being imported
-        # In a program without a file it names a path that does not exist, such as <stdin>, which the process would run first.
+        # In a program without a file, `__file__` may name a missing path (<stdin>), which the process would run first.
         path = None if has_file else vars(program).pop("__file__", None)
         try:
             process.start()
@@ -279,7 +279,7 @@ def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict
 def _port(share: Share, attempt: int) -> Iterator[int]:
     """Yield the port of an attempt. A restart uses a free port, because old sockets may still hold the previous one.
 
-    A socket that never listens reserves the free port, so that only torch can use it.
+    A socket that never listens reserves the free port until torch uses it.
     """
     if share.master_port and attempt == 0:
         yield share.master_port

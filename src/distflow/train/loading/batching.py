@@ -260,7 +260,7 @@ def sample_count(batch: Batch) -> int:
 
 
 def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
-    """Return ``count`` parts along the first dimension. If there are several, every length must be ``samples``."""
+    """Return ``count`` parts along the first dimension. If ``count`` is above 1, all tensors must have length ``samples``."""
     if count == 1:
         return [batch]
     for name, tensor in tensors_of(batch):
@@ -277,7 +277,7 @@ def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
 
 
 def shape_of(batch: Batch) -> tuple[torch.Size, ...]:
-    """Return the shapes of all tensors, in their order."""
+    """Return the shapes of the tensors that have dimensions, in their order."""
     return tuple(tensor.shape for _, tensor in tensors_of(batch))
 
 

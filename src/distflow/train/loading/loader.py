@@ -50,7 +50,7 @@ class Samples(Protocol):
 
 
 class EpochSampler(Sampler[int]):
-    """Yields the indices of this rank's samples of an epoch, in an order that depends only on length, seed and epoch.
+    """Yields the indices of this rank's samples of an epoch, in an order that depends on length, shuffle, seed and epoch.
 
     All ranks share this order and take samples from it in turn, so any number of ranks can resume an epoch at ``position``.
     """
@@ -221,7 +221,7 @@ class _Positions(Sampler[tuple[int, int, int]]):
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset that seeds random numbers by a sample's position in the epoch, so a resumed epoch draws the same numbers."""
+    """A dataset that seeds random numbers by the epoch and a sample's position, so a resumed epoch draws the same numbers."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self._seed = dataset, seed

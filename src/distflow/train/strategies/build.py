@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its default arguments would keep a process group: see `world._leave`
+import torch.distributed.nn  # before `init`: later, its default arguments would keep a process group (see `world._leave`)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel

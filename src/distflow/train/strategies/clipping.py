@@ -1,4 +1,4 @@
-"""Clip gradients by their norm over the whole model, of which each rank holds only a part.
+"""Clip gradients by their norm over the whole model, of which a rank may hold only a part.
 
 torch's ``clip_grad_norm_`` refuses models with tensors on several meshes (tensor parallelism, hybrids). In a pipeline, it
 would cover only one stage.

@@ -1,6 +1,6 @@
 """Strategies on a mesh of ranks, and the strategy of this process from ``DISTFLOW_STRATEGY``.
 
-distflow sets this variable to a valid strategy when it starts the process. This module does not import torch.
+If the spec has a strategy, distflow sets this variable when it starts the process. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
-    """Return a strategy on a mesh over ``world`` ranks. Raises ``ValueError`` if the ranks or the options do not fit it."""
+    """Return a strategy on a mesh: its own, else over ``world`` ranks. Raises ``ValueError`` if mesh or options do not fit."""
     if isinstance(given, Strategy):
         return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())

@@ -1,6 +1,6 @@
-"""Initialize models that were created on torch's meta device, so that no rank ever holds the whole model.
+"""Initialize models that were created on torch's meta device, so that no rank has to hold the whole model.
 
-The model is divided first. Then its modules are initialized one by one, children before parents: rank 0 calls a module's
+The model is divided first. Then its modules are initialized one by one, children before parents: rank 0 calls, for example,
 ``reset_parameters`` and broadcasts the tensors, and each rank keeps its part. A rank thus holds its part of the model and one
 whole module. The values depend only on rank 0's random numbers, not on the strategy or the number of ranks.
 
@@ -77,7 +77,7 @@ def fill(model: nn.Module, device: torch.device, loaded: Collection[str] = ()) -
 
     Collective: all ranks pass all modules of the model. Tensors on the meta device stay there, because other ranks hold them.
     Modules whose tensors are all in ``loaded`` are skipped. A module cannot initialize its children. Raises ``ValueError`` for
-    a module that does not initialize all of its tensors.
+    a module that does not initialize all of its floating-point tensors.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
     for name, module, initialize in _to_fill(model, loaded):

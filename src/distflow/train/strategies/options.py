@@ -44,7 +44,7 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 """The mesh axes of each kind, from the outermost to the innermost: ranks that differ only in the last axis are neighbors."""
 MAIN_AXIS: Mapping[str, str] = MappingProxyType({**{kind: axes[-1] for kind, axes in AXES.items()}, "pipeline": "pp"})
-"""The axis that every mesh of this kind has."""
+"""The axis that every mesh of a kind has."""
 KINDS = tuple(AXES)
 """Replicas, shards, tensor parallelism, tensor parallelism with shards, pipeline stages, and an unchanged module."""
 
@@ -134,7 +134,7 @@ class DDP(_Accumulation, _Layers):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(_Accumulation, _Shards):
-    """Shards: each rank holds 1/N of parameters, gradients and optimizer states. ``shard_size`` needs ``HYBRID_SHARD``."""
+    """Shards of parameters, gradients and optimizer states, by default 1/N per rank. ``shard_size`` needs ``HYBRID_SHARD``."""
 
     kind: ClassVar[str] = "fsdp"
 
@@ -377,7 +377,7 @@ def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterat
 
 
 def micro_batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> int:
-    """Return into how many micro-batches each share of a step is divided. A pipeline's default is its number of stages."""
+    """Return the micro-batches of each share of a step: with ``micro_batch_size``, by default as many as ``pp`` has ranks."""
     # Without `micro_batch_size`, a pipeline may use fewer micro-batches than stages, so that a batch can be divided.
     default = mesh.get("pp", 1) if "micro_batch_size" in options else 1
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", default)))

@@ -35,9 +35,9 @@ def check_sequences(model: nn.Module, device: str) -> None:
 def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterator[tuple[Arguments, Batch]]:
     """Yield this rank's part of a batch: arguments of the model with ``position_ids``, and targets.
 
-    All tensors have the shape (samples, time, …), and the same length. ``position_ids`` (samples, time) has the positions of
-    the part, which is not contiguous. Run the forward and the backward pass in this context. Raises ``ValueError`` for other
-    shapes.
+    All tensors have the shape (samples, time, …); time is the same, and a multiple of twice the number of ranks in ``mesh``.
+    ``position_ids`` (samples, time) has the positions of the part, which is not contiguous. Run the forward and the backward
+    pass in this context. Raises ``ValueError`` for other shapes.
     """
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415  it takes a second to import
 

@@ -20,7 +20,7 @@ from distflow.train.loading.batching import Batch, as_arguments, sample_count, s
 __all__ = ["Loss", "Pipeline", "balanced_parts", "inner_module", "make_pipeline"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Maps the outputs and targets of a micro-batch to its mean loss."""
+"""Maps the outputs and targets of a batch or micro-batch to its mean loss."""
 
 _Schedules = Callable[[int, bool], Any]
 """Maps the number of micro-batches, and whether they train, to a torch schedule for batches of one shape."""
@@ -48,16 +48,16 @@ class Pipeline(nn.Module):
         self.stages = tuple(stages)
         """This rank's stages, one module each. FSDP shards them separately."""
         self.micro_batches = micro_batches
-        """The number of micro-batches; lower for batches that cannot be divided equally."""
+        """The number of micro-batches. Batches that cannot be divided equally are cut into fewer."""
         self.is_first = mesh.get_local_rank("pp") == 0
-        """Whether this rank receives the inputs."""
+        """Whether this rank passes the inputs to the first stage."""
         self.is_last = mesh.get_local_rank("pp") == mesh["pp"].size() - 1
         """Whether this rank computes the loss."""
         axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
         self.is_first_holder = not any(map(mesh.get_local_rank, axes))
         """Whether this is the first of the ranks that hold this stage."""
         self._replicas = mesh["dp"].get_group() if "dp" in axes and "fsdp" not in axes else None
-        """The ranks over which ``step`` averages gradients; ``None`` with FSDP, which averages them itself."""
+        """The ranks over which ``step`` averages gradients; ``None`` without replicas, or with FSDP, which averages them."""
         self._shards = mesh["fsdp"].get_group() if "fsdp" in axes else None
         self._group = mesh["pp"].get_group()
         self._schedules, self._device, self._round_size = schedules, device, round_size

@@ -1,6 +1,6 @@
-"""Tensor parallelism: large matrices cut over the ranks of one node, by a plan or by the names that models commonly use.
+"""Tensor parallelism: large matrices cut over the ranks of the axis ``tp``, by a plan or by the names that models commonly use.
 
-A pair of matrices is cut first by columns, then by rows, so that one all-reduce after the second is enough: query, key, value
+In a pair, the first matrix is cut by columns and the second by rows, so that one all-reduce is enough: query, key, value
 and output of attention; up, gate and down of an MLP. A module must take the number of heads from the tensor
 (``view(batch, time, -1, head_size)``), because each rank sees only its own heads.
 """
@@ -46,7 +46,7 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers; empty if no pair has known names.
 
-    A matrix that consists of query, key and value stays whole, and so do its siblings: a cut would mix them.
+    A matrix that consists of several, such as query, key and value, stays whole, and so do its siblings: a cut would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
