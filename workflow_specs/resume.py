@@ -24,7 +24,7 @@ SAMPLES, FEATURES, EVERY = 96, 16, 3
 
 
 class Block(nn.Module):
-    """A layer that every strategy can shard."""
+    """A layer that FSDP and tensor parallelism can divide."""
 
     def __init__(self) -> None:
         super().__init__()

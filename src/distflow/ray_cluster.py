@@ -1,7 +1,7 @@
 """A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
-worker starts Ray, again until the time is over if Ray ends, and ends with it afterwards. Neither of them calls
+worker starts Ray, and starts it again if it ends before the time is over; later, it ends with Ray. Neither of them calls
 ``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their processes.
 
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray

@@ -1,1 +1,1 @@
-"""Data at URLs: list, download, upload and delete it, in every kind of store."""
+"""Data at URLs in stores: list, download, upload and delete it."""

@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 PART_BYTES = 16 << 20
-"""The smallest size of the parts in which large objects are written, and the size of the pieces in which objects are read."""
+"""The smallest size of the parts in which large objects are written, and of the pieces in which ``ObjectStore`` reads."""
 _MOST_PARTS = 9000
 """S3 allows 10 000 parts for one object."""
 _LONGEST_NAME = 255
@@ -56,7 +56,7 @@ class Entry:
 class Store(Protocol):
     """One container, accessed with one set of credentials. Its callers select objects and retry requests.
 
-    Contract, which tests/integration/storage/test_stores.py checks for every implementation:
+    Contract, which tests/integration/storage/test_stores.py checks for ``file``, ``s3`` and ``sftp``:
 
     1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. The result may
        be empty. ``find`` raises ``StorageMissing`` when the container does not exist.
@@ -65,8 +65,8 @@ class Store(Protocol):
     4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes the
        link itself.
     5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
-       help. Methods that write to or delete from a read-only store raise ``InputError`` instead. Exceptions from ``sink`` and
-       ``on_bytes`` pass through unchanged.
+       help. Methods that write to or delete from a read-only store raise ``InputError`` instead. Exceptions from ``sink`` pass
+       through unchanged, and so do ``TransferCanceled`` and errors of distflow from ``on_bytes``.
     6. All methods but ``close`` may be called from several threads at once.
     """
 

@@ -144,8 +144,9 @@ class Datasets:
         """Write a new version with the files of an existing one, replaced or extended by ``files``.
 
         ``name`` is the dataset with the number of that version, or without a number for the latest one. The latest one is
-        determined after the upload, so files that other uploads add at the same time are kept. Existing files are not written
-        again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and ``NotFound`` if the version does not exist.
+        determined after the upload, so files that other uploads add at the same time are kept. The files of the existing
+        version are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and ``NotFound`` for a missing
+        version.
         """
         plain, wanted = parse_dataset(name)
         self.manifest(plain, wanted)  # fails before anything is uploaded
@@ -245,7 +246,7 @@ class Datasets:
 
     @contextmanager
     def _turn(self, name: str, upload_id: str) -> Iterator[None]:
-        """Run the block while no other upload adds to the dataset."""
+        """Run the block while no other upload has its turn to add to the dataset."""
         mine = self._base.below(f"{_TURNS}/{name}/{upload_id}")
         try:
             while True:

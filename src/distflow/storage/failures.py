@@ -1,6 +1,6 @@
 """Convert the exceptions of drivers to errors of distflow, and retry requests to stores.
 
-Exceptions of drivers are recognized by their class names, so that no driver has to be imported.
+Exceptions of drivers are recognized by their class names and codes, so that no driver has to be imported.
 """
 
 from __future__ import annotations

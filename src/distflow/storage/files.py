@@ -1,4 +1,4 @@
-"""Local files: find files to upload, compute checksums, name incomplete files, and use a directory as a store."""
+"""Local files: find files to upload, compute checksums, name incomplete files, and use the file system as a store."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _PROBE = ".distflow-check"
 
 
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
-    """Return the store of a URL's container without sending a request. Raises ``InputError`` if its driver is not installed."""
+    """Return the store of a URL's container, without a request to it. Raises ``InputError`` if its driver is not installed."""
     driver = driver_of(url, credentials)
     try:
         importlib.import_module(_PACKAGES[driver.name])

@@ -135,7 +135,7 @@ class Delivery:
     paths: Sequence[str] = ()
     """For a dataset: the parts of the output to upload; empty: all of it."""
     is_update: bool = False
-    """For a dataset: whether to add to an existing version: the named version, or else the latest one."""
+    """For a dataset: whether to add to the named version, or else to the latest one."""
     upload_id: str = ""
     """For a dataset: the same for every retry of this delivery."""
     at: float = 0.0
@@ -150,7 +150,7 @@ class Delivered:
     """The destination in a printable form; a dataset with its version."""
     files: int
     size: int
-    """Bytes of the files."""
+    """Bytes of the files; for a dataset, of all files of its version."""
 
 
 def deliver(
@@ -161,7 +161,7 @@ def deliver(
     retries: Retries | None = None,
     on_progress: Progress = ignore_progress,
 ) -> Delivered:
-    """Upload the files of a directory. A file is not sent again if the store's checksum shows that it already has the content.
+    """Upload the files of a directory. A file is not sent if the store's checksum shows that the store has its content.
 
     For a dataset, a new version is made, unless there is no file to upload. Raises ``StorageError`` and ``TransferCanceled``.
     """
@@ -208,7 +208,7 @@ class Archive:
 def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: Path, retries: Retries) -> Archive:
     """Pack the files that ``fetch`` writes to a directory, and store the archive as a blob.
 
-    No other transfer may use ``scratch``. Files of an earlier attempt in it are reused, and it is removed at the end. Raises
+    No other transfer may use ``scratch``. Files of an earlier attempt in it are reused, and it is removed on success. Raises
     ``StorageError`` and ``TransferCanceled``.
     """
     files, part = scratch / "files", scratch / "archive"

@@ -1,7 +1,7 @@
 """Transfers between local files and a store: find, download, upload and delete, several objects at once.
 
-A downloaded file gets its name only when it is complete and has the right checksum. Where the store has checksums, an upload
-does not send content again that the store already has, and a download with ``resume`` keeps existing files.
+A downloaded file gets its name only when it is complete and has the right checksum, if one is known. Where the store has
+checksums, an upload does not send content that the store already has, and a download with ``resume`` keeps complete files.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def download(
 
 
 def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, Path]:
-    """Create the directory of each file, and return their paths. Raises ``StorageError`` if a link leads out of ``target``."""
+    """Create each file's directory, and return the files' paths. Raises ``StorageError`` if a link leads out of ``target``."""
     paths = {}
     known: set[str] = set()
     for one in objects:
@@ -268,7 +268,7 @@ def upload(
 ) -> TransferResult:
     """Write files below a URL, and verify each written file in the store. Raises ``StorageError`` and ``TransferCanceled``.
 
-    A file is skipped if the store's checksum shows that it already has the content.
+    A file is skipped if the store's checksum shows that the store already has its content.
     """
     retries = retries or Retries()
     counter = _ByteCounter(sum(one.size for one in files), on_progress)

@@ -114,7 +114,7 @@ class FakeBackend:
         """Do nothing: nodes are not allocated."""
 
     def connect(self, nodes: Sequence[Node]) -> None:
-        """Make the nodes reachable."""
+        """Make the nodes reachable, except those that were cut."""
         self._is_closed = False
         for node in nodes:
             self._up.setdefault(node.name, True)
@@ -229,7 +229,7 @@ class FakeBackend:
             self._report(key)
 
     def start(self, key: AttemptKey) -> None:
-        """Start an attempt if it has not started yet."""
+        """Start an attempt if it is prepared and has not started yet."""
         if not self._watch_if_reachable(key):
             return
         attempt = self._attempts.known.get(key)
@@ -278,7 +278,7 @@ class FakeBackend:
     ) -> None:
         """Report the output as collected, unless its behavior or ``holds_outputs`` prevents that.
 
-        Every collection of a directory (``place``) finds new contents.
+        The contents of a directory (``place``) change with the clock.
         """
         attempt = self._attempts.known.get(key)
         self._attempts.watch(key)

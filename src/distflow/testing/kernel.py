@@ -1,7 +1,7 @@
 """Hosts in network namespaces, whose links tests can cut, restore and make lossy; and memory limits. Both need root.
 
-Names contain the id of the test process. Concurrent test runs therefore do not collide, and the next run recognizes and removes
-the leftovers of a killed run.
+Names of hosts and bridges contain the id of the test process. Concurrent test runs therefore do not collide, and the next
+run recognizes and removes those of a killed run.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", name, "up")
 
     def cut(self) -> None:
-        """Drop every packet in both directions, without an error to the sender."""
+        """Drop every packet in both directions. Senders on other hosts get no error."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def heal(self) -> None:

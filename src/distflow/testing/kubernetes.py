@@ -76,8 +76,8 @@ def find_kubernetes(environ: Mapping[str, str], repository: Path) -> KubernetesS
 class KubernetesCluster:
     """A cluster that several test processes use at the same time.
 
-    The first process that enters it starts it, and the last process that leaves it removes it. A test either shares the cluster
-    (``shared``) or uses it alone, to stop some of its daemons (``alone``).
+    With a script, the first process that enters it starts it, and the last process that leaves it removes it. A test either
+    shares the cluster (``shared``) or uses it alone, to stop some of its daemons (``alone``).
     """
 
     def __init__(self, folder: Path, source: KubernetesSource) -> None:

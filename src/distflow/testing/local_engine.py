@@ -49,7 +49,7 @@ class LocalEngine:
         """The message with which the engine refuses every request permanently; empty if it accepts requests."""
         self.given_notice = ""
         self.is_away = False
-        """Whether requests, releases and lists of allocations fail, because the engine does not respond."""
+        """Whether requests, releases and queries of allocations fail, because the engine does not respond."""
         self.requests: list[AllocationRequest] = []
         self.released: list[str] = []
         self.exit_codes: dict[str, int | None] = {}

@@ -1,7 +1,7 @@
 """A real S3 server for tests, which serves a folder on loopback. It checks signatures and needs no privileges.
 
-Each folder directly below ``data`` is a bucket. A server that is not stopped ends with the test process (PDEATHSIG where that
-exists).
+Each folder directly below ``data`` is a bucket. A server that the main thread started ends with the test process
+(PDEATHSIG).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A real OpenSSH server for tests, with its own keys and configuration, at any loopback address. It needs no privileges.
+"""A real OpenSSH server for tests, with its own keys and configuration, at any address. It needs no privileges.
 
-A server that is not stopped ends with the test process (PDEATHSIG where that exists).
+A server that the main thread started ends with the test process (PDEATHSIG).
 """
 
 from __future__ import annotations
