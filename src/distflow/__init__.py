@@ -1,4 +1,4 @@
-"""distflow: declarative distributed training on machines that you can SSH to.
+"""distflow: declarative distributed training over SSH, Slurm, Kubernetes and Ray.
 
 ``submit``, ``get`` and ``list`` return workflows. ``run`` runs a function on all ranks of a gang, and ``Launcher`` runs many
 functions. ``Spec``, ``Group``, ``Task`` and others build specs. See ``docs/python.md``, and ``help(distflow.submit)``,

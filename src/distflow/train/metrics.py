@@ -1,4 +1,4 @@
-"""Metrics of a training: JSON objects, one for each line of standard output, and the pace of the ranks."""
+"""Metrics of a training: JSON objects, each on a line of standard output, and the pace of the ranks."""
 
 from __future__ import annotations
 

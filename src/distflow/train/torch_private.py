@@ -1,6 +1,6 @@
 """The names that torch does not declare public, as torch 2.13 has them. Only this module uses them.
 
-``tests/train/test_torch_private.py`` calls each function, so a new torch that changes a name fails there.
+Tests in ``tests/train`` call these functions, so most changed names of a new torch fail there.
 """
 
 from __future__ import annotations

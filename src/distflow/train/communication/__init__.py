@@ -1,1 +1,1 @@
-"""What ranks send to each other: gradients, votes, and measurements of both."""
+"""Communication of ranks: gradients, votes, and reports of their current collectives."""

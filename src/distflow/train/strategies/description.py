@@ -177,7 +177,7 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def place(given: Strategy | StrategyOptions | str, world: int) -> Strategy:
-    """Return a strategy on a mesh: its own, else over ``world`` ranks. Raises ``ValueError`` if mesh or options do not fit."""
+    """Return a strategy with its own mesh, or else with one over ``world`` ranks. Raises ``ValueError`` if it is not valid."""
     if isinstance(given, Strategy):
         return _on_mesh(given.kind, known.regular_mesh(given.kind, given.mesh, given.options)).having(given.options)
     return make_strategy(given, world) if isinstance(given, str) else make_strategy(given.kind, world, given.given())

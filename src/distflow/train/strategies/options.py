@@ -377,7 +377,7 @@ def _without_axis(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterat
 
 
 def micro_batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> int:
-    """Return the micro-batches of each share of a step: with ``micro_batch_size``, by default as many as ``pp`` has ranks."""
+    """Return the number of micro-batches of a step. With ``micro_batch_size``, the default is the size of the axis ``pp``."""
     # Without `micro_batch_size`, a pipeline may use fewer micro-batches than stages, so that a batch can be divided.
     default = mesh.get("pp", 1) if "micro_batch_size" in options else 1
     return int(options.get("gradient_accumulation_steps", options.get("micro_batches", default)))
