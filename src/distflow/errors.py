@@ -13,7 +13,7 @@
     │   │   │   ├── HostKeyMismatch     3    the host's key differs from known_hosts, or is revoked
     │   │   │   └── AuthenticationRefused 3  the host accepts none of the user's keys, or there is no usable key
     │   │   └── BootstrapFailed         3    connected, but distflow's runtime does not start
-    │   └── AgentError                  3    the node's agent refused a request
+    │   └── AgentError                  3    the node's agent refused a request, or sent an invalid answer
     ├── StorageError                    3    data at a URL, or local files, could not be read or written
     │   ├── StorageUnreachable          3    no connection to the store, or it broke
     │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
@@ -28,8 +28,8 @@
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
 Messages say what failed, where, and what to do. The command line prints them unchanged, most of them after ``error:``. Usage
-errors exit with 2, a full disk with 5 and Ctrl-C with 130. Any other exception is a bug in distflow, with exit code 70
-(``cli.app``).
+errors exit with 2, a full disk with 5 and Ctrl-C with 130. Except for closed outputs, any other exception is
+a bug in distflow, with exit code 70 (``cli.app``).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class AuthenticationRefused(NodeUnreachable):
 
 
 class BootstrapFailed(TransportError):
-    """The node was reached, but distflow's runtime did not start there, because of its ``python`` or its ``root``."""
+    """The node was reached, but distflow's runtime did not start there."""
 
     def __init__(self, node: str, detail: str, *, hint: str = "", about: Literal["python", "root"] = "python") -> None:
         """Store ``about``, the setting that is probably wrong, for the report of ``pool check``."""
@@ -144,7 +144,7 @@ class BootstrapFailed(TransportError):
 
 
 class AgentError(NodeError):
-    """The node's agent refused a request. ``kind`` is an error kind of the agent protocol."""
+    """The node's agent refused a request, or sent an invalid answer. ``kind`` is an error kind of the agent protocol."""
 
     def __init__(self, node: str, kind: str, message: str, *, hint: str = "") -> None:
         """Store ``kind`` separately from the message, because callers handle an error by its kind."""
