@@ -103,7 +103,7 @@ def _diagnosis(case: Case, match: _Match) -> Diagnosis:
 
 
 def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
-    """Return a diagnosis with the rank, its exception, and the line of code that raised it."""
+    """Return a diagnosis with the rank or task, its exception, and the last line of code outside libraries."""
     raised = _raised_text(first.traceback)
     logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
@@ -138,7 +138,7 @@ def _peers_text(matches: list[_Match]) -> str:
 
 
 def _peer_died(case: Case, matches: list[_Match]) -> Diagnosis:
-    """Return a diagnosis with the rank that failed first, and the ranks that lost it."""
+    """Return a diagnosis with the rank or task that failed first, and the ranks or tasks that lost it."""
     assert case.first is not None  # noqa: S101  (the caller has checked)
     task = case.first.task
     last = next((line for one in case.outcomes if one.task == task for line in reversed(one.lines) if line.strip()), "")
@@ -160,7 +160,7 @@ def _cut(line: str) -> str:
 # -- the case ---------------------------------------------------------------------------------------------------------
 
 _LINES = 300
-"""The number of lines at the end of each task's output that the rules search."""
+"""The number of lines at the end of each task's output that the rules search, without those of torchrun."""
 
 
 def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
@@ -240,7 +240,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
 
 
 def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
-    """Return the last report about a silent gang, unless it printed again or the report is from another attempt."""
+    """Return the last report about a silent gang, unless it made progress again or the report is from another attempt."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     silence = ""

@@ -130,7 +130,7 @@ _NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
-    """Return a diagnosis, of the highest priority, if the kernel killed the task that failed first because memory ran out."""
+    """Return a diagnosis if memory ran out and the kernel killed a process of the task that failed first."""
     for outcome in _suspects(case):
         if outcome.reason is Reason.OOM_KILLED:
             message = case.first.message if case.first else ""

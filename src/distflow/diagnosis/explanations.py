@@ -67,7 +67,7 @@ def duplicate_rank(case: Case, hits: Sequence[Hit]) -> str | None:
 
 
 def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the missing ranks with their tasks. Ranks that wait are not missing."""
+    """Return the missing ranks with their tasks. A rank that only a key of gloo names is not missing if it waits itself."""
     waiting = {hit.rank for hit in hits if hit.rank is not None}
     named = [int(rank) for hit in hits for rank in re.findall(r"\d+", hit.match.groupdict().get("ranks") or "")]
     keyed = [int(key) for hit in hits if (key := hit.match.groupdict().get("key"))]
@@ -114,7 +114,7 @@ def host_memory(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the version of each rank."""
+    """Return the two ranks that the message names, with their versions."""
     one, first, other, second = hits[0].match.groups()
     return f"{case.rank_words(int(one))} has {first}, {case.rank_words(int(other))} has {second}"
 
@@ -162,7 +162,7 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
     """Return the ranks that waited, and how long."""
     found = next((hit.match.groupdict() for hit in hits if hit.match.groupdict().get("ms")), {})
     what = found.get("op") or ""
-    # For gloo, the name is only its half of a transfer, not the collective.
+    # gloo reports only "send" or "recv", one side of a transfer, and not the name of the collective.
     what = "" if what in ("", "recv", "send") else f" in {what.lower()}"
     long = f" for {seconds_text(int(found['ms']) / 1000)}" if found.get("ms") else ""
     waiting = {hit.outcome.task for hit in hits}

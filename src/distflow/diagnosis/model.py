@@ -71,7 +71,7 @@ class Case:
     """All tasks of the attempt, in the order of the spec."""
     first: FirstFailure | None = None
     silence: str = ""
-    """The supervisor's report that the gang is silent; empty if it printed to the end."""
+    """The supervisor's report that the gang is silent; empty if it was not silent at the end."""
     missing: str = ""
     """The supervisor's report of ranks that failed although their task ended with code 0; otherwise empty."""
 
@@ -127,7 +127,7 @@ class Diagnosis:
     task: str = ""
     """The task whose output or end shows the cause."""
     line: str = ""
-    """The line that shows the cause; empty if an end or an event shows it."""
+    """The line that shows the cause; empty if an end, an event or a traceback shows it."""
     traceback: str = ""
     """The traceback of the Python exception that is the cause; empty for other causes."""
 

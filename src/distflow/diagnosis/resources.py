@@ -27,7 +27,7 @@ _WINDOW_S = 1800.0
 _LEAST_S = 120.0
 """The minimum duration of that part."""
 _GROWTH_S = 900.0
-"""The minimum duration of a run whose memory growth is examined."""
+"""The minimum duration, after the warm-up, of a run whose memory growth is examined."""
 _BINS = 8
 _IDLE_PERCENT = 5.0
 _BUSY_PERCENT = 70.0

@@ -31,7 +31,7 @@ class Rule:
     """The remedy. ``<id>`` stands for the id of the workflow."""
     level: Level = Level.CAUSE
     patterns: tuple[re.Pattern[str], ...] = ()
-    """The symptom is a line that matches one of them. Rules without patterns are applied in ``ends`` and ``diagnose``."""
+    """The symptom is a line that matches one of them. Other modules of this package apply the rules without patterns."""
     explain: Explain = explanations.printed_by
 
 

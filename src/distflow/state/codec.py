@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def encode(record: object) -> bytes:
-    """Return a frozen record as JSON. Texts that cannot be encoded are converted with ``writable``."""
+    """Return a record as JSON. Texts that cannot be encoded are converted with ``writable``."""
     try:
         return msgspec.json.encode(record, enc_hook=_plain)
     except UnicodeEncodeError:

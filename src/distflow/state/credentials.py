@@ -1,8 +1,8 @@
-"""This user's credentials: named secrets, one file of mode 0600 for each in a directory of mode 0700.
+"""This user's credentials: named sets of secrets, each in one file of mode 0600, in a directory of mode 0700.
 
 Callers find a credential by its name (``find``), by the profile of a storage URL (``for_data``) or by a registry
-(``for_registry``). This module reveals values only to check them, to compare profiles, to write the file, and for the fields of
-``storage.credentials.Credentials`` that are not secret. It does not print, log or quote any value.
+(``for_registry``). This module reveals values only to check them, to return and compare profiles, to write the file, and for
+the fields of ``storage.credentials.Credentials`` that are not secret. It does not print, log or quote any value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CredentialType(str, Enum):
     """The purpose of a credential."""
 
     GENERIC = "GENERIC"
-    """For tasks whose ``credentials`` name it."""
+    """For tasks whose ``credentials`` name it, and for URLs of notifications."""
     REGISTRY = "REGISTRY"
     """For images of one registry."""
     DATA = "DATA"
@@ -193,7 +193,7 @@ class Credentials:
         return made
 
     def delete(self, name: str) -> None:
-        """Remove a credential. Raises ``NotFound``."""
+        """Remove a credential. Raises ``NotFound``, or ``StateError`` if it cannot be read or removed."""
         if self.find(name) is None:
             known = ", ".join(one.name for one in self.all())
             raise NotFound(

@@ -1,6 +1,7 @@
-"""The state directory, which contains all of this user's distflow data on this machine.
+"""The state directory, with this user's workflows, logs, credentials and preferences.
 
-Each user has a separate one on each host: homes on NFS are common, and SQLite's WAL and file locks are not safe between hosts.
+By default, each user has a separate one on each host: homes on NFS are common, and SQLite's WAL and file locks are not safe
+between hosts.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class StateDirectory(Struct, frozen=True):
         return self
 
     def check_owner(self) -> None:
-        """Refuse another user's directory, because its owner could run commands as this user. Raises ``StateError``."""
+        """Refuse a directory of another user, except root, who could run commands as this user. Raises ``StateError``."""
         with state_errors(self.path):
             stranger = owned_by_stranger(self.path, os.environ)
         if stranger is not None:
@@ -161,7 +162,7 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
 def lock_at_once(handle: int) -> bool:
     """Lock an open file (``flock``) and return True, or return False if another process holds the lock.
 
-    ``is_locked`` holds the lock for a very short time, so a failed attempt is repeated a few times.
+    ``is_locked`` in another process holds the lock for a very short time, so a failed attempt is repeated a few times.
     """
     for pause_s in (*_LOCK_PAUSES_S, None):
         try:
@@ -174,7 +175,7 @@ def lock_at_once(handle: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock (``flock``) of a file or a directory; False if the path does not exist."""
+    """Return whether a process holds the exclusive lock (``flock``) of a file or directory; False if that does not exist."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -189,7 +190,7 @@ def is_locked(path: Path) -> bool:
 
 
 def read_profile(file: Path) -> dict[str, Any]:
-    """Return the settings of the profile: ``pool``, the preferred pool, and ``notify``. Empty if the file does not exist.
+    """Return the settings of the profile: ``pool`` (the preferred pool) and ``notify``. Empty if the file does not exist.
 
     Raises ``StateError``.
     """

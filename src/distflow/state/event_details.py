@@ -66,7 +66,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A sentence without typed fields: an event that an older distflow stored, or a note for people only."""
+    """A sentence without typed fields: an event that another version of distflow stored, or a note for people only."""
 
     code: ClassVar[None] = None
     kind: str = "state"
@@ -131,7 +131,7 @@ class WorkflowRefused(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnreachable:
-    """A node of a running task does not answer."""
+    """The node of an unfinished task does not answer."""
 
     code: ClassVar[str] = "node_unreachable"
     kind: ClassVar[str] = "node"
@@ -159,7 +159,7 @@ class GroupStatus(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWaiting(_State):
-    """The group waits for another reason than before."""
+    """The reason why the group waits is new or has changed."""
 
     code: ClassVar[str] = "group_waiting"
     message: str
@@ -263,7 +263,7 @@ class TaskReady(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCannotStart(_State):
-    """The task's node refused to prepare it."""
+    """The task could not be prepared on its node."""
 
     code: ClassVar[str] = "task_cannot_start"
     message: str
@@ -282,7 +282,7 @@ class TaskStarted(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLost(_State):
-    """The node gave up the task's lease before the task was started."""
+    """The task lost its lease on the node before it was started."""
 
     code: ClassVar[str] = "lease_lost"
 
@@ -351,7 +351,7 @@ class OutputLosing(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFetched(_State):
-    """An input from a URL is in the blob store, or was looked up, and the nodes of its tasks fetch it themselves."""
+    """An input from a URL was copied to the blob store, or only looked up because nodes fetch it themselves."""
 
     code: ClassVar[str] = "input_fetched"
     url: str

@@ -1,4 +1,4 @@
-"""The sentences of events. Only this module writes them. Code that needs the content of an event reads its fields instead."""
+"""The sentences of events. Code that needs the content of an event reads its fields instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["event_text", "hang_text", "next_attempt_text"]
 
 
 def event_text(details: of.EventDetails, *, group: str | None, task: str | None) -> str:
-    """Return the sentence of an event about a group or a task."""
+    """Return the sentence of an event. It begins with the task or group, if the event has one."""
     text = _text(details)
     subject = task or group
     return f"{subject}: {text}" if subject is not None and not isinstance(details, of.Message) else text

@@ -1,7 +1,8 @@
 """Read the mirrored logs of attempts as lines, merged by time: all lines, the last ones, or new ones while they are written.
 
-The index of a log (``state.mirror``) has the time at which the node read the first byte of each line, and the rank if the ranks
-have separate outputs. The lines of a rank stay whole and in order, even if other ranks write in between.
+The index of a log (``state.mirror``) has the time at which the node read each part of the output, and the rank if the ranks
+have separate outputs. A line has the time of its first byte. The lines of a rank stay whole and in order, even if other ranks
+write in between.
 
 The lines of one task stay in order even if its node's clock jumps. The lines of several tasks are merged by time, so they
 interleave according to their nodes' clocks. Text that a program overwrites with carriage returns (progress bars) is returned
@@ -32,7 +33,7 @@ POLL_S = 0.1
 
 _BLOCK = 64 << 10
 _LONGEST_LINE = 1 << 20
-"""A line without an end is returned in pieces of about this size."""
+"""Bytes. A longer line is returned in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
 _FULL_POLL = 20
@@ -100,7 +101,7 @@ def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: K
 def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
     """Return at most ``count`` last lines, from the last ``most_bytes`` of an attempt's output.
 
-    Lines whose beginning was not read are left out if there are others, and so is the middle of very long lines.
+    Lines whose beginning was not read are left out if there are others. The middle of very long lines is always left out.
     """
     reader = _Reader(source, _tail_start(source, count, None, most_bytes))
     found = [(line, is_whole) for line, is_whole in reader.marked(final=True) if not line.dropped]
@@ -156,7 +157,7 @@ class _Reader:
         self._pending: dict[int, _Pending] = {}
         """By source number: 0 for no rank, otherwise the rank plus 1."""
         self._cut = start > 0
-        """Whether reading started in the middle, so that the first line of each source may lack its beginning."""
+        """Whether reading started in the middle or after a gap, so that the first line of each rank may lack its beginning."""
         self._seen: set[int] = set()
         self._newlines = 0
         self._newest: tuple[Segment, int, int] | None = None
@@ -207,7 +208,7 @@ class _Reader:
             yield from self._end_pending()
 
     def _is_unchanged(self) -> bool:
-        """Return whether there is no new output. This is cheap, because thousands of logs may be followed."""
+        """Return whether a cheap check shows that there is no new output: thousands of logs may be followed."""
         self._polls += 1
         if self._newest is None or self._newest[1] != self._offset or self._polls % _FULL_POLL == 0:
             return False
@@ -218,8 +219,8 @@ class _Reader:
     def _until(self, end: int) -> int:
         """Return the offset up to which to read. The text and its index are mirrored one after the other.
 
-        Text waits for one poll if its times have not arrived. Text after the last known record waits for one more poll if it
-        may belong to another rank.
+        Text waits for one poll if its times have not arrived. Text after the last known record may belong to another rank, so
+        it also waits until a poll finds no further text.
         """
         if end <= self._offset:
             return end
@@ -312,7 +313,7 @@ class _Index:
         self._ranks = False
 
     def refresh(self) -> None:
-        """Read records that were added since the end of the index was reached."""
+        """Let ``runs`` read records that were added since it reached the end of the index."""
         self._exhausted = False
 
     def has_news(self) -> bool:
@@ -402,9 +403,9 @@ def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float
 
 
 def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_bytes: int = sys.maxsize) -> int:
-    """Return an offset from which a reader gets at least the ``last`` lines complete.
+    """Return an offset from which a reader gets the ``last`` lines complete, if they fit into ``most_bytes``.
 
-    To find it, larger and larger parts of the end are read, up to ``most_bytes``.
+    To find it, larger and larger parts of the end are read.
     """
     if last is None:
         return 0

@@ -32,7 +32,7 @@ LAST_LINES = 2000
 """Lines searched for a first cause: eight ranks may print tracebacks with C++ frames before torchrun's report."""
 
 _MOST_SAMPLES = 32 << 20
-"""The maximum size of an attempt's resource samples in bytes. A node needs years to write as much."""
+"""The maximum size of an attempt's resource samples in bytes. A task with 8 GPUs writes about half of it in three weeks."""
 _LINE_BYTES = 128
 """The assumed average length of a requested line; if lines are longer, fewer are returned."""
 _LEAST_TAIL_BYTES = 16384
@@ -100,7 +100,7 @@ class Mirror:
                 (path.parent / old.name).unlink(missing_ok=True)
 
     def beat(self, attempt: str, at: float) -> None:
-        """Record that an attempt touched its heartbeat at ``at`` (seconds since the epoch); ignored if the disk is full."""
+        """Record that an attempt touched its heartbeat at ``at`` (seconds since the epoch). Errors of the disk are ignored."""
         path = self.root / attempt / HEARTBEAT
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Notifications that are due. The store keeps them until they are sent or given up."""
+"""Notifications that are due."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Notice(Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """A text that identifies it, the same for each attempt to send it."""
+        """A text that identifies the notification, the same for each attempt to send it."""
         return "/".join(filter(None, (self.workflow, str(self.target), self.on.value, self.subject)))

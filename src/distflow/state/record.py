@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Priority(str, Enum):
-    """The order of the gangs that wait for a pool. A running gang is never preempted."""
+    """The order of the gangs that wait for nodes of a pool. distflow does not preempt a running gang."""
 
     HIGH = "HIGH"
     NORMAL = "NORMAL"
@@ -66,7 +66,7 @@ _TURNS = {priority: turn for turn, priority in enumerate(Priority)}
 
 
 class OrphanState(str, Enum):
-    """The state of an attempt that was given up and may still run on an unreachable node."""
+    """The state of an attempt that was given up, because its node was unreachable, and may still run there."""
 
     UNREACHABLE = "out_of_reach"
     STOPPING = "stopping"
@@ -74,7 +74,7 @@ class OrphanState(str, Enum):
 
 
 class TransferProgress(Struct, frozen=True, kw_only=True):
-    """The progress of files that are sent to a node, or of a task's output."""
+    """The progress of a transfer for a task: of its files, an input or its image, or of its output."""
 
     sent: int
     """Bytes that have arrived."""
@@ -85,13 +85,13 @@ class TransferProgress(Struct, frozen=True, kw_only=True):
     output: str = ""
     """For a task's output: the current step (``packs``, ``sends``, ``writes``). Empty for files that the task receives."""
     url: str = ""
-    """For a transfer between this machine and a URL: the URL without secrets."""
+    """For a transfer to or from a URL: the dataset, or the URL without secrets. Empty while a node fetches an input."""
     image: str = ""
     """The container image that is being pulled; its size is not known."""
 
 
 class Saved(Struct, frozen=True, kw_only=True):
-    """The outcome of collecting a task's output for other groups, or to write it to its URLs from this machine."""
+    """The outcome of collecting a task's output, for other groups or so that this machine can write it to URLs."""
 
     at: float
     digest: str = ""
@@ -120,12 +120,12 @@ class DataRef(Struct, frozen=True):
     """Counted from 0 over the group's different inputs, or over the task's outputs or checkpoints."""
 
     def __str__(self) -> str:
-        """Return a short text such as ``fetch/0``, which names of directories and marks of transfers contain."""
+        """Return a short text such as ``fetch/0``. Names of directories and threads contain it."""
         return f"{self.kind.value}/{self.number}"
 
 
 class TransferResult(Struct, frozen=True, kw_only=True):
-    """The outcome of a transfer of data at a URL: an input that was fetched, or an output that was written."""
+    """The outcome of a transfer of data at a URL, successful or not."""
 
     data: DataRef = DataRef()
     is_relayed: bool = False
@@ -137,7 +137,7 @@ class TransferResult(Struct, frozen=True, kw_only=True):
     since: float | None = None
     """When the transfer began, or began again after it broke off; ``None`` if that was not recorded."""
     url: str
-    """The URL without secrets."""
+    """The dataset, or the URL without secrets."""
     regex: str = ""
     digest: str = ""
     """For an input: the SHA-256 of its archive in the blob store."""
@@ -177,10 +177,11 @@ class Outage(Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """The last refusals of a node that refused a lease, or did not answer the request."""
+    """The refusals of a node that refused to lease resources to a group, or did not answer the request."""
 
     node: str
     message: str
+    """The reason of the last refusal."""
     until: float
     """The node is not asked again before this time."""
     times: int
@@ -252,7 +253,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int | None:
         """Its code in OSMO's ranges. If its reason has no code there, as for a stopped task, it is the command's own code.
 
-        ``None`` before it has ended, and if its command has not run.
+        ``None`` before it has ended, and if neither code exists.
         """
         if self.end is not None and self.end.is_success:
             return 0

@@ -20,7 +20,7 @@ _PARTS = r"\(([^)]*)\)|([^(]+)"
 
 
 class Search(Struct, frozen=True, kw_only=True):
-    """The conditions of a search for workflows. Empty conditions hold for all workflows."""
+    """The conditions of a search for workflows. Without any condition, all workflows match."""
 
     ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
     """Pairs of state and reason, one of which must match: an empty list matches no workflow, ``None`` matches all."""
@@ -40,7 +40,7 @@ class Search(Struct, frozen=True, kw_only=True):
     submitted_before: float | None = None
     """Submitted before this instant."""
     unfinished: bool = False
-    """Whether to find only workflows that a supervisor still has work for."""
+    """Whether to find only workflows that need a supervisor for more than the end of orphan attempts."""
 
 
 def label_globs(selector: str) -> tuple[str, ...]:

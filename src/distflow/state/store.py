@@ -1,10 +1,10 @@
 """The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
 
-Each writer has its own rows, so that no writer can undo another's changes. Submission inserts workflows, ``request_cancel``
-adds a row to a separate table, and only the supervisor that holds the lock saves progress. Readers never wait for it.
+No writer undoes another's changes. Submission inserts workflows, ``request_cancel`` writes to a separate table, and only the
+supervisor that holds the lock saves progress. Readers do not wait for writers.
 
-Records of older and newer versions of distflow can be read: unknown fields are ignored. The schema is numbered (``PRAGMA
-user_version``) and migrated step by step. A newer schema is refused.
+Records of older versions of distflow can be read. In records of newer versions, unknown fields are ignored. The schema is
+numbered (``PRAGMA user_version``) and migrated step by step. A newer schema is refused.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Store:
     2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions. Only
        ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
-    4. It raises only ``StateError`` and ``NotFound``.
+    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid.
     5. If the file cannot be written, all methods that read work, and all that write raise ``StateError``.
     """
 
@@ -284,7 +284,7 @@ class Store:
         return tuple(found)
 
     def has_news(self) -> bool:
-        """Return whether another process has written since the last call; True for the first call.
+        """Return whether another connection has written since the last call; True for the first call.
 
         Raises ``StoreTooNew`` if a newer version of distflow has upgraded the store.
         """

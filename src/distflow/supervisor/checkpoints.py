@@ -65,8 +65,8 @@ def due_checkpoints(
 ) -> DueCheckpoints:
     """Return the work that is due at ``now``.
 
-    An ended task has one last checkpoint, unless its node is unreachable for too long. A shared directory has one only if a
-    task has failed and the group may be retried.
+    An ended task that has run has one last checkpoint of each directory, unless its node is unreachable for too long. A shared
+    directory has one only if a task has not completed and the group may be retried.
     """
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []
@@ -238,7 +238,7 @@ def _may_be_retried(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord)
 
 
 def _has_no_failure(group: GroupRecord) -> bool:
-    """Return whether all tasks that have ended completed. Then no further attempt is expected."""
+    """Return whether every ended task has completed. Then no further attempt is expected."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 

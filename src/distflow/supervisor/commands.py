@@ -1,4 +1,4 @@
-"""The commands of a decision, a closed union that is matched exhaustively, and the observations that answer them. Pure."""
+"""The commands of a decision, a closed union that is matched exhaustively, and which observations answer them. Pure."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class BuildVenv(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(_AboutAttempt):
-    """Send a task's files and launch record to its node."""
+    """Bring everything that a task's start needs to its node: its launch record, files, inputs and container image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ class Release(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True)
 class CollectOutput(_AboutAttempt):
-    """Bring the output of an ended task to the blob store."""
+    """Bring the output of an ended task to the blob store, or find it in storage that all nodes can read."""
 
     for_nodes: bool = False
-    """Whether only nodes need the output."""
+    """Whether only nodes need the output, so that it may stay in such storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class _OfTransfer:
     """The task's attempt; the node is empty."""
     data: DataRef
     url: str
-    """The URL without secrets, for messages."""
+    """The dataset, or the URL without secrets, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

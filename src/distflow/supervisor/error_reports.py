@@ -1,7 +1,7 @@
 """Find a failed task's own reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
 
-A script that is not decorated with torch's ``@record`` leaves no error file. Its traceback is only in the output, between the
-output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
+Without torch's ``@record`` and distflow's launcher, a script leaves no error file. Its traceback is only in the output, between
+the output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
 (``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
 """
 
@@ -57,7 +57,7 @@ class FailureReport(Struct, frozen=True, kw_only=True):
 
 
 def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
-    """Return the failure that the error file of an end reports, or else the last ``lines`` of the output.
+    """Return the failure that an end's error file reports, or else the one that the last ``lines`` of the output report.
 
     The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). The files that distflow
     writes also have ``rank`` and ``pid``.
@@ -106,7 +106,7 @@ def _rank_exceptions(
 ) -> dict[ReportedRank | None, PrintedException]:
     """Return the exception that ended each failed rank, if the output shows it.
 
-    Without a report of torchrun, the key is ``None``, and ``is_by_exception`` is whether an exception may have ended the task.
+    Without a report of torchrun, the only key is ``None``. ``is_by_exception``: whether an exception may have ended the task.
     """
     own = without_launcher(lines)
     printed = [one for one in printed_exceptions(own) if not one.is_from_launcher]
@@ -187,7 +187,7 @@ _LAUNCHER_NOTE = re.compile(
     r"[IWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic|launcher|run)"
     r"|(?:\[[\d :,-]+\] |[A-Z]+:)torch\.distributed\.(?:elastic|run)\b"
 )
-"""The first characters of torchrun's log lines, in the formats since torch 2.3 and before."""
+"""The first characters of torchrun's log lines: the format of torch 2.3 and newer, and that of older versions."""
 _LAUNCHER_RAISES = ("ChildFailedError", "SignalException")
 _RANK = re.compile(
     r"^ {1,4}rank {1,9}: (\d{1,9}) \(local_rank: (\d{1,9})\)\n {1,4}exitcode {1,9}: (-?\d{1,9}) {1,4}\(pid: (\d{1,9})\)",
@@ -224,12 +224,12 @@ class PrintedException(Struct, frozen=True, kw_only=True):
 
     @property
     def is_from_launcher(self) -> bool:
-        """Whether torchrun raised it to report a failed rank."""
+        """Whether torchrun raised it, to report a failed rank or a signal."""
         return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
 
 
 class _Stream(Struct):
-    """The lines with the same label: number, text, and whether torch labeled it as part of a traceback."""
+    """The lines with the same label: number, text, and whether torch labeled the line as part of a traceback."""
 
     rank: int | None = None
     lines: list[tuple[int, str, bool]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Determine the final states of tasks, and the first cause of a group's failure. Pure.
 
-A task that distflow stopped is never the cause. A process that only reports the loss of its peer is never preferred to that
-peer.
+A task that distflow stopped is the cause only if an exception of its own was ending it already. Tasks that only report the loss
+of a peer come after tasks that failed by themselves.
 
 A script that starts its ranks without passing on their exit code (no ``set -e``, or another command after them) seems to
 succeed. The rest of the world then waits at the rendezvous for ranks that can no longer join. The output of such a task is
@@ -58,7 +58,7 @@ _LINES = 20
 _KILLED = re.compile(r"Killed process (\d+),?(?: UID \d+,)? \((.*?)\)")
 
 _TIMES = ("started_at", "stopped_at", "ended_at")
-"""Times of an end, by its node's clock."""
+"""The fields of an end that are times of its node's clock."""
 
 _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
     Reason.CANCELED: (State.CANCELED, Reason.CANCELED, ""),
@@ -278,7 +278,7 @@ def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskReco
 
 
 def missing_ranks(group: GroupRecord) -> MissingRanks | None:
-    """Return the first task whose ranks failed unnoticed while others of the world run; ``None`` if there is none."""
+    """Return the first task whose ranks failed unnoticed, and the tasks with ranks that still run; ``None`` without one."""
     found = _first_hidden(group)
     waiting = tuple(task for task in group.tasks if task.ranks and not task.state.is_final)
     if found is None or found.hidden_failure is None or not waiting:

@@ -57,7 +57,7 @@ __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "nex
 
 LOG_DRAIN_S = 5.0
 """Seconds that an ended group waits for the rest of its output before it is shown as ended. They count from the end of its last
-task, and from the time when a node that has such output was found or lost. Mirroring continues after that."""
+task, or from a later time at which a node with such output was found or lost. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
 """Seconds without output from tasks that wait for ranks which can no longer join. After that, their group is stopped."""
@@ -196,7 +196,7 @@ class GroupStep:
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        # No task starts while a node is unreachable: the started tasks would only wait, and hold their GPUs.
+        # With a barrier, no task starts while a node is unreachable: the started tasks would only wait, and hold their GPUs.
         waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
         ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:
@@ -209,7 +209,7 @@ class GroupStep:
                 self._command_task(Start, task)
 
     def _relay(self) -> bool:
-        """Fetch the inputs that a node could not fetch itself. Return whether none of these transfers remains."""
+        """Fetch the inputs that a node could not fetch itself. Return whether all of these transfers are done."""
         data = input_transfers(self.plan, self.record, self.group)
         self._add_commands(data.commands)
         if data.failed is not None:
@@ -440,7 +440,7 @@ class GroupStep:
         return found.message
 
     def _complete(self, ended: float) -> None:
-        """Complete the group when its outputs for waiting groups are on this machine and those for URLs are written.
+        """Complete the group when its outputs for waiting groups have been collected and those for URLs are written.
 
         If an output will never be available, the group fails.
         """

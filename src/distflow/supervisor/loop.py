@@ -203,8 +203,7 @@ class Supervisor:
     def step(self, patience_s: float) -> float | None:
         """Observe, then decide and act until nothing more follows. Return the time at which the next decision is due.
 
-        ``patience_s`` is the time to wait for the first observation. With 0, and a clock that the caller sets, the supervisor
-        runs without threads or processes.
+        ``patience_s`` is the time to wait for the first observation.
         """
         self.observe(patience_s)
         return self._settle()
@@ -335,7 +334,7 @@ class Supervisor:
         self.skipped = skipped.keys()
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
-        """End a workflow whose backend this installation of distflow does not have, without asking any node."""
+        """End a workflow whose backend this installation of distflow cannot open, without asking any node."""
         now = self._now()
         groups = tuple(
             group if group.state.is_final else end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
@@ -529,7 +528,7 @@ _LARGEST_EXIT_CODE = 255
 
 
 def _exit_codes(records: Iterable[WorkflowRecord], gangs: Collection[AttemptKey]) -> dict[AttemptKey, int]:
-    """Return the exit codes of those of these gangs that completed or failed; 1 if a failed gang's code is not known."""
+    """Return the exit codes of the gangs that completed or failed; 1 for a failed gang without a code from 1 to 255."""
     found = {}
     groups = {(record.uuid, group.name): group for record in records for group in record.groups}
     for gang in gangs:

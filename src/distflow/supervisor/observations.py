@@ -1,7 +1,7 @@
 """Apply observations to the records, one at a time, and adjust the times of stored records to the current clock. Pure.
 
 Observations may come late, twice or out of order, because a reconnection repeats the node's reports. Each is applied only if
-it is still valid: an attempt that has ended does not change.
+it is still valid: for example, an attempt that has ended does not start again.
 
 Times in records must survive a reboot, so they are wall-clock times. If the machine's clock was set back after they were
 written, they are in the future. Every wait that is counted from them would then last longer by the same amount.
@@ -389,7 +389,7 @@ def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
 def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, EventDetails | None]:
     if task.state is not State.INITIALIZING:
         return task, None
-    # The attempt's runner and keeper still wait on the node. Their end is reported after they are stopped.
+    # The attempt's runner and keeper may still wait on the node. Their end is reported after they are stopped.
     reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
     return replace(task, reason=reason, message=seen.message), TaskCannotStart(message=seen.message)
 
@@ -505,7 +505,7 @@ def _event(
 
 
 def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
-    """Return the record with each time limited to the latest value that it can have at ``now``."""
+    """Return the record after limiting the start times of waits to the latest value that they can have at ``now``."""
     groups = tuple(
         group if group.state.is_final else _adjust_group(group, plan.group(group.name).retry.wait_s(group.attempt), now)
         for group in record.groups
@@ -514,7 +514,7 @@ def adjust_times(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowReco
 
 
 def adjust_cancel_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
-    """Return a cancel request with the time at which this supervisor first read it, if the time of the request is later."""
+    """Return a cancel request whose time is not later than the time at which this supervisor first read it."""
     if request is None:
         return None
     return replace(request, at=known.at if known is not None else min(request.at, now))

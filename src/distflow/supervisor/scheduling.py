@@ -1,8 +1,8 @@
 """Choose the waiting gangs that may lease nodes now, and compute which resources are free. Pure.
 
-Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang never
-overtakes one that waits for nodes, so that a large gang is never starved. A gang that has nodes keeps them. Only one gang per
-pool asks the nodes at a time, so two gangs never hold half of what both need.
+Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang does not
+overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one gang
+per pool asks the nodes at a time, so two gangs never hold half of what both need.
 
 Where a cluster engine chooses the nodes, every gang asks it at once, because the engine has a queue of its own.
 """
@@ -43,7 +43,7 @@ class Leases:
 
     commands: list[Lease] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why each waiting group waits, by workflow (uuid) and group."""
+    """Why groups wait, by workflow (uuid) and group."""
     unreachable: dict[tuple[str, str], UnreachableNodes] = field(default_factory=dict)
     """The unreachable nodes that a waiting group cannot start without, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -235,7 +235,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
 
 
 def _excluded(plan: GroupPlan, group: GroupRecord) -> Mapping[str, tuple[str, ...]]:
-    """Return the nodes that each task must not get: those of its spec, and those on which earlier attempts failed."""
+    """Return the nodes that each task must not get: those of its spec, and those on which too many earlier attempts failed."""
     # The name of an allocated node is `<host>@<allocation>`, and each attempt has another allocation.
     failures = Counter((cause.node or "").partition("@")[0] for cause in group.earlier_causes)
     avoided = tuple(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)

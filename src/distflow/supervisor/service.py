@@ -58,8 +58,8 @@ class _Logs:
 def main(argv: list[str]) -> int:
     """Take the lock, report it, and work until there is no unfinished workflow. Return the exit code.
 
-    With the argument ``BACKENDS`` (names, joined by commas), first load them and wait for a byte on standard input. Exit if
-    standard input ends instead, or if another supervisor has the lock.
+    If another supervisor has the lock, report that and exit. With the argument ``BACKENDS`` (names, joined by commas), first
+    load them and wait for a byte on standard input; exit if standard input ends instead.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)
@@ -125,7 +125,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
 def _await_room(directory: StateDirectory) -> bool:
     """Wait while the disk of the state directory is full. Return False if it is not full, or stays full for too long.
 
-    No output is lost meanwhile: nodes keep it, and a gang that fails stops without the supervisor.
+    Meanwhile, nodes keep the output, and a gang that fails stops without the supervisor.
     """
     if has_room(directory):
         return False

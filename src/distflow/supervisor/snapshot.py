@@ -125,7 +125,7 @@ class WorkflowView:
     wake_at: float
     """When the next step is due without an observation. Infinity: never. Minus infinity: at the next decision.
 
-    The latter holds if the workflow has changed, or if it has commands that are due or in flight.
+    The latter holds if the workflow has changed, or if it has events, or commands that are due or in flight.
     """
 
 
@@ -164,7 +164,7 @@ class Snapshot:
     change or a time makes a decision necessary.
     """
     last_decision: LastDecision = field(default_factory=LastDecision)
-    """The previous decision. Without it, the result is the same but takes longer."""
+    """The previous decision. Without it, the decision takes longer, and may repeat notifications, which the store ignores."""
 
 
 @dataclass(slots=True, kw_only=True)

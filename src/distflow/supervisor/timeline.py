@@ -24,7 +24,7 @@ class Moment:
     task: str = ""
     text: str
     because: str = ""
-    """The reason; empty if none is needed."""
+    """The reason; empty if none is needed or known."""
 
 
 def cause_of(group: GroupRecord, attempt: int) -> Cause | None:

@@ -1,10 +1,10 @@
 """Data of groups: inputs from URLs, outputs to URLs, and outputs for dependent groups. Pure.
 
-Inputs are fetched before a group is queued, and outputs are written after its tasks end. Nodes themselves transfer data of
-object stores (``s3``, ``gs``, ``az``, ``azure``), if they can. An input is then only looked up before its group is queued, and
-the node of each task fetches it during preparation. All other data is relayed: it passes through this machine. A relayed input
-becomes an archive in the blob store, like the output of a task, and is sent to the nodes. A relayed output is first collected
-from its node.
+Inputs are fetched or looked up before a group is queued, and outputs are written after its tasks end. Nodes themselves transfer
+data of object stores (``s3``, ``gs``, ``az``, ``azure``), if they can. Such an input is only looked up before its group is
+queued, and the node of each task fetches it during preparation. All other data is relayed: it passes through this machine. A
+relayed input becomes an archive in the blob store, like the output of a task, and is sent to the nodes. A relayed output is
+first collected from its node.
 
 This module returns commands, which are repeated until the record has their outcome; ``transfer_threads`` executes them.
 """
@@ -76,7 +76,7 @@ class Transfer:
 
     data: DataRef
     url: str
-    """The URL with all tokens replaced."""
+    """The URL with all tokens replaced, perhaps with secrets."""
     regex: str
     digest: str = ""
     """The digest of the archive to write. Without it and without ``source``, the transfer fetches an input or looks it up."""
@@ -168,14 +168,14 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
 
 
 def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferResult]:
-    """Return the inputs of a task that were fetched to this machine; several tasks may share one."""
+    """Return the outcomes, successful or not, of fetching a task's inputs to this machine; several tasks may share one."""
     wanted = {_input_key(one) for one in plan.launch(task).url_inputs}
     refs = {data for data, _, one in _fetches(plan) if _input_key(one) in wanted}
     return [one for one in group.transfer_results if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
 def written_outputs(group: GroupRecord, task: str) -> list[TransferResult]:
-    """Return the outputs of a task that were written."""
+    """Return the outcomes, successful or not, of writing a task's outputs to URLs."""
     return [one for one in group.transfer_results if one.is_written and one.task == task]
 
 
@@ -409,7 +409,7 @@ def pending_outputs(
 
 
 def add_task_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: WorkflowRecord) -> BoundLaunch:
-    """Return the launch with its inputs as archives to unpack; all groups that produce them have completed."""
+    """Return the launch with its inputs from other tasks as archives to unpack; the groups of those tasks have completed."""
     saved = {task.name: task.saved for group in record.groups for task in group.tasks}
     files = []
     for one in inputs:

@@ -98,9 +98,9 @@ def read_copy(text: str, secrets: Path) -> tuple[WorkflowCopy, bool]:
 
 
 def writes_here(copy: WorkflowCopy) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: first those that this machine writes itself, then all others.
+    """Return the URLs that a workflow writes to: first those that only this machine can write to, then all others.
 
-    This machine writes to ``file://`` and ``sftp://`` URLs. URLs that cannot be parsed are counted among them.
+    The former are ``file://`` and ``sftp://`` URLs, and URLs that cannot be parsed.
     """
     here: set[str] = set()
     stores: set[str] = set()
@@ -176,11 +176,11 @@ class Rebuilt:
     record: WorkflowRecord
     plan: Plan
     notes: tuple[str, ...]
-    """The parts that could not be recovered, one message for each."""
+    """Messages about parts that could not be recovered, and about differences from the original workflow."""
 
 
 def latest(copies: Iterable[WorkflowCopy]) -> WorkflowCopy:
-    """Return the copy that shows the most progress. The nodes' clocks are not compared: a workflow only moves forward."""
+    """Return the copy that shows the most progress. The nodes' clocks are not compared."""
 
     def progress(copy: WorkflowCopy) -> tuple[int, int, int, int]:
         groups = copy.record.groups
