@@ -30,7 +30,7 @@ CRASHED = Rule(
 LOST = Rule(
     key="node-lost",
     shows="the reason NODE_LOST",
-    cause="a node was unreachable for longer than the pool allows",
+    cause="a node was rebooted, or was unreachable for too long",
     remedy="Check whether the node runs and answers: `distflow pool check`. Processes that still run there are stopped when "
     "the node is back. `retry:` in the spec restarts the gang automatically.",
 )
@@ -73,7 +73,7 @@ NOT_STARTED = Rule(
 MEMORY_LIMIT = Rule(
     key="memory-limit",
     shows="the reason EVICTED",
-    cause="a task used more memory than its resource requests",
+    cause="a task used more memory than it requested, or its node ran short of resources",
     remedy="Request more in `resources` (`memory: 64Gi`), or use less: fewer workers of the data loader, smaller batches, "
     "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they request.",
 )

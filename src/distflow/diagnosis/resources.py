@@ -45,7 +45,7 @@ _MOST_SHOWN = 4
 
 IDLE = Rule(
     key="gpu-idle",
-    shows="GPUs with less than 5% utilization for two minutes or longer",
+    shows="GPUs that stayed below 5% utilization for the last half hour (in a shorter run: after its first minute)",
     cause="GPUs are reserved but not used",
     remedy="If only some GPUs are idle, start one rank for each GPU, or request fewer GPUs. If all are idle, "
     "`distflow workflow stacks <id>` shows what the ranks do: they may load data, wait, or compute on the CPU (no `.cuda()`).",
@@ -59,7 +59,7 @@ INPUT = Rule(
 )
 THERMAL = Rule(
     key="gpu-throttled",
-    shows="a GPU that its driver slowed down because of its temperature in 10% of the samples",
+    shows="a GPU that its driver slowed down because of its temperature in at least 10% of the samples",
     cause="GPUs are slow because they are too hot",
     remedy="Check the cooling and the fans of the node (`nvidia-smi -q -d TEMPERATURE,PERFORMANCE`), lower the power limit "
     "(`nvidia-smi -pl`), or leave the node out. All ranks of a gang wait for the slowest GPU.",
@@ -75,7 +75,7 @@ UNEQUAL = Rule(
 )
 GROWTH = Rule(
     key="memory-growth",
-    shows="memory of a task or GPU that grows in every part of a run of 16 minutes or longer",
+    shows="memory of a task or GPU that grows steadily after the first quarter of a run of 16 minutes or longer",
     cause="memory grows steadily",
     remedy="Look for data that is kept in each step: losses that keep their graph (use `.item()` or `.detach()`), growing "
     "lists and caches, workers of the data loader that copy a Python list. Checkpoint before the memory is full.",

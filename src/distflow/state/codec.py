@@ -27,7 +27,7 @@ def encode(record: object) -> bytes:
 
 
 def writable(text: str) -> str:
-    """Return a text with ``?`` for what UTF-8 cannot encode: surrogates, from non-UTF-8 file names or halves of UTF-16 pairs.
+    """Return a text with ``?`` for surrogates, which UTF-8 cannot encode: bytes of file names, or halves of UTF-16 pairs.
 
     Nodes and tasks may send any text. Such a text must not prevent distflow from writing the rest of a record.
     """

@@ -79,7 +79,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     rivals: tuple[str, ...] = ()
     """Tasks that also failed by themselves, so close in time that the clocks cannot order them."""
     lines: tuple[str, ...] = ()
-    """The last lines of the task's output."""
+    """The last lines of the task's output, or those of its failed rank if each rank has its own output."""
     traceback: str = ""
     """The Python traceback, from torch's error file or the output."""
     kernel: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     gpu_memory: float | None
     """Bytes in use on all GPUs of the task."""
     recent: Sequence[float]
-    """Recent values, the oldest first: ``gpu_utilization``, or the percentage of the node's cores for a task without GPUs."""
+    """Recent values, the oldest first: ``gpu_utilization``, or for a task without GPUs, the percentage of the cores in use."""
 
 
 def usage_of(samples: Samples) -> Usage:

@@ -3,9 +3,9 @@
 The methods are in the order of a group's states. Each step repeats all commands that are not in flight and whose answer has not
 been applied.
 
-A group is retried if the exit actions of the first failed task allow it. A retry always restarts the whole gang: the ranks of a
-world cannot continue with a new member, and tasks without a world have each other's addresses. Each attempt gets new leases,
-and its timeouts start again.
+A group with attempts left is retried if the exit actions of the task that is the first cause require it. A retry always
+restarts the whole gang: the ranks of a world cannot continue with a new member, and tasks without a world have each other's
+addresses. Each attempt gets new leases, and its timeouts start again.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class GroupStep:
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        # With a barrier, no task starts while a node is unreachable: the started tasks would only wait, and hold their GPUs.
+        # If tasks start together, none starts while a node is unreachable: it would only wait, and hold its GPUs.
         waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
         ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:

@@ -1,8 +1,8 @@
 """Choose the waiting gangs that may lease nodes now, and compute which resources are free. Pure.
 
 Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang does not
-overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one gang
-per pool asks the nodes at a time, so two gangs never hold half of what both need.
+overtake one that waits for nodes, so that small gangs do not starve a large one. A gang that has nodes keeps them. Only one
+gang per pool asks the nodes at a time, so two gangs never hold half of what both need.
 
 Where a cluster engine chooses the nodes, every gang asks it at once, because the engine has a queue of its own.
 """
@@ -184,7 +184,7 @@ def _usable(
     plan: GroupPlan, group: GroupRecord, views: Sequence[NodeView], usages: Sequence[PoolUsage], *, shared: bool
 ) -> tuple[list[Free], frozenset[str], bool]:
     """Return the free resources of usable nodes, the nodes to avoid, and whether some nodes are still being connected to."""
-    # Nodes on which earlier attempts failed come last, so they are used only if there are no others.
+    # Nodes on which earlier attempts failed come last, so placement prefers the others.
     failures = Counter(cause.node for cause in group.earlier_causes)
     available = free(views, usages, plan.world.port if plan.world else None)
     if failures:
