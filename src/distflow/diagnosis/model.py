@@ -36,7 +36,7 @@ class TaskOutcome:
     ranks: range = range(0)
     """The task's global ranks; empty without a world."""
     lines: tuple[str, ...] = ()
-    """The last lines of its output, and the lines of its error file."""
+    """The last lines of its output, and the message in its error file."""
     kernel: tuple[str, ...] = ()
     """Lines of its node's kernel log."""
     reason: Reason | None = None

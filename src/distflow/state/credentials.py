@@ -252,7 +252,7 @@ _STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", 
 
 
 def data_credentials(folder: Path) -> CredentialsFor:
-    """Return a function that finds the credentials for a URL's profile in ``folder``. The function reads the folder each time."""
+    """Return a function that finds the credentials for a URL's profile in ``folder``, which it reads each time."""
 
     def find(profile: str) -> StoreCredentials | None:
         payload = Credentials(folder).for_data(profile)

@@ -42,7 +42,7 @@ class Mirror:
     """Reads and writes the mirrored logs below one directory."""
 
     def __init__(self, root: Path, now: Callable[[], float] | None = None) -> None:
-        """Use ``root``, which may not exist yet. If ``now`` is given, log files that ``write`` changes get its time."""
+        """Use ``root``, which may not exist yet. ``now`` gives the modification time of log files that ``write`` changes."""
         self.root = root
         self._now = now
 

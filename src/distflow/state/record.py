@@ -95,7 +95,7 @@ class Saved(Struct, frozen=True, kw_only=True):
 
     at: float
     digest: str = ""
-    """SHA-256 of the archive in the blob store."""
+    """SHA-256 of the archive, which is in the blob store or in storage that all nodes can read."""
     size: int = 0
     error: str = ""
     """Why it cannot be collected; there is then no archive."""
@@ -222,7 +222,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
     outage: Outage | None = field(default=None, name="out_of_reach")
-    """Set while its node is unreachable; not updated after the task has ended."""
+    """Set while its node is unreachable, if that began before the task ended."""
     prepared: bool = False
     """Whether its node has everything that the start needs."""
     transfer: TransferProgress | None = None
@@ -312,7 +312,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     state: State = State.WAITING
     reason: Reason | None = None
     message: str = ""
-    """What it waits for, or why it ended."""
+    """Why it waits, may hang, is stopped or ended."""
     cause: Cause | None = None
     attempt: int = 0
     earlier: tuple[TaskRecord, ...] = ()
@@ -333,7 +333,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     silent_since: float | None = None
     """When it last showed progress (output, a heartbeat or its start), if that is longer ago than ``hang_timeout``."""
     stop_reason: Reason | None = None
-    """Why it is being stopped; ``None`` at other times."""
+    """Why it is or was stopped; ``None`` if it was not stopped, or because the lead completed."""
     withdrawing: bool = False
     """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
     not_before: float = 0.0

@@ -1,7 +1,7 @@
 """The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
 
-No writer undoes another's changes. Submission inserts workflows, ``request_cancel`` writes to a separate table, and only the
-supervisor that holds the lock saves progress. Readers do not wait for writers.
+Submission inserts workflows, ``request_cancel`` writes to a separate table, and the supervisor that holds the lock saves
+progress, so that writers do not undo each other's changes. Readers do not wait for writers.
 
 Records of older versions of distflow can be read. In records of newer versions, unknown fields are ignored. The schema is
 numbered (``PRAGMA user_version``) and migrated step by step. A newer schema is refused.
@@ -189,7 +189,9 @@ class Store:
         return record
 
     def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
-        """Write the progress of workflows together with its events and notifications. Only the supervisor may call this.
+        """Write the progress of workflows together with its events and notifications.
+
+        Only the supervisor may call this, except for a workflow that was submitted a moment before.
 
         A notification that was stored before is not stored again, whether or not it has been sent.
         """

@@ -372,7 +372,7 @@ class GroupStep:
     def _stop_orphans(self) -> None:
         """Stop orphan attempts as soon as their node is back: they may hold GPUs, and the other ranks of their world are gone.
 
-        The group waits for orphans, and for output on lost nodes, only as long as nodes keep the files of attempts.
+        The supervisor waits for orphans, and for output on lost nodes, only as long as nodes keep the files of attempts.
         """
         for task in (*self.group.earlier, *self.group.tasks):
             if task.orphan is None and not (task.state.is_final and not task.log_complete and self._unreachable(task)):

@@ -583,7 +583,7 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
 
 
 def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
-    """Return the secrets of the task to prepare from ``folder``. Raises ``StateError`` if they are missing or unreadable."""
+    """Return the secrets in ``folder`` of the task to prepare. Raises ``StateError`` if they are missing or unreadable."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))

@@ -1,6 +1,6 @@
 """Start the process that sends notifications (``client.notifications.sender``). The supervisor never waits for it.
 
-It is a process of its own because the supervisor must not wait for external servers, and must not run until they answer.
+It is a separate process, because the supervisor must neither wait for external servers nor keep running until they answer.
 """
 
 from __future__ import annotations
