@@ -23,7 +23,7 @@ _GPU = re.compile(r"system/gpu(\d+)/utilization")
 _WARM_UP_S = 60.0
 """Seconds at the beginning of a run that do not count, because programs first import packages and load data."""
 _WINDOW_S = 1800.0
-"""The duration of the part at the end of a run that most rules use."""
+"""The maximum duration of the part at the end of a run that most rules use."""
 _LEAST_S = 120.0
 """The minimum duration of that part."""
 _GROWTH_S = 900.0

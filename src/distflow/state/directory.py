@@ -122,7 +122,7 @@ class StateDirectory(Struct, frozen=True):
         return self
 
     def check_owner(self) -> None:
-        """Refuse a directory of another user, except root, who could run commands as this user. Raises ``StateError``."""
+        """Refuse another user's directory, but not root's: its owner could run commands as this user. Raises ``StateError``."""
         with state_errors(self.path):
             stranger = owned_by_stranger(self.path, os.environ)
         if stranger is not None:

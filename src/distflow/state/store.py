@@ -398,7 +398,7 @@ class Store:
         )
 
     def uuids(self, *, are_unfinished: bool = False) -> frozenset[str]:
-        """Return the uuid of every workflow, or of all unfinished ones, so that leftover files can be recognized."""
+        """Return the uuid of every workflow, or only of those that a supervisor still has work for."""
         condition = " WHERE unfinished IN (1, 2)" if are_unfinished else ""
         with self._errors():
             return frozenset(row[0] for row in self._db.execute(f"SELECT uuid FROM workflows{condition}"))  # noqa: S608

@@ -60,7 +60,7 @@ LOG_DRAIN_S = 5.0
 task, or from a later time at which a node with such output was found or lost. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
-"""Seconds without output from tasks that wait for ranks which can no longer join. After that, their group is stopped."""
+"""Seconds without output and heartbeats from tasks that wait for ranks which can no longer join. Then the group is stopped."""
 
 _HANG_CHECK_S = 10.0
 
