@@ -93,7 +93,7 @@ class Reference:
     def _chapter(self, section: Section) -> str:
         lines = [f"{self._hashes} {heading(section.title)}", ""]
         if section.schema.get("description"):
-            lines += [prose(str(section.schema["description"])), ""]
+            lines += [prose(str(section.schema["description"]).replace("marked x-distflow", "marked ◆")), ""]
         lines += ["| key | type | default | description | example |", "|---|---|---|---|---|"]
         required = section.schema.get("required", ())
         for key, rule in section.schema.get("properties", {}).items():
