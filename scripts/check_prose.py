@@ -128,7 +128,7 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def files(skipped: list[str]) -> list[Path]:
-    """Return the files to check: all below `CHECKED` except those below a skipped path."""
+    """Return the files to check: those below `CHECKED` with a suffix of `SUFFIXES`, except those below a skipped path."""
     found = []
     for name in CHECKED:
         top = ROOT / name

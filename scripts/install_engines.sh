@@ -1,6 +1,6 @@
 #!/bin/sh
 # The container tests run a real podman and a real dockerd with private stores, and the engine tests real clusters. All of them
-# need root. If they are missing and cannot be installed, pytest skips these tests.
+# need root. If programs are missing and cannot be installed, pytest skips the tests that need them.
 set -eu
 . "$(dirname "$0")/apt.sh"
 

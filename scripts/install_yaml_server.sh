@@ -1,6 +1,6 @@
 #!/bin/sh
-# Install yaml-language-server, which checks specs in editors, into a virtual environment. The tests of the schemas run it. If npm is
-# missing, pytest skips these tests.
+# Install yaml-language-server, which checks specs in editors, into a virtual environment. The tests of the schemas run it. If it
+# cannot be installed, pytest skips these tests.
 set -eu
 VENV=$1
 VERSION=1.19.2

@@ -107,7 +107,7 @@ int nvmlDeviceGetTemperature(device gpu, unsigned sensor, unsigned *degrees) {
     *degrees = 61 + 2 * gpu + 2 * wave(gpu, 20); return 0; }
 """
 
-# gpu-3 has tasks of another user, and a program that distflow did not start.
+# gpu-3 has a task of another user, and a program that distflow did not start.
 OTHERS = """
 import fcntl, json, os, sys
 for gpu in range(3):

@@ -1,1 +1,1 @@
-"""Documents that people write: YAML with line marks, and findings that say where. Knows nothing of workflows or pools."""
+"""Documents that people write: YAML with line numbers, problems with their places, durations, URLs and requirements files."""

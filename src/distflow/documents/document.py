@@ -1,6 +1,6 @@
 """A parsed YAML document: its values, and the line and column of each part.
 
-Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``) and numbers with a leading zero remain text.
+Values follow YAML 1.1 as in OSMO, except that dates, times of day (``12:30:45``) and whole numbers such as ``010`` remain text.
 ``Document.text_at`` returns a scalar as written, regardless of its YAML type: ``on`` remains ``on``.
 
 ``View`` reads a document after the check against its schema. All findings are reported at once, so later checks run even if
@@ -45,7 +45,7 @@ class Place:
     mark: Mark
     """The beginning of the value; for a block scalar, its first line of content."""
     key: Mark
-    """The beginning of the key; for an item of a list, equal to ``mark``."""
+    """The beginning of the key; for an item of a list, the beginning of the item."""
     raw: str | None = None
     """A scalar as written, without quotes; ``None`` for lists, mappings and missing values."""
     plain: bool = False
@@ -121,7 +121,7 @@ class View:
     document: Document
     path: Path
     problems: list[Problem] = field(default_factory=list)
-    """Shared by all views of a document."""
+    """Shared with all views that this view returns."""
 
     @property
     def mark(self) -> Mark:
@@ -170,7 +170,7 @@ class View:
         return value if isinstance(value, bool) else None
 
     def whole(self, key: str) -> int | None:
-        """Return a whole number. A text of digits is accepted."""
+        """Return a whole number. A text of digits and a number such as ``8.0`` are accepted."""
         value = self.document.value_at((*self.path, key))
         if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
             return int(value)

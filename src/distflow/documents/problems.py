@@ -1,7 +1,7 @@
 """Findings about a document, collected and reported all at once.
 
-A check of user input does not raise. It returns ``Problem`` values with the place, the message and a hint. A caller that needs
-a correct document raises all of them as one ``ProblemsFound``.
+Most checks of user input do not raise. They return ``Problem`` values with the place, the message and a hint. A caller that
+needs a correct document raises all of them as one ``ProblemsFound``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check a document against its JSON Schema, and report differences in plain English instead of the validator's messages.
 
-The key ``x-expects`` of the schema describes a value ("a list of strings, such as …"). Values with ``x-checked-by-parser`` are
-not reported here, because their parser reports better messages.
+The key ``x-expects`` of the schema describes a value ("a list of strings, such as …"). For values with
+``x-checked-by-parser``, patterns and minima are not checked here, because their parser reports better messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from distflow.documents.text import did_you_mean, most_similar
 __all__ = ["Explain", "load_schema", "schema_problems", "schema_text"]
 
 Explain = Callable[[str, Path, Any, Mapping[str, Any]], "tuple[str, str] | None"]
-"""A better message for a finding: (keyword, path, value, schema) → (message, hint), or ``None`` for the default message."""
+"""A better message for a finding: (keyword, path, value, schema) → (message, hint), or ``None`` for the default message.
+
+An empty message omits the finding.
+"""
 
 _NAMES: Mapping[str, str] = {
     "object": "a mapping (`key: value` lines)",
@@ -59,7 +62,7 @@ def _without_templates(rule: Any) -> Any:
 
 
 def schema_problems(document: Document, schema: Mapping[str, Any], explain: Explain | None = None) -> tuple[Problem, ...]:
-    """Return a problem for each difference between the document and the schema."""
+    """Return the differences between the document and the schema as problems."""
     import jsonschema  # noqa: PLC0415  takes 0.1 s, and only commands that read a spec need it
 
     kind: Any = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": _pattern_errors})  # type: ignore[no-untyped-call]

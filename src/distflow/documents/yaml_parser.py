@@ -2,8 +2,8 @@
 
 The parser reads libyaml's events and builds its own small tree. Nesting therefore cannot overflow the stack of the interpreter
 or of libyaml, each part has a known line, and aliases are counted before they use memory. The following are errors with a line:
-duplicate keys with different values, keys that are not text, custom tags, several documents, and aliases that contain
-themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
+duplicate keys with different values, keys that are lists or mappings, unsupported tags, several documents, and aliases that
+contain themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
 
 Scalars have the types of YAML 1.1, without conversions that surprise users.
 """
@@ -386,7 +386,7 @@ _CORE: Mapping[str, str] = MappingProxyType(
 )
 """Supported tags, with the name of each type."""
 
-# As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and numbers with a leading zero stay text.
+# As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and whole numbers such as 010 stay text.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("null", re.compile(r"~|null|Null|NULL|")),
     ("bool", re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")),
@@ -401,7 +401,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
 _TRUE = frozenset({"yes", "true", "on"})
 _FALSE = frozenset({"no", "false", "off"})
 _MAX_DIGITS = 4000
-"""Longer numbers stay text: Python refuses to convert them."""
+"""Longer numbers stay text: Python converts at most 4300 digits by default."""
 
 
 class _WrittenFloat(float):

@@ -73,7 +73,7 @@ class Channel(Protocol):
     3. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` or ``write`` that blocks in another
        thread. It closes the command's standard input, and does not stop remote processes.
     4. Standard error is always drained; ``stderr_tail`` returns its last kilobytes. Once ``read`` has returned ``b""`` because
-       the command ended, standard error is complete and ``exit_code`` is known.
+       the command ended, standard error is complete and ``exit_code`` is known, unless another process holds standard error.
     """
 
     def write(self, data: bytes) -> None:
@@ -123,9 +123,9 @@ class Transport(Protocol):
     Contract, held by tests/contract/test_transport.py for every implementation:
 
     1. ``run`` returns a ``Completed`` for every exit code, also when the program does not exist.
-    2. It raises only ``TransportError`` and its subclasses, each naming the node. After ``timeout_s`` it stops the command as
-       far as it can and raises ``NodeUnreachable``.
-    3. It drains stdout and stderr while it writes ``input``, so megabytes in one of them never block the others.
+    2. ``run`` raises ``TransportError`` or a subclass, which names the node. After ``timeout_s`` it stops the command as far as
+       it can and raises ``NodeUnreachable``.
+    3. ``run`` drains stdout and stderr while it writes ``input``, so megabytes in one of them never block the others.
     4. ``argv`` arrives unchanged: no shell on either side changes a byte of it.
     5. ``open`` starts a command in its own session. Neither the end of this process nor ``close`` stops it.
     6. ``dial`` connects to a TCP port on the node's loopback address. It raises ``NodeUnreachable`` if nothing listens.

@@ -231,7 +231,7 @@ def _shell_exit_code(code: int) -> int:
 
 
 def login_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that a login over SSH would set.
+    """Return the variables of a login, such as HOME, PATH and LANG.
 
     Other variables of the shell that started the supervisor (a WORLD_SIZE, a token) must not reach the tasks.
     """

@@ -27,7 +27,7 @@ __all__ = ["MultiplexedChannel", "MultiplexedTransport"]
 _PIECE = 256 << 10
 """Maximum bytes of input in one frame."""
 _MOST_QUEUED = 1 << 20
-"""Maximum bytes of input that wait to be sent, over all channels."""
+"""Input is queued only while fewer bytes than this wait to be sent, over all channels."""
 _TAIL = 16384
 _DRAINED_S = 2.0
 _FLUSH_S = 1.0
@@ -95,7 +95,7 @@ class MultiplexedTransport:
 class MultiplexedChannel:
     """A command's pipes, or a TCP connection (contracts: ``transports.base.Channel`` and ``Stream``).
 
-    The connection's lock protects all fields.
+    The connection's lock protects the fields that change.
     """
 
     def __init__(self, connection: _HubConnection, number: int, *, is_command: bool, collects: bool) -> None:
@@ -379,7 +379,7 @@ class _HubConnection:
     # -- with the lock held
 
     def put(self, kind: int, number: int, content: bytes | memoryview = b"") -> None:
-        """Queue a frame. Only input is limited (``has_room``); other frames are short and few."""
+        """Queue a frame. Only input is limited (``has_room``); other frames are few."""
         if self._has_ended.is_set():
             return
         self._outgoing += (hub.HEADER.pack(kind, number, len(content)), content)

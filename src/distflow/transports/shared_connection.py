@@ -51,7 +51,10 @@ class SharedConnection(Generic[C]):
 
     @property
     def current(self) -> C | None:
-        """The last opened connection, which may be broken; ``None`` before the first, after ``drop``, and while connecting."""
+        """The last opened connection, which may be broken.
+
+        ``None`` before the first one, after ``drop`` and ``close``, and while connecting.
+        """
         return self._connection
 
     def get(self, deadline: Deadline | None) -> C:

@@ -38,7 +38,7 @@ _UNREADABLE = (paramiko.SSHException, UnknownKeyType, UnsupportedAlgorithm, OSEr
 class _Identity:
     key: paramiko.PKey
     label: str
-    """Type, fingerprint and file, for messages."""
+    """Type, fingerprint, and the file or the agent's comment, for messages."""
 
 
 @dataclass
@@ -73,7 +73,10 @@ class _Agent(AgentSSH):
 
 
 def authenticate(node: str, transport: paramiko.Transport, host: SshHost, endpoint: str, deadline: Deadline) -> None:
-    """Log in with one of the keys. Raises ``AuthenticationRefused``, and ``NodeUnreachable`` after the deadline."""
+    """Log in with one of the keys, or without a key if the host needs none.
+
+    Raises ``AuthenticationRefused``, and ``NodeUnreachable`` after the deadline.
+    """
     keyring = _Keyring()
     try:
         _collect_keys(keyring, host, deadline)
@@ -207,7 +210,10 @@ def _agent_keys(host: SshHost, keyring: _Keyring, deadline: Deadline) -> dict[by
 
 
 def _load(file: str, keyring: _Keyring, *, is_named: bool) -> paramiko.PKey | None:
-    """Return the private key in ``file``, or ``None`` after noting why it cannot be used."""
+    """Return the private key in ``file``, or note why it cannot be used and return ``None``.
+
+    A missing default file is not noted.
+    """
     label = _shortened(file)
     if not os.path.exists(file):
         if is_named:

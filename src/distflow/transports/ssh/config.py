@@ -50,7 +50,10 @@ HostKeyPolicy = Literal["strict", "accept-new"]
 """``accept-new`` adds the key of an unknown host to known_hosts. Both policies refuse a changed key."""
 
 Values = Mapping[str, Sequence[str]]
-"""Lower-case keyword → its values, if they differ from OpenSSH's defaults. A list in one line is one value."""
+"""Lower-case keyword → its values. Defaults of OpenSSH are left out, except for ``hostname``, ``port`` and ``user``.
+
+A list in one line is one value.
+"""
 
 
 class SshConfigError(ValueError):
@@ -156,7 +159,7 @@ def resolve_destination(destination: SshDestination) -> SshHost:
 
 
 def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
-    """Return the settings for a host on the way to ``destination``. Raises ``SshConfigError``."""
+    """Return the settings for ``destination`` itself, or for a host on the way to it. Raises ``SshConfigError``."""
     # Check host and user first: they may become part of the shell command of a ProxyCommand or a `Match exec`.
     if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host) or not hop.host:
         raise SshConfigError(f"`{hop.host}` is not a valid host name")

@@ -59,7 +59,8 @@ _T = TypeVar("_T")
 class SshConnection:
     """One connection, which is never reopened: after a failure, create another one.
 
-    1. ``connect`` returns within the host's connect timeout, or raises ``NodeUnreachable`` or a subclass.
+    1. ``connect`` raises a ``TransportError`` if it cannot log in within the host's connect timeout. Waiting for other logins
+       through the same jump hosts does not count.
     2. ``close`` may be called at any time, from any thread, also during ``connect``, and does not wait for the network.
     """
 
@@ -370,7 +371,7 @@ class SshConnection:
 
 
 def _login_slot(jumps: Sequence[Hop]) -> contextlib.AbstractContextManager[object]:
-    """Limit the number of simultaneous logins through the same jump hosts. Direct connections are not limited.
+    """Limit the number of simultaneous logins through the same jump hosts. Other connections are not limited.
 
     sshd drops connections at random when more than ten logins are in progress (MaxStartups 10:30:100, sshd_config(5)). Time
     spent waiting here does not count towards the connect timeout.

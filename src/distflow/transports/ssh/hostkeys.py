@@ -55,7 +55,7 @@ _MARKERS: dict[str, Literal["revoked", "authority"]] = {"@revoked": "revoked", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One line of a known_hosts file."""
+    """A key in a line of known_hosts or in a file of ``RevokedHostKeys``."""
 
     names: tuple[str, ...]
     """Patterns, or hashed names."""

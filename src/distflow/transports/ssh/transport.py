@@ -63,7 +63,7 @@ class SshTransport:
 
     @property
     def reached_address(self) -> str | None:
-        """The address that SSH reached; ``None`` before the first connection, and behind jump hosts and proxies."""
+        """The address that SSH reached; ``None`` without a connection, and behind jump hosts and proxies."""
         connection = self._shared.current
         return connection.address if connection is not None else None
 
@@ -82,7 +82,7 @@ _TAIL = 16384
 _DRAINED_S = 2.0
 _CLOSE_S = 1.0
 _LATE_S = 2.0
-"""Time limit for each step of stopping a late command: finding its process, killing it, waiting for its end."""
+"""Time limit for each step of stopping a late command: finding its process, starting ``kill``, waiting for ``kill``."""
 _STOPPED_S = 3 * _LATE_S
 # All other characters are literal between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
