@@ -87,7 +87,10 @@ class Window:
         wait_until(is_clear, LIMIT_S, "an empty screen")
 
     def text(self, *options: str) -> str:
-        """Return the text of the terminal, with the lines that are no longer visible. After a command, the last line is the prompt."""
+        """Return the text of the terminal, with the lines that are no longer visible.
+
+        After the end of a command, the last line is the prompt.
+        """
         lines = self._tmux("capture-pane", "-p", "-J", "-S", "-", *options).rstrip("\n").split("\n")
         return "\n".join(line.rstrip() for line in lines).rstrip()
 
