@@ -147,7 +147,7 @@ class Soak:
             "|---|--:|",
             *(f"| {fault} | {count} |" for fault, count in sorted(faults.items())),
             "",
-            "The next table shows the supervisor before it was first killed. Each row is the end of a quarter, with its medians:",
+            "The table shows the supervisor until it was first killed. Each row is the end of a quarter, with its medians:",
             "",
             "| after | workflows so far | resident memory | open files |",
             "|--:|--:|--:|--:|",
