@@ -1,16 +1,17 @@
-"""A rank layout as text: one line for each task, one mark for each rank, in plain ASCII for any log.
+"""A rank layout as text in plain ASCII, for any log: usually one line for each task, and one mark for each rank.
 
 ::
 
     ranks     0       8       16      24
-    master    ########                    0-7    of 16  spec.yaml:12
+    master    ########                    0-7    of 24  spec.yaml:12
     worker            !!!!!!!!            8-15   of 24  spec.yaml:30
     worker-2          !!!!!!!!            8-15   of 24  spec.yaml:44  <--
     (none)                    ........    16-23
     ! claimed twice   . claimed by no task
 
 ``#`` is a rank held once, ``!`` a rank that more than one task claims, ``>`` a rank beyond the world size, ``.`` a rank that
-no task claims. Worlds wider than 64 ranks are scaled down, and the first line states the scale.
+no task claims. In worlds of at most 16 ranks a mark is repeated. Worlds of more than 64 ranks are scaled down, and the first
+line states the scale. Of more than 24 tasks only some are drawn.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def draw_world(world: World) -> str:
 
 
 def draw(bars: Sequence[Bar], world_size: int | None = None) -> str:
-    """Return the picture of all claims; ``world_size`` is ``None`` if the tasks do not state the same one."""
+    """Return the picture of all claims; ``world_size`` is ``None`` if it is not known."""
     span = max([bar.end for bar in bars] + [world_size or 1, 1])
     scale = _Scale(span)
     counts = _segments(bars, span)
@@ -120,7 +121,7 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 
 
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
-    """Return the lines to draw. Of many: the first two, the last and those around the first mistakes; ``None`` marks a gap."""
+    """Return the lines to draw. Of many: the first two, the last and those around mistakes. ``None``: lines are left out."""
     if len(bars) <= _MANY:
         return list(bars)
     wanted = {0, 1, len(bars) - 1}

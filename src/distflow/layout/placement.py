@@ -1,8 +1,9 @@
 """Place tasks on nodes. The result depends only on the arguments.
 
 At submission, the client proposes a placement with this module. Later, the queue decides with it. Each task, in the order of
-node ranks, goes to the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one
-world, which need different nodes. For other gangs, a backtracking search with a limit tries other nodes.
+node ranks, goes to the first node that fits. If that fails and the tasks request different resources, an exact matching
+(augmenting paths) is computed for tasks of one world, which need different nodes. For other gangs, a backtracking search with a
+limit tries other nodes.
 
 ``place_near`` also satisfies OSMO's ``topology``: tasks of one gang with the same ``key`` and ``group`` go to nodes with the
 same value of the label ``key``, for example to one rack. If no placement satisfies all requests, the preferred ones are dropped
@@ -26,7 +27,7 @@ __all__ = ["Demand", "Free", "Placement", "Unplaced", "place", "place_near"]
 _STEPS = 20_000
 """Steps that a search may take before a gang is refused."""
 _Request = tuple[object, ...]
-"""The request of a task without its name: equal for tasks that fit on the same nodes."""
+"""The request of a task without its name. Tasks with equal requests fit on the same nodes."""
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
 
 
@@ -93,11 +94,11 @@ class Unplaced:
 
     task: str
     reasons: tuple[str, ...]
-    """The reason for each node: ``gpu1: 4 of 8 GPUs free, 8 requested``."""
+    """Usually one reason for each node, such as ``gpu1: 4 of 8 GPUs free, 8 requested``."""
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Return a node for every task. If that is impossible, return the tasks without a node and the reasons.
+    """Return a node for every task. If none is found for some tasks, return these tasks and the reasons.
 
     ``shared`` lets tasks of one world share a node (pool ``local``, which has only this machine).
     """
@@ -147,7 +148,7 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence
 def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
     """Return the largest matching if all tasks need different nodes; otherwise return nothing.
 
-    The algorithm is Kuhn's (augmenting paths). It is a loop, because a path may be as long as the number of tasks.
+    The algorithm is Kuhn's (augmenting paths). A loop replaces recursion, because a path may be as long as the number of tasks.
     """
     if len({demand.spread for demand in demands}) != 1 or demands[0].spread is None:
         return {}
@@ -265,7 +266,7 @@ def _bytes(count: int) -> str:
 def _reasons(
     demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], placed: Mapping[int, Sequence[int]]
 ) -> tuple[str, ...]:
-    """Return for each node the reason why it does not take the task. ``placed`` are the tasks placed on each node."""
+    """Return for each node the reason why it does not take the task. ``placed`` has the indexes of the tasks on each node."""
     reasons = []
     for at, node in enumerate(nodes):
         others = placed.get(at, ())
@@ -286,14 +287,14 @@ def _reasons(
 # -- topology ---------------------------------------------------------------------------------------------------------
 
 _TRIES = 2_000
-"""Combinations of label values that are tried before a gang is refused."""
+"""The maximum number of combinations of label values to try for one set of topology requests."""
 
 _Wish = tuple[str, str]
 """The key and the group of a topology request."""
 
 
 def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Place tasks like ``place``, and satisfy their topology requests. A pool of one node satisfies all of them."""
+    """Place tasks like ``place``, and satisfy their topology requests. A single node satisfies all of them."""
     wishes = _wishes(demands)
     if not wishes or len(nodes) == 1:
         return place(demands, nodes, shared=shared)

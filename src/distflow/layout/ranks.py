@@ -1,8 +1,8 @@
 """The rank layout of a group: the global ranks of each task.
 
-A *world* is a group whose tasks share ranks 0 … world_size−1. Each task holds ``size`` consecutive ranks from ``offset``; the
-task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample (``--offset``,
-``--size``).
+A *world* consists of the tasks of a group that share ranks 0 … world_size−1. Each of them holds ``size`` consecutive ranks from
+``offset``; the task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample
+(``--offset``, ``--size``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class World(Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskRanks, ...]
     """In the order of their ranks."""
     style: str
-    """The kind of claim that defined it: ``ranks``, ``flags`` or ``torchrun``."""
+    """The source of the ranks: ``ranks`` (the field), ``torchrun``, or ``flags`` (other flags, or variables)."""
     port: int | None = None
     """The rendezvous port in the spec; ``None`` if distflow chooses a free one."""
     smaller: tuple[World, ...] = ()

@@ -1,7 +1,6 @@
-"""Check that intervals of ranks cover 0 … world_size-1 exactly once, or find the one number whose change achieves that.
+"""Check that intervals of ranks cover 0 … world_size-1 exactly once, or find each single number whose change achieves that.
 
-One wrong number can cause a gap, an overlap and a wrong sum. The number to report is the one whose change alone corrects all
-of them.
+One wrong number can cause a gap, an overlap and a wrong sum. A number is found if changing it alone corrects all of them.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def fits(rows: Sequence[Row]) -> bool:
 
 
 def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment]:
-    """Divide the ranks up to the highest claimed one, or ``world_size``, into segments that the same rows claim."""
+    """Divide the claimed ranks and those below ``world_size`` into segments, each claimed by the same rows or by none."""
     intervals = filled(rows)
     edges = sorted({0, world_size or 0, *(edge for interval in intervals for edge in interval)})
     opening: dict[int, list[int]] = {}
@@ -98,7 +97,7 @@ def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment
 
 
 def gaps_of(parts: Sequence[Segment]) -> list[Segment]:
-    """Return the parts that no row claims."""
+    """Return the parts, from rank 0, that no row claims."""
     return [part for part in parts if not part.rows and part.start >= 0]
 
 
@@ -190,7 +189,7 @@ def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the size at which this row ends where the next one begins, and the size that the other rows leave for it."""
+    """Yield the size at which this row ends where the next one begins, and the rest of each stated world size."""
     intervals = filled(rows)
     begin = intervals[index][0]
     yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])

@@ -1,8 +1,8 @@
-"""Check the smaller worlds that an elastic group may run as. Each must satisfy the rules of every world.
+"""Check the smaller worlds that an elastic group may run as. Each must satisfy the same rules as the whole world.
 
 A smaller world consists of the first tasks of the whole world. They keep their offsets and sizes, so rank 0 stays in its task.
-The spec must not refer to a task that may be left out. It must write numbers that depend on the number of tasks as tokens, or
-omit them.
+Other tasks must not use the address of a task that may be left out, and other groups must not use its output. The spec must
+write numbers that depend on the number of tasks as tokens, or omit them.
 
 Modeled on torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elastic/run.html), with sizes known in advance.
 """

@@ -1,13 +1,13 @@
 """Check the ranks of every group of a spec, and return a ``World`` for each group with ranks, or its problems.
 
-One mistake causes one problem, at the line to change. To leave out its consequences, the checks run from causes to
+Usually, one mistake causes one problem, at the line to change. To leave out its consequences, the checks run from causes to
 consequences: the values of each task, the tasks with ranks, their ranks, then the lead, the address and the port.
 
 These rules follow OSMO's tutorial and torch's launcher:
 
 * Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
   the world size follow the same rule.
-* All tasks state the same world_size, the master's address and one port.
+* Tasks that state a world_size, the master's address or a port state the same one.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
 """
@@ -47,10 +47,7 @@ _ABSENT_MODULES = MappingProxyType(
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
-    """Return the world of each group, by the group's name, and all problems with ranks.
-
-    A group without ranks or with errors has no world. A group with only warnings has one.
-    """
+    """Return the world of each group, by the group's name, and all problems. A group without ranks or with errors has none."""
     worlds: dict[str, World] = {}
     problems: list[Problem] = []
     scattered = False
@@ -226,7 +223,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint if a group's only task claims a part of a world; empty for several tasks, or without other groups."""
+    """Return the hint for a group whose only task may claim a part of a world; empty if this cannot be the mistake."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
@@ -304,7 +301,7 @@ _PORTS = range(1, 65536)
 
 
 def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
-    """Return a problem for each task whose address of the master is not the address of the task ``master``."""
+    """Return a problem for each stated address of the master that is not, or may not be, that of the task ``master``."""
     names = {member.name for member in members}
     problems: list[Problem] = []
     for member in members:
@@ -334,7 +331,7 @@ def _address_problems(members: Sequence[Member], master: str) -> list[Problem]:
 
 
 def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
-    """Return the port of the world (``None`` if no task states a port), and a problem for each invalid or different port."""
+    """Return the world's port (``None`` if no task states a valid port), and a problem for each invalid or different port."""
     problems: list[Problem] = []
     valid: list[tuple[Member, Claim, int]] = []
     for member in members:
@@ -354,7 +351,7 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
         return None, problems
     counts = Counter(number for _, _, number in valid)
     best, times = counts.most_common(1)[0]
-    # The master's port is right, unless most tasks name another one.
+    # The first port (the lead's, if it has one) is right, unless most of the lines state another one.
     right = best if times > len(valid) / 2 else valid[0][2]
     agreeing = [(member, claim) for member, claim, number in valid if number == right]
     lines = and_list(place(claim.where) for _, claim in agreeing)

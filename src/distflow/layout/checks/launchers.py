@@ -22,7 +22,7 @@ _NEEDS_PYTHON = ("deepspeed", "accelerate")
 _NEEDS_EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
 _WITHOUT_EFFECT = ("-u", "-s")
-"""Options of the interpreter that are dropped. Ranks do not need ``-u``, because their output is never buffered."""
+"""Options of the interpreter that are dropped. Ranks do not need ``-u``, because distflow sets ``PYTHONUNBUFFERED``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
-    """Return the problem of the first task that its launcher or framework cannot start, or whose launcher restarts ranks."""
+    """Return the problems of the first task that its launcher or framework cannot start, or whose launcher restarts ranks."""
     problems = _launcher_and_framework(group)
     for item in claims:
         starter = _starter(group, item.task)

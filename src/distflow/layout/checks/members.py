@@ -28,7 +28,7 @@ class Member:
 
     claims: TaskClaims
     invocation: Invocation | None
-    """The command that starts its processes; ``None`` if it has only the ``ranks`` field."""
+    """The command or the variables that claim ranks; ``None`` if only the ``ranks`` field does."""
 
     @property
     def name(self) -> str:
@@ -37,14 +37,14 @@ class Member:
 
     @property
     def where(self) -> Mark:
-        """The command's line, or that of the ``ranks`` field."""
+        """The line of ``invocation``, else of the ``ranks`` field."""
         if self.invocation is not None:
             return self.invocation.where
         return self.claims.task.ranks.mark if self.claims.task.ranks else self.claims.task.mark
 
     @property
     def flags(self) -> Mapping[str, Claim]:
-        """The claims of its command."""
+        """The claims of its command or its variables."""
         return self.invocation.claims if self.invocation is not None else {}
 
     def effective(self, key: str) -> Claim | None:
@@ -53,7 +53,7 @@ class Member:
         return field.get(key) or self.flags.get(key)
 
     def literal(self, key: str) -> Claim | None:
-        """Return the claim for ``key`` if a person wrote it as a number."""
+        """Return the effective claim for ``key`` if its value is a number in the spec."""
         claim = self.effective(key)
         return claim if claim is not None and claim.number is not None else None
 
@@ -64,7 +64,7 @@ class Member:
 
 
 def and_list(names: Iterable[str], most: int = 4) -> str:
-    """Return ``a, b and c``; with more than ``most`` names, the last item is ``3 more``."""
+    """Return ``a, b and c``, or ``a, b, c and 3 more`` for more than ``most`` names."""
     items = list(dict.fromkeys(names))
     if len(items) > most:
         items = [*items[: most - 1], f"{len(items) - most + 1} more"]
@@ -89,7 +89,7 @@ def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: s
 
 
 def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each claim that is not a whole number, or is below the minimum in ``least`` for its key."""
+    """Return a problem for each literal claim of a key in ``least`` that is not a whole number, or below the minimum there."""
     problems = []
     for member in members:
         both = [*(member.claims.field or {}).values(), *member.flags.values()]

@@ -37,7 +37,7 @@ __all__ = ["contradictions", "spans_world"]
 
 
 def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tuple[World | None, list[Problem]]:
-    """Return the world of ``members`` (the lead first), or its problems; both if there are only warnings.
+    """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
     ``alone`` is a hint for a group of one task that claims only a part of a world.
     """
@@ -61,7 +61,7 @@ def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tu
 
 
 def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
-    """Return a problem for each flag that contradicts the ``ranks`` field of its task, and the reverse."""
+    """Return a problem for each number that differs from the world, in tasks with both a ``ranks`` field and other claims."""
     problems = []
     for member in members:
         if member.claims.field is None or member.invocation is None:
@@ -105,7 +105,7 @@ def _row(member: Member, size: int) -> Row:
 
 
 def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem if all replicas of a task claim the same offset, because one line of the spec states it for all."""
+    """Return a problem if several replicas claim the same offset, because one line of the spec states it for all."""
     lines: dict[tuple[object, str], list[Member]] = {}
     for member in members:
         claim = member.literal("offset")
@@ -154,13 +154,16 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
 def _undefined_size(member: Member, claim: Claim) -> Problem:
     return Problem(
         where=claim.where,
-        message=f"{member.name}: {claim.text} cannot be replaced: the task's number of ranks is not defined",
+        message=f"{member.name}: distflow cannot compute {claim.text}, because the task's number of ranks is not defined",
         hint=f"add {ranks_field(member.claims.gpus or 'N')} to the task",
     )
 
 
 def _sizes(members: Sequence[Member]) -> list[int | None]:
-    """Return each task's size. An unknown size is the rest of the world size if it is the only one, else the task's GPUs."""
+    """Return each task's size, ``None`` if unknown.
+
+    If only one size is missing, it is the rest of the stated world size. Otherwise a missing size is the number of GPUs.
+    """
     sizes: list[int | None] = []
     for member in members:
         size = member.number("size")
@@ -216,7 +219,7 @@ class _Mistake:
             return self._world_sizes()
         return [self._one_number(edits)] if edits else [self._several_numbers()]
 
-    # -- the four kinds of mistake ------------------------------------------------------------------------------------
+    # -- kinds of mistakes --------------------------------------------------------------------------------------------
 
     def _world_sizes(self) -> list[Problem]:
         """Return the problems of a layout in which every rank is held once, but some lines state another world size."""

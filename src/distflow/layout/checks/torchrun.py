@@ -4,7 +4,7 @@ Programs that get their rank and the world size (``--rank 1 --world-size 2``) ar
 
 torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes. A task's offset
 is therefore the sum of the sizes of the nodes before it. distflow sets missing flags by variables (``PET_NNODES``,
-``PET_NODE_RANK`` …). Only ``--nproc_per_node`` keeps torchrun's default of 1, unless a ``ranks`` field states the size.
+``PET_NODE_RANK`` …). A missing ``--nproc_per_node`` means torchrun's default of 1, unless the task has a ``ranks`` field.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html and ``torch/distributed/run.py`` of torch 2.13.
 """
@@ -53,7 +53,7 @@ def is_shared(members: Sequence[Member]) -> bool:
 
 
 def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World | None, list[Problem]]:
-    """Return the world of ``members`` (the lead first), or its problems; both if there are only warnings.
+    """Return the world of ``members`` (the lead first) if their ranks form one, and all problems with their ranks.
 
     ``alone`` is a hint for a group of one task that claims only a part of a world.
     """
@@ -130,7 +130,8 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
         elif size is None and claim is not None:
             size = claim.number
             if size is None and claim.known is Known.COMPUTED:
-                message = f"{member.name}: {claim.text} cannot be replaced: the task's number of ranks is not defined"
+                message = f"{member.name}: distflow cannot compute {claim.text}, "
+                message += "because the task's number of ranks is not defined"
                 hint = f"give the task {ranks_field(member.claims.gpus or 'N')}"
                 problems.append(Problem(where=claim.where, message=message, hint=hint))
             elif size is None:
@@ -209,7 +210,7 @@ class _Nodes:
 
     @property
     def absent(self) -> list[int]:
-        """The first node ranks that no task holds, if all lines agree on more nodes than tasks and nothing else is wrong."""
+        """The first node ranks that no task holds, if all stated numbers of nodes are equal and nothing else is wrong."""
         held = set(self.node_ranks)
         if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
             return []
@@ -249,7 +250,7 @@ class _Nodes:
         return problems
 
     def nnodes_problems(self, alone: str, *, drawn: bool) -> list[Problem]:
-        """Return a problem for each line whose number of nodes differs from the number of tasks."""
+        """Return a problem for each line whose number of nodes differs from the number of tasks; one if a task is missing."""
         claims = [(i, claim) for i, member in enumerate(self.members) if (claim := member.flags.get("nnodes"))]
         wrong = [(i, claim) for i, claim in claims if self.nnodes[i] not in (None, self.count)]
         if not wrong:

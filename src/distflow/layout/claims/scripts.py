@@ -32,7 +32,7 @@ COMPUTED = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A command, its text, and whether a shell reads it."""
+    """A command, the text of the spec that contains it, and whether a shell reads it."""
 
     command: Command
     text: Text
@@ -57,7 +57,7 @@ def lines_of(task: TaskSpec) -> Iterator[Line]:
     started = {base_name(item.value) for item in argv[shell_at + 1 :]}
     mentions = "\n".join(item.value for item in argv)
     if words:
-        # Each word of argv has its own line in the spec.
+        # Each word of argv may have its own line in the spec.
         line = Line(Command(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
         yield line
         yield from nested(line)

@@ -135,7 +135,7 @@ def read_commands(text: str) -> tuple[Command, ...]:
 
 @dataclass(slots=True)
 class _Reader:
-    """One pass over a text; ``at`` is the next character."""
+    """One pass over a text; ``at`` is the offset of the next character."""
 
     text: str
     at: int = 0
@@ -342,7 +342,7 @@ class _Reader:
 
 
 def _command(words: list[Word]) -> Command:
-    """Divide the words of a command into its leading assignments, and the program with its arguments."""
+    """Return a command's assignments, program and arguments, without words such as ``if`` and ``sudo`` before the program."""
     assignments: list[tuple[str, Word]] = []
     rest = list(words)
     while rest:

@@ -12,7 +12,8 @@ These commands claim ranks:
   program with more, or if several tasks run it with ``--offset`` and ``--size`` (``layout.checks`` decides that). A single
   ``crop.py --offset 3 --size 128`` claims no ranks.
 * a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
-  ``WORLD_SIZE``, if several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
+  ``WORLD_SIZE``, if several tasks of the group do so, or one with a ``ranks`` field. Without this field, the values are read as
+  torchrun's node rank and number of nodes.
 
 distflow computes the value of a token (``{{rank_offset}}``) and of its own variables (``$NODE_RANK``). A variable with one
 literal value in the environment and the scripts has that value. Any other variable is known only when the task runs.
@@ -59,7 +60,7 @@ class Known(str, Enum):
     """How a claimed value is known before anything runs."""
 
     LITERAL = "literal"
-    """A number or a text, as written."""
+    """A number or a text in the spec."""
     COMPUTED = "computed"
     """distflow computes it: the value is a token or one of distflow's variables."""
     RUNTIME = "runtime"
@@ -88,7 +89,7 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The claim as written."""
+        """The claim as written, with known values in place of variables."""
         return self.form.format(self.value)
 
     def written(self, value: object) -> str:
@@ -98,12 +99,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """A command that starts, or may start, processes of a world."""
+    """A command that starts, or may start, processes of a world; or a task's variables ``RANK`` and ``WORLD_SIZE``."""
 
     launcher: str
     """``flags`` (``--offset --size --world_size``), ``torchrun``, or ``rank`` (a program with its rank and the world size)."""
     program: str
-    """The name of its script or module, without the directory."""
+    """The name of its script, module or program, without the directory; for variables, the name of the task."""
     where: Mark
     claims: Mapping[str, Claim]
     """Claims by key; the last one wins, as in ``argparse``."""
@@ -128,9 +129,9 @@ class TaskClaims:
     invocations: tuple[Invocation, ...] = ()
     """Commands that claim ranks, independent of other tasks."""
     others: tuple[Invocation, ...] = ()
-    """Commands with too few rank flags. ``layout.checks`` counts them if other tasks run the same program with more."""
+    """Commands with too few rank flags. ``layout.checks`` decides whether they count."""
     numbered: Invocation | None = None
-    """The task's rank and the world size, from flags or variables. They count if another task has them, too."""
+    """The task's rank and the world size, from flags or variables. ``layout.checks`` decides whether they count."""
     modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     """Modules that it runs by ``python -m``, each with the place of its first use."""
     settings: tuple[Claim, ...] = ()

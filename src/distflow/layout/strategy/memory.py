@@ -1,9 +1,10 @@
-"""Estimate the memory that a rank needs to train a model under each strategy, and choose a strategy. Pure arithmetic.
+"""Estimate the memory that a rank needs to train a model under several strategies, and choose one. Pure arithmetic.
 
 The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
 bytes per parameter. Activations of a layer are counted in bytes per token and hidden unit: 34 s·b·h, or 2 s·b·h with
-recomputation; twice that in fp32 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with
-attention that does not store a matrix of scores). A tenth of each GPU is reserved for CUDA, NCCL and fragmentation.
+recomputation (and 34 s·b·h for one layer); twice that in fp32 (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", with attention that does not store a matrix of scores). A tenth of each GPU's memory is reserved for CUDA,
+NCCL and fragmentation.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def advise(
     micro_batch: int = 1,
     sequence: int = 2048,
 ) -> Advice:
-    """Return every strategy that the GPUs allow, each with its arithmetic, from the simplest to the most complex.
+    """Return strategies for these GPUs, each with its arithmetic, from the simplest to the most complex.
 
     ``gpu_memory`` is in bytes, ``micro_batch`` in sequences of a rank, ``sequence`` in tokens.
     """

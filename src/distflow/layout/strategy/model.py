@@ -48,9 +48,9 @@ def parse_strategy(
     path: Path = ("strategy",),
     locate: Callable[[Path], Mark] = lambda _: Mark("-"),
 ) -> tuple[Strategy | None, tuple[Problem, ...]]:
-    """Return the strategy of a block for tasks with these numbers of ranks, and all findings.
+    """Return the strategy of a block for tasks with these numbers of ranks, and the findings.
 
-    ``locate`` returns the position of a path in the document (``Document.key_mark_at``). If a finding is an error, there is
+    ``locate`` returns the position of a path in the document, like ``Document.key_mark_at``. If a finding is an error, there is
     no strategy; warnings may come with one.
     """
     draft = read_block(block, path, locate)
@@ -191,7 +191,7 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
 
 
 def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
-    """Return a hint: the nearest mesh for this many ranks, changing the first axis only."""
+    """Return a hint: the mesh for this many ranks with another size of the first axis, if there is one."""
     rest = prod(shape[1:])
     text = ", ".join(names)
     if world % rest == 0:
@@ -219,7 +219,7 @@ _OF_THEIR_OWN = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
 
 
 def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
-    """Return the strategy of a group and all findings about it; nothing for a group without one."""
+    """Return the strategy of a group and the findings about it; nothing for a group without a ``strategy``."""
     block = group.strategy
     if block is None:
         return None, ()
