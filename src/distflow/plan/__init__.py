@@ -1,1 +1,1 @@
-"""The plan of a workflow: nodes, commands, environments and files. Computed from values, then printed or executed unchanged."""
+"""The plan of a workflow: the commands, environments and files of its tasks, and its export as scripts and manifests."""

@@ -1,6 +1,6 @@
 """The binding of a group: the resources leased for an attempt.
 
-This is a separate module, so that ``state.record``, which every start of distflow imports, does not import whole plans.
+This is a separate module, so that ``state.record`` can be imported without ``plan.model``.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ knows one address of a member, so its public and its local address are equal. Fo
 https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 
 OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. OSMO's specs pass it to ``nslookup``,
-``getent hosts``, ``dig`` or ``host``, which fail for an address. If a text of a task mentions one of these programs, distflow
-puts a script of that name at the beginning of the task's PATH. The script answers for the addresses of the task's group in the
-format of the real program, and passes all other calls to the real program.
+``getent hosts``, ``dig`` or ``host``, which fail for an address. If a task's texts contain such an address and mention one of
+these programs, distflow puts a script of that name into a directory at the beginning of the task's PATH. The script answers for
+the addresses in these texts in the format of the real program, and passes all other calls to the real program.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ exit 127
 
 
 def name_tools(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
-    """Return the scripts of a task; empty unless its texts contain a placeholder for an address and the name of a program."""
+    """Return the scripts of a task; empty unless its texts contain a placeholder for an address and one of these programs."""
     known = list(texts)
     found = (one for text in known for one in PLACEHOLDER.finditer(text) if one.group(1) in ("ADDRESS", "MASTER_ADDR"))
     addresses = sorted({one.group(0) for one in found})

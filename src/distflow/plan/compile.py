@@ -1,4 +1,4 @@
-"""Compile a checked spec into a symbolic plan, and add the outputs of earlier workflows to it."""
+"""Compile a checked spec into a plan with placeholders, and add the outputs of earlier workflows to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FetchedOutput:
 
 
 def with_previous_outputs(plan: Plan, fetched: Mapping[tuple[str, str], FetchedOutput]) -> Plan:
-    """Return the plan with the outputs of earlier workflows, by workflow and task, as archives to unpack."""
+    """Return the plan with the outputs of earlier workflows as archives to unpack: ``fetched``, by workflow and task."""
 
     def complete(launch: Launch) -> Launch:
         files = tuple(
@@ -228,7 +228,7 @@ def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
 
 
 def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, str]]:
-    """Yield the texts that may contain paths, each with the path of its file; ``""`` for the command and the environment."""
+    """Yield the texts that may contain paths, each with the path of its file; ``""`` for a command, arguments and variables."""
     for text in (*task.command, *task.args, *task.environment.values()):
         yield "", text.value
     for file in task.files:
@@ -253,7 +253,7 @@ def _file(
     else:
         bundle = bundles[file.bundle]
         text = bundle.text
-    # A text without tokens and injected paths is sent unchanged, by its digest.
+    # The text of a local file is sent by its digest if it has no tokens and injected paths.
     if text is not None and (bundle is None or rewrite(text) != text):
         text = rewrite(text)
         mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600

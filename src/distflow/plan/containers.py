@@ -1,7 +1,7 @@
 """The container of a task on its node, and warnings about specs whose tasks run without one.
 
 In OSMO each task has its own ``/tmp``. Without containers ``/tmp`` belongs to the node, so a task can read the files of another
-task, even of one that ended long ago. distflow therefore warns if two tasks of one node use the same path in ``/tmp``.
+task, even of one that ended long ago. distflow therefore warns if two tasks of one node use the same temporary path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distflow.spec.model import TaskSpec, Text, WorkflowSpec
 __all__ = ["container_notices", "container_of", "sharing_notices", "venv_notices", "venv_of"]
 
 
-_SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  every container has these directories of the node
+_SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  each container already has these directories
 
 
 def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Container | None:
@@ -85,7 +85,7 @@ def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def venv_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return a warning if the spec has a Python environment and a task that runs in a container, where it has no effect."""
+    """Return a warning if the spec has a Python environment and a task that may run in a container, where it has no effect."""
     if spec.venv is None or all(node.container == "none" for node in nodes):
         return ()
     images = [(task.name, task.image) for group in spec.groups for task in group.tasks if task.image is not None]

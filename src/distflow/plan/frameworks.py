@@ -204,7 +204,7 @@ def _horovod(task: WorldTask) -> StartCommand:
 def _tensorflow(task: WorldTask) -> StartCommand:
     """Return the command unchanged, with the cluster in ``TF_CONFIG``: one worker for each task, which uses all visible GPUs.
 
-    All workers listen on the same port number, each on its own node. distflow chooses a port that is free on the master's node.
+    All workers listen on the same port number, each on its own node. The port is known to be free only on the master's node.
 
     Format: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
     """

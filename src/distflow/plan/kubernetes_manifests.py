@@ -1,6 +1,7 @@
 """Write a plan as manifests of Kubernetes that run without distflow.
 
-Each group becomes a JobSet or a plain Indexed Job. A single group of torchrun may become a TrainJob of Kubeflow Trainer.
+Each group becomes a ConfigMap, and a JobSet or a plain Indexed Job. A single group of torchrun may become a TrainJob of
+Kubeflow Trainer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The plan: a frozen, symbolic description of one workflow's processes, and the binding that completes it.
 
-Values that only the nodes know are placeholders of the form ``@@NAME@@``:
+Values that are known only when an attempt begins are placeholders of the form ``@@NAME@@``:
 
 =====================  ====================================================
 ``@@WORKFLOW_ID@@``    id of the workflow, such as ``pytorch-dist-3``
 ``@@ADDRESS:<task>@@`` address of that task's node on the training network
 ``@@MASTER_ADDR@@``    the same for the task that holds rank 0 (without ranks: for the lead)
-``@@MASTER_PORT@@``    the rendezvous port, free on the master's node
+``@@MASTER_PORT@@``    the rendezvous port on the master's node
 ``@@IFNAME@@``         the interface that owns the task's own address
 ``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
 ``@@NODE@@``           name of the task's node
@@ -15,6 +15,8 @@ Values that only the nodes know are placeholders of the form ``@@NAME@@``:
 ``@@RETRY_ID@@``       number of the attempt, counted from 0
 ``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
 =====================  ====================================================
+
+Only exported scripts contain ``TASK_NAME``, ``NODE_RANK`` and ``RANK_OFFSET`` (``plan.slurm_tasks``).
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class PlannedFile:
     shown: str
     """The path in the spec, such as ``/tmp/entry.sh``."""
     text: str | None = None
-    """The content, if it is a short text. Its placeholders are filled in."""
+    """The content, if the plan contains it. Its placeholders are filled in."""
     blob: str | None = None
     """Otherwise the SHA-256 of its content in the blob store."""
     size: int = 0
@@ -139,7 +141,7 @@ class Launch:
     lead: bool
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """All variables except those of ``secret_names`` and ``credentials``. They override the node's ``environment``."""
+    """Its variables except those of ``secret_names`` and ``credentials``. They override the node's ``environment``."""
     secret_names: tuple[str, ...] = ()
     """The variables of ``--set-env``. Their values are stored separately."""
     credentials: tuple[PlannedCredential, ...] = ()
@@ -220,7 +222,7 @@ class GroupPlan:
 
     @property
     def lead(self) -> Launch:
-        """The task whose end decides the end of the group."""
+        """The group's lead."""
         return next(launch for launch in self.launches if launch.lead)
 
     @property

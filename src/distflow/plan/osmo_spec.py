@@ -62,7 +62,7 @@ _SCHEMES = ("s3", "gs", "azure")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OsmoSpec:
-    """A spec in the language of OSMO, and the parts of the spec that are not in it."""
+    """A spec in the language of OSMO, and warnings about parts that are left out, or that OSMO runs only after a change."""
 
     text: str
     warnings: tuple[Problem, ...]
@@ -132,7 +132,7 @@ class _Notes:
 
 
 def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the file with keys removed and ``ignoreNonleadStatus`` added; ``None`` if the result differs from ``wanted``."""
+    """Return the file with a few edits (see the module's docstring); ``None`` if the result differs from ``wanted``."""
     try:
         rendered = render(text, file)
         document = parse_yaml(rendered.text, file, rendered.line_map)
@@ -304,7 +304,7 @@ class _Conversion:
         argv: tuple[str, ...],
         fill: Callable[[str], str],
     ) -> StartCommand:
-        """Return the command of a task of a world, with the variables that distflow would set."""
+        """Return the command of a task of a world, with the variables of its framework, launcher and strategy."""
         resource = self._spec.resources[task.resource]
         given = {name: text.value for name, text in task.environment.items()}
         framework = group.framework.value if group.framework is not None else None
@@ -326,7 +326,10 @@ class _Conversion:
         )
 
     def _variables(self, group: GroupSpec, task: TaskSpec, ranks: TaskRanks | None, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that distflow would set: those of the task's ranks, and ``DISTFLOW_*`` if its texts use them."""
+        """Return ``given`` and other variables that distflow would set.
+
+        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks if the spec does not pass the ranks itself.
+        """
         world = self._worlds.get(group.name) if ranks is not None else None
         resource = self._spec.resources[task.resource]
         everything = task_environment(
@@ -396,7 +399,7 @@ def _filler(group: GroupSpec, world: World | None, ranks: TaskRanks | None) -> C
 
 
 def _filled(text: str, fill: Callable[[str], str]) -> str:
-    """Return a text of the plan with OSMO's tokens instead of placeholders."""
+    """Return a text of the plan with OSMO's tokens and fixed values instead of placeholders."""
 
     def token(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)

@@ -1,6 +1,6 @@
 """Show a plan as text, as JSON, and as one shell script for each task, which a user could run by hand.
 
-Text and JSON show placeholders for values that only the nodes know; a script has variables for them. The dry run adds the
+Text and JSON show placeholders for values that are not known yet; a script has variables for them. The dry run adds the
 placement that would be tried first.
 """
 
@@ -42,7 +42,7 @@ def plan_text(plan: Plan, placement: Mapping[str, str], pictures: Mapping[str, s
 
 
 def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
-    """Return the plan as a JSON object, with placeholders as ``@@NAME@@``, and secrets as their names."""
+    """Return the plan as a JSON object, with placeholders as ``@@NAME@@``, and with a mask instead of the values of secrets."""
     return {
         "name": plan.name,
         "pool": plan.pool,
@@ -124,7 +124,7 @@ def script(group: GroupPlan, launch: Launch) -> str:
 def _headline(group: GroupPlan) -> str:
     words = [f"group {group.name}: {count_text(len(group.launches), 'task')}"]
     if group.world:
-        port = group.world.port if group.world.port is not None else "a free port"
+        port = f"port {group.world.port}" if group.world.port is not None else "a free port"
         words.append(f"one world of {count_text(group.world.world_size, 'rank')}, master {group.master}, {port}")
     if group.venv is not None:
         words.append(f"Python environment of {group.venv.file}")

@@ -1,4 +1,4 @@
-"""Warn about the parts of a workflow that a script for Slurm leaves out, because they need distflow at run time."""
+"""Warn about the parts of a workflow that a script for Slurm leaves out or runs in another way than distflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["slurm_limits"]
 
 
 def slurm_limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes]) -> tuple[Problem, ...]:
-    """Return a warning for each part of a workflow that the script leaves out, with the tasks or groups that use it."""
+    """Return a warning for each part that the script leaves out or runs in another way, with its tasks or groups."""
     found: dict[tuple[str, str], list[str]] = {}
     for key, name in _limits(plan, spec, pool, contents):
         names = found.setdefault(key, [])
@@ -53,7 +53,7 @@ def _limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, b
 
 def _group_limits(group: GroupPlan, pool: Pool) -> _Limits:
     if group.timeouts.queue_s is not None:
-        yield ("`queue_timeout` is left out: the job waits in Slurm's queue until it is canceled", ""), group.name
+        yield ("`queue_timeout` is left out: the job waits in Slurm's queue without a limit", ""), group.name
     if group.timeouts.hang_s is not None:
         yield ("`hang_timeout` is left out: a group without output is not reported", ""), group.name
     if group.smaller:

@@ -44,13 +44,13 @@ _MOST_EMBEDDED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmScript:
-    """A script, and the parts of the workflow that are not in it."""
+    """A script, and warnings about it."""
 
     text: str
     warnings: tuple[Problem, ...]
-    """The parts of the workflow that the script leaves out."""
+    """The parts of the workflow that the script leaves out or runs in another way than distflow."""
     files: Mapping[str, str]
-    """The names and digests of files that are too large for the script. They must be in ``NAME.files`` next to it."""
+    """The digest of each file that does not fit into the script, by the name that it must have in ``NAME.files`` next to it."""
 
 
 def slurm_script(

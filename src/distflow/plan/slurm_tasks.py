@@ -39,7 +39,7 @@ _VARIABLES = {
     "NODE": "SLURMD_NODENAME", "RETRY_ID": "retry_id", "TASK_NAME": "task", "NODE_RANK": "node_rank",
     "RANK_OFFSET": "rank_offset",
 }  # fmt: skip
-"""The shell variable for each placeholder. The last three placeholders replace values that differ between equal tasks."""
+"""The shell variable for each placeholder without a task. The last three replace values that differ between equal tasks."""
 _OWN = frozenset({"run_dir", "retry_id", "status", "nodes", "address", *_VARIABLES.values()})
 _REGEX_COPY = """\
 # Copy the files whose relative path matches REGEX, anchored at its start: copy_matching REGEX FROM TO
@@ -70,12 +70,12 @@ def ends_with_lead(group: GroupPlan) -> bool:
 
 
 def credential_variable(name: str) -> str:
-    """Return the variable for the directory of a credential."""
+    """Return the name of the variable with the directory of a credential."""
     return f"CREDENTIAL_{re.sub('[^A-Za-z0-9]', '_', name)}"
 
 
 def input_variable(source: DataSpec | EarlierInput) -> str:
-    """Return the variable for the directory of an input that does not come from a task of the workflow."""
+    """Return the name of the variable with the directory of an input that does not come from a task of the workflow."""
     if isinstance(source, DataSpec):
         name = f"dataset {source.dataset}" if source.dataset else str(parse_url(source.url))
     else:

@@ -1,8 +1,8 @@
-"""Replace the spec's tokens and injected paths by numbers and placeholders.
+"""Replace the spec's tokens and injected paths by numbers, and by paths and addresses with placeholders.
 
 ``{{host:master}}`` becomes a placeholder for the address of that task's node, ``{{rank_offset}}`` a number. Without a
 container, a file cannot be created at ``/train.py``. It is created below the attempt's directory, and exactly this path is
-replaced in the command, the arguments, the environment and the other injected files.
+replaced in the command, the arguments, the environment and the injected files.
 
 In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
 file. In distflow a task starts in ``work``. If a path is injected or used in its relative form, distflow therefore puts it into
@@ -115,7 +115,7 @@ _TMP = re.compile(r"(?<![\w./-])(?:\./)?tmp/")
 
 
 def _relative(path: str, tree: bool) -> re.Pattern[str]:
-    """Return a pattern for the relative form of an absolute path; for ``/data`` it is ``data/``, not the word alone."""
+    """Return a pattern for the relative form of an absolute path; for a directory ``/data``, ``data/``, not the word alone."""
     plain = tree and path.count("/") == 1
     return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if plain else _end(tree)))
 

@@ -13,7 +13,7 @@
 # * `notify` is left out (Slurm's own option is `#SBATCH --mail-type=END,FAIL`)
 # * `labels` are left out
 # * `max_log` is left out: the size of the log is not limited
-# * training: `queue_timeout` is left out: the job waits in Slurm's queue until it is canceled
+# * training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # * training: `hang_timeout` is left out: a group without output is not reported
 # * training: `elastic` is left out: the job waits until there is room for all tasks
 # * master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
@@ -158,7 +158,7 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr:     Slurm's own option is `#SBATCH --mail-type=END,FAIL`
 # stderr: shapes.yaml: warning: `labels` are left out
 # stderr: shapes.yaml: warning: `max_log` is left out: the size of the log is not limited
-# stderr: shapes.yaml: warning: training: `queue_timeout` is left out: the job waits in Slurm's queue until it is canceled
+# stderr: shapes.yaml: warning: training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # stderr: shapes.yaml: warning: training: `hang_timeout` is left out: a group without output is not reported
 # stderr: shapes.yaml: warning: training: `elastic` is left out: the job waits until there is room for all tasks
 # stderr: shapes.yaml: warning: master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
