@@ -328,7 +328,7 @@ class _Conversion:
     def _variables(self, group: GroupSpec, task: TaskSpec, ranks: TaskRanks | None, given: Mapping[str, str]) -> dict[str, str]:
         """Return ``given`` and other variables that distflow would set.
 
-        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks if the spec does not pass the ranks itself.
+        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks unless the spec passes the ranks itself.
         """
         world = self._worlds.get(group.name) if ranks is not None else None
         resource = self._spec.resources[task.resource]

@@ -1,6 +1,6 @@
 """Parse hostfiles in the formats of Open MPI, DeepSpeed and MPICH, and choose the pool of a command.
 
-A slot means a GPU. A host in several lines without slots has as many slots as lines, as in the machine files of batch
+A slot means a GPU. A host in several equal lines without slots has as many slots as lines, as in the machine files of batch
 systems. A host in several lines with slots is an error, as in DeepSpeed, because one of the numbers must be wrong.
 ``python=PATH`` is an addition that only distflow reads.
 """
@@ -46,7 +46,7 @@ class Host:
 
 
 def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
-    """Return the valid hosts in order, and at most the first 50 findings."""
+    """Return the valid hosts in order, and the first findings (at most 50) with a summary of the others."""
     problems: list[Problem] = []
     given: list[Host] = []
     named = 0
@@ -162,7 +162,7 @@ def _host_name(text: str, word: str) -> tuple[str | None, str]:
 
 
 def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
-    """Return each host once, and a finding for each that is given again with other values."""
+    """Return each host once, and a finding for each further line of a host, unless its lines are equal and have no slots."""
     seen: dict[str, list[Host]] = {}
     for host in given:
         seen.setdefault(host.host, []).append(host)

@@ -3,7 +3,7 @@
 The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
 home directory), else in the user's configuration directory. ``DISTFLOW_CONFIG`` names another file. Without a file there is one
 pool, ``local``: this machine. Keys of a node override its pool's ``defaults``, which override keys of the pool. The variables
-of ``environment`` are merged in that order.
+of ``environment`` are merged with the same priorities.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def load_configuration(
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
     """Return the path of the configuration for ``cwd``, or ``None``. The file in ``DISTFLOW_CONFIG`` need not exist.
 
-    Raises ``InputError`` for a file that another user could have written.
+    Raises ``InputError`` for a found file that another user could have written.
     """
     named = environ.get("DISTFLOW_CONFIG")
     if named:
@@ -374,7 +374,7 @@ def _base_node(pool: View, base: Node | None = None) -> Node:
 
 
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
-    """Return one node. Its entry at ``position`` (``None``: no entry) overrides ``defaults``, then the pool, then ``base``."""
+    """Return one node. Its entry at ``position``, if given, has priority over ``defaults``, the pool and ``base``."""
     item = pool.view("nodes", position) if position is not None else pool.view("no node")  # a missing key: an empty view
     bare_name = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
@@ -499,7 +499,7 @@ def this_machine() -> Machine:
 
 
 def count_gpus(devices: Iterable[str]) -> int:
-    """Count the GPUs among the names in ``/dev`` (``nvidia0``; not ``nvidiactl``)."""
+    """Count the NVIDIA GPUs among the names in ``/dev`` (``nvidia0``; not ``nvidiactl``)."""
     return sum(1 for name in devices if _GPU.fullmatch(name))
 
 

@@ -79,7 +79,7 @@ class Node:
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret
     """The directory of the lock files, for all users of the machine."""
     share_gpus: bool = False
-    """Whether to lease a GPU that is in use by a program that distflow did not start."""
+    """Whether to lease a GPU that a process without a lease uses."""
     check_capacity: bool = True
     """Whether to lease no more than the node reports; ``False`` for resources that distflow cannot count."""
 
@@ -263,11 +263,11 @@ class Pool:
     given: NodeSettings = NO_SETTINGS
     """The settings that the command gave. ``nodes`` have them already. A resubmission applies them to the current pool."""
     slurm: SlurmSettings | None = None
-    """Slurm allocates the nodes; ``nodes`` is empty then."""
+    """If set, Slurm allocates the nodes, and ``nodes`` is empty."""
     ray: RaySettings | None = None
-    """Ray allocates the nodes; ``nodes`` is empty then."""
+    """If set, Ray allocates the nodes, and ``nodes`` is empty."""
     kubernetes: KubernetesSettings | None = None
-    """Kubernetes allocates the nodes, which are pods."""
+    """If set, Kubernetes allocates the nodes, which are pods, and ``nodes`` is empty."""
     login: Node | None = None
     """The machine with the commands of the engine, over SSH; ``None``: this machine."""
     template: Node | None = None
@@ -290,7 +290,10 @@ class Pool:
         return self.nodes if self.template is None else (self.template,)
 
     def node(self, name: str) -> Node:
-        """Return the node with this name. Allocated nodes are named ``<host>@<allocation>``. Raises ``KeyError``."""
+        """Return the node with this name. Allocated nodes are named ``<host>@<allocation>``.
+
+        Raises ``KeyError`` for an unknown name, unless an engine chooses the nodes.
+        """
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -348,5 +351,5 @@ def is_program(text: str) -> bool:
 
 
 def ssh_node() -> Node:
-    """Return the default settings of a machine behind SSH. The node reports all other values when it is connected."""
+    """Return the default settings of a machine behind SSH. A connected node reports its GPUs, CPUs and memory."""
     return Node(name="", host="", root="~/.distflow", python="python3")

@@ -16,7 +16,7 @@ __all__ = ["ParallelGzip"]
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 """The header of a gzip member without a name and a time."""
 _LEVEL = 1
-"""The level of zlib. Higher levels would take longer than the transfer of the bytes that they save."""
+"""The level of zlib. Higher levels usually take longer than the transfer of the bytes that they save."""
 _SAMPLES = 4
 _SAMPLE = 4 << 10
 _DENSE = 0.9
@@ -26,9 +26,9 @@ _DENSE = 0.9
 class ParallelGzip:
     """A writer that compresses to a file in gzip format, as a context manager.
 
-    Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. Blocks that cannot be
-    compressed, such as weights and images, are stored as they are. The SHA-256 of the archive is computed at the same time.
-    Threads suffice, because zlib and hashlib release the GIL.
+    Each call of ``write`` becomes one gzip member, so the result does not depend on the number of cores. Blocks that would
+    hardly become smaller, such as weights and images, are stored as they are. The SHA-256 of the archive is computed at the
+    same time. Threads suffice, because zlib and hashlib release the GIL.
     """
 
     def __init__(self, sink: IO[bytes]) -> None:

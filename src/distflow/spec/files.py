@@ -2,8 +2,9 @@
 
 Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
 are not read again (``spec.unchanged``). A directory becomes one gzipped tar with names in order and without times and owners,
-so equal content has an equal digest. The following are not sent: files that match ``exclude`` or a ``.gitignore`` in the
-directory, ``.git``, logs of distflow's Slurm jobs, and directories of distflow itself (its state, results, and files of nodes).
+so equal content has an equal digest. The following parts of a directory are not sent: files that match ``exclude`` or a
+``.gitignore`` in it, ``.git``, sockets, pipes, devices, logs of distflow's Slurm jobs, and directories of distflow itself (its
+state, results, and files of nodes).
 
 ``distflow.train`` is sent as well if a task needs it, in one archive with the other modules for tasks (``distributed``,
 ``ray_cluster`` and ``protocol``). The archive has its own ``distflow/__init__.py``, which also finds a distflow that is
@@ -212,7 +213,7 @@ RESULTS_MARKER = ".distflow-results"
 _JOB_LOG = re.compile(r"distflow-job-[0-9]+\.log")
 """A file with messages of a job of Slurm, in the ``root`` of its pool. It is not sent."""
 _STATE_FILE = "distflow.sqlite3"
-"""A file in the state directory, which is not sent, because it contains secrets and all files that were sent before."""
+"""A file in every state directory. A state directory is not sent, because it contains secrets and earlier sent files."""
 
 _CHUNK = 1 << 20
 
@@ -312,7 +313,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
 
 
 class _LinkOutside(Exception):
-    """A directory contains a link to a path outside of it. Nodes refuse archives with such links."""
+    """A directory contains an absolute link, or a link to a path outside of it. Nodes refuse archives with such links."""
 
 
 def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:

@@ -1,7 +1,7 @@
 """Render templates with Jinja in a sandbox with limits on time and on the size of values, and report errors with their lines.
 
-Every loop, operator, call and filter is checked, so neither ``{{ 'a' * 10**10 }}`` nor nested loops over ranges can block a
-command. Import this module only for templates, because importing Jinja takes 60 ms.
+Every loop, binary operator, call and filter is checked, so neither ``{{ 'a' * 10**10 }}`` nor nested loops over ranges can
+block a command. Import this module only for templates, because importing Jinja takes 60 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The typed workflow spec: checked, with defaults, and with the position of each part in the file."""
+"""The typed workflow spec: checked, with defaults, and with the positions of its parts in the file."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Retry:
     limit: int = 10
     """Attempts after the first."""
     backoff_s: float = 5.0
-    """Seconds before the second attempt. Each later wait is twice as long."""
+    """Seconds before the second attempt. Each later wait is twice as long, up to ``max_backoff_s``."""
     max_backoff_s: float = 300.0
     avoid_after: int = 3
     """After this number of failures on one node, the group waits for other nodes; 0: never."""
 
     def wait_s(self, attempt: int) -> float:
-        """Return the seconds to wait before an attempt, which is counted from 0; the first attempt does not wait."""
+        """Return the seconds to wait before an attempt after the first one. Attempts are counted from 0."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
 
 
@@ -105,7 +105,7 @@ class Ranks:
     world_size: int | None = None
     """Number of ranks of the group; ``None``: the sum of the sizes."""
     mark: Mark = Mark("")
-    """The position of the ``ranks`` key."""
+    """The position of the ``ranks`` key, or of the launcher or framework that adds ranks."""
     marks: Mapping[str, Mark] = field(default_factory=lambda: MappingProxyType({}))
     """The position of each given key."""
 
@@ -205,7 +205,7 @@ class EarlierInput:
     position: int
     """Its position in ``inputs``, counted from 0."""
     workflow: str
-    """Its id or uuid."""
+    """The id or uuid of the workflow."""
     task: str
     regex: str = ""
     mark: Mark = Mark("")
@@ -295,7 +295,7 @@ class GroupSpec:
     tasks: tuple[TaskSpec, ...]
     barrier: bool = True
     ignore_nonlead_status: bool | None = None
-    """``None``: not stated, which means true, except for a group that shares one world."""
+    """``None``: not stated, which means true, except for a group whose tasks share one world."""
     stop_on_missing_ranks: bool | None = None
     """``None``: not stated, which means true, unless the ranks may have met before (``docs/diagnosis.md``)."""
     timeouts: Timeouts = Timeouts()
@@ -312,7 +312,7 @@ class GroupSpec:
 
     @property
     def lead(self) -> TaskSpec:
-        """The task whose end decides the end of the group."""
+        """The group's lead."""
         return next(task for task in self.tasks if task.lead)
 
 

@@ -23,7 +23,7 @@ class Namespace:
     _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
 
     def take(self, name: str, view: View, *, made_from: str = "") -> None:
-        """Add the name of a task or group (a mapping with the key ``name``). Report duplicate names.
+        """Add the ``name`` of the task or group ``view``, and report a duplicate name.
 
         ``made_from`` describes the origin of a name that distflow made. Such a name is also reported if it is too long. The
         check against the schema reports other names that are too long.

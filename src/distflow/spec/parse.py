@@ -1,6 +1,6 @@
 """Load a spec: read and render the file, parse the YAML, check it against the schema, and build a ``WorkflowSpec``.
 
-``load_spec`` takes a path, ``load_spec_text`` a text. Both report all findings at once.
+``load_spec`` takes a path, ``load_spec_text`` a text. If the text can be rendered and parsed, both report all findings at once.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _parse_members(
 
 
 def _parse_timeouts(owner: View, above: Timeouts) -> Timeouts:
-    """Return the limits of a group, which override those of the workflow. Zero means no limit."""
+    """Return the limits of a group or workflow, which override the limits ``above`` it. Zero means no limit."""
     timeout = owner.view("timeout")
 
     def seconds(key: str, above_s: float | None) -> float | None:

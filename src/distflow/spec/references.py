@@ -37,7 +37,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def with_references(groups: Sequence[GroupSpec], set_names: Sequence[str]) -> tuple[tuple[GroupSpec, ...], tuple[Problem, ...]]:
-    """Return the groups with every reference replaced, and a finding for each reference to a secret.
+    """Return the groups with references to known variables replaced, and a finding for each reference to a secret.
 
     ``set_names`` are the variables of ``--set-env``. Their values and those of credentials are secrets, which a command never
     contains.

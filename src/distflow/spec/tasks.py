@@ -178,7 +178,7 @@ def _ranks(task: View) -> Ranks | None:
 
 
 def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], everyone: Container[str]) -> None:
-    """Report tokens that cannot be replaced: unknown tokens, hosts outside of the task's group, and inputs that it lacks.
+    """Report tokens that cannot be replaced: unknown tokens, hosts outside of the task's group, and inputs that the task lacks.
 
     ``everyone`` has the names of the tasks of all groups.
     """
@@ -306,7 +306,7 @@ _NEAR = 0.88
 
 
 def _notice_variables(task: View) -> None:
-    """Warn about variables in the task's environment that NCCL and torch do not read, such as misspelled ones."""
+    """Warn about variables in the task's environment that look like misspelled variables of NCCL, or have no effect."""
     environment = task.view("environment")
     for name in environment.keys:
         if name in _KNOWN or not name.startswith(("NCCL_", "TORCH_NCCL_")):
@@ -375,7 +375,7 @@ def _parse_launcher(owner: View) -> Launcher | None:
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework starts ranks.
+    """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework needs them.
 
     ``tasks`` are the entries of the spec, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
     one rank for each requested GPU, or one rank if it requests no GPU.
@@ -430,7 +430,7 @@ def _parse_exit_actions(task: View) -> ExitActions:
 
 
 def parse_retry(owner: View, above: Retry) -> Retry:
-    """Return the retry settings of a group, whose keys override the workflow's keys (``above``)."""
+    """Return the retry settings of a group or workflow, whose keys override the settings ``above`` it."""
     retry = owner.view("retry")
     limit, avoid_after = retry.whole("limit"), retry.whole("avoid_after")
     given_s, longest_s = retry.parsed("backoff", parse_duration), retry.parsed("max_backoff", parse_duration)

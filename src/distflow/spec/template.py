@@ -1,6 +1,6 @@
 """Render the template of a spec, and find the line in the file for each rendered line.
 
-The steps are the same as in OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
+The steps follow OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
 It defines variables, which ``--set`` overrides, and ``--set-string`` overrides both. Tokens such as ``{{output}}`` remain
 unchanged. Comments above the first section are not rendered, unless one of them defines a name (``# {% set x = 1 %}``). Jinja
 renders the rest in a sandbox. Files of ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does not
@@ -53,7 +53,7 @@ def render(
     """Render ``text``. Raises ``ProblemsFound``.
 
     Values of ``sets`` are YAML scalars (``--set flag=false`` is a Boolean). Values of ``set_strings`` are strings. ``limit_s``
-    is the maximum time in seconds.
+    is the maximum CPU time of a rendering in seconds.
     """
     body, defaults_text = split_defaults(text, file)
     defaults, problems = _defaults(defaults_text, file)

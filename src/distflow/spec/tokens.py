@@ -1,6 +1,6 @@
-"""The tokens of a spec: ``{{output}}``, ``{{host:master}}`` and the rank tokens.
+"""The tokens of a spec, such as ``{{output}}``, ``{{host:master}}`` and ``{{rank_offset}}``.
 
-They look like template variables, but their values are known only after placement. Rendering must therefore not change them.
+They look like template variables, but their values are known only later. Rendering must therefore not change them.
 """
 
 from __future__ import annotations

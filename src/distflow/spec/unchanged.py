@@ -1,8 +1,8 @@
 """Records of files and directories that were stored as blobs, so that unchanged files are not read again.
 
-A file counts as unchanged while its name, mode, size, times and inode are the same, as in git's index. A write could leave
-them the same only if it happens within one tick of the file system's clock after the previous write. Files that changed just
-before they were read are therefore not recorded. The record of a path is a small file among the blobs.
+A file counts as unchanged while its name, mode, size, times, device and inode are the same, as in git's index. A write could
+leave them the same only if it happens within one tick of the file system's clock after the previous write. Files that changed
+just before they were read are therefore not recorded. The record of a path is a small file among the blobs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Stored"]
 _FORMAT = 2
 """Increase it if distflow creates a different archive from the same files."""
 _SETTLED_S = 2.0
-"""File systems store times with a resolution of up to two seconds."""
+"""Some file systems store times only in steps of two seconds."""
 
 
 class Stored:
