@@ -49,7 +49,7 @@ def venv_of(group: GroupPlan, launch: Launch, node: Node) -> str | None:
 
 
 def _has_own_tmp(runtime: str) -> bool:
-    """Return whether a container of this runtime has its own ``/tmp``. Apptainer uses the node's ``/tmp``."""
+    """Return whether a container of this runtime has its own ``/tmp`` (with ``auto``: usually). Apptainer uses the node's."""
     return runtime not in ("none", "apptainer")
 
 
@@ -70,17 +70,17 @@ def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Proble
 
 def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.image is not None:
-        message = "`image` is ignored: tasks run on the node's own Python"
+        message = "`image` is ignored on nodes with `container: none`: tasks run on the node's own Python"
         hint = "install its software on the nodes, or set `container` of the pool to docker, podman or apptainer"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     moved = next((text for text in task.mounts if _changes_path(text.value)), None)
     if moved is not None:
         source, _, target = moved.value.partition(":")
-        message = f"`volumeMounts` is ignored: nothing is mounted at `{target}`"
+        message = f"`volumeMounts` is ignored on nodes with `container: none`: nothing is mounted at `{target}`"
         hint = f"use the path `{source}`: without containers, a task sees the directories of the node"
         yield "mounts", Problem(where=moved.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     if task.privileged:
-        message = "`privileged` is ignored: tasks run with the rights of the user on the node"
+        message = "`privileged` is ignored on nodes with `container: none`: tasks run with the user's rights"
         yield "privileged", Problem(where=task.mark, severity=Severity.WARNING, message=message)
 
 

@@ -27,7 +27,9 @@ class GivenSecrets:
     token: Secret | None = None
     """The token by which the tasks of its gang authenticate each other."""
     stores: Mapping[int, Identity] = field(default_factory=lambda: MappingProxyType({}))
-    """The store's credentials for each input that the node downloads, by ``Download.number``. Other inputs are relayed."""
+    """The store's credentials for each input that the node downloads, by ``Download.number``.
+
+    Inputs without an entry are sent through the supervisor's machine."""
 
 
 def stored_name(credential: str, key: str) -> str:

@@ -303,7 +303,7 @@ class Download:
     """An input that a task's node downloads from a URL."""
 
     number: int
-    """Its number among the group's inputs from URLs, counted from 0."""
+    """Its number among the group's different inputs from URLs and datasets, counted from 0."""
     path: str
     """Its directory, relative to the attempt's directory."""
     url: str

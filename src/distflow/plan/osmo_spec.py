@@ -89,7 +89,7 @@ def osmo_spec(spec: WorkflowSpec, worlds: Mapping[str, World], template: str | N
 
 
 def _heading(warnings: Sequence[Problem]) -> str:
-    lines = ["# Not in this spec for OSMO, which `distflow workflow export` wrote:"] if warnings else []
+    lines = ["# Warnings of `distflow workflow export`, which wrote this spec for OSMO:"] if warnings else []
     for one in warnings:
         text = one.message + (f" ({one.hint})" if one.hint else "")
         # OSMO also evaluates template expressions in comments.

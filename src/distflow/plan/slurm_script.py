@@ -1,8 +1,8 @@
 """Write a plan as a script for Slurm that needs no distflow on the cluster.
 
 A workflow of one group becomes a script for ``sbatch``. A workflow of several groups becomes a script for ``sh``, which submits
-one such script for each group, with dependencies between the jobs. distflow warns about parts of the workflow that it leaves
-out, and a comment at the top of the script lists them. ``plan.slurm_tasks`` writes the part that runs on each node.
+one such script for each group, with dependencies between the jobs. distflow warns about differences from a run by distflow, and
+a comment at the top of the script lists them. ``plan.slurm_tasks`` writes the part that runs on each node.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> 
 
 
 def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequence[Problem]) -> list[str]:
-    """Return the comment at the top of a script: how to submit it, the paths of its files, and the parts that it leaves out."""
+    """Return the comment at the top of a script: how to submit it, the paths of its files, and the warnings."""
     lines = [
         f"# Submit it:  {command}",
         "# Variables that it reads:",
@@ -247,7 +247,7 @@ def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequenc
     lines += [f"#   {name}  {text} (required)" for name, text in needed.items()]
     lines += ["#"]
     if warnings:
-        lines += ["# Parts of the workflow that this script leaves out:"]
+        lines += ["# Differences from a run by distflow:"]
         for one in warnings:
             text = one.message + (f" ({one.hint})" if one.hint else "")
             lines += textwrap.wrap(text, 118, initial_indent="# * ", subsequent_indent="#   ", break_on_hyphens=False)

@@ -249,7 +249,7 @@ class Pool:
     self_stop_after_s: float | None = None
     """The time without contact after which a node stops its tasks; ``None``: never."""
     stop_grace_s: float = 30.0
-    """The time between TERM and KILL after a user's cancel or a timeout."""
+    """The time between TERM and KILL, for example after a cancel or a timeout."""
     peer_failed_grace_s: float = 5.0
     """The time between TERM and KILL for the remaining tasks of a gang after one of them failed."""
     max_log: int = DEFAULT_MAX_LOG

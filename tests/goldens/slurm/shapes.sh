@@ -9,7 +9,7 @@
 #   CREDENTIAL_deploy  a directory with a file for each key of the credential `deploy` (required)
 #   INPUT_s3_bucket_mnist  a directory with the data of s3://bucket/mnist (required)
 #
-# Parts of the workflow that this script leaves out:
+# Differences from a run by distflow:
 # * `notify` is left out (Slurm's own option is `#SBATCH --mail-type=END,FAIL`)
 # * `labels` are left out
 # * `max_log` is left out: the size of the log is not limited
