@@ -7,7 +7,7 @@
     worker            !!!!!!!!            8-15   of 24  spec.yaml:30
     worker-2          !!!!!!!!            8-15   of 24  spec.yaml:44  <--
     (none)                    ........    16-23
-    ! claimed twice   . claimed by no task
+    ! claimed more than once   . claimed by no task
 
 ``#`` is a rank held once, ``!`` a rank that more than one task claims, ``>`` a rank beyond the world size, ``.`` a rank that
 no task claims. In worlds of at most 16 ranks a mark is repeated. Worlds of more than 64 ranks are scaled down, and the first
@@ -25,7 +25,7 @@ __all__ = ["Bar", "draw", "draw_world", "rank_text"]
 
 _WIDTH = 64
 _MANY = 24
-_LEGEND = {"!": "claimed twice", ".": "claimed by no task", ">": "beyond the world size"}
+_LEGEND = {"!": "claimed more than once", ".": "claimed by no task", ">": "beyond the world size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def lead_position(group: View, tasks: Sequence[View]) -> int | None:
     names = listed(task.string("name") or "?" for task in tasks)
     # The check against the schema reports a `lead` of a wrong type, which may be the missing lead.
     if not leads and tasks and not any(task.has("lead") and task.flag("lead") is None for task in tasks):
-        hint = f"add `lead: true` to one of {names}: the task whose end decides the end of the group"
+        hint = f"add `lead: true` to one of {names}: the task with rank 0, or without ranks the task whose end ends the group"
         group.add(f"the group `{group.string('name')}` has no lead", hint, key="tasks")
     for position in leads[1:]:
         first = tasks[leads[0]]

@@ -28,7 +28,7 @@ def test_gap_overlap_and_end_are_marked() -> None:
         "b                         !!##              18-21",
         "c                               ########>>  24-33",
         "(none)                        ..            22-23",
-        "! claimed twice   . claimed by no task   > beyond the world size",
+        "! claimed more than once   . claimed by no task   > beyond the world size",
     ]
 
 
