@@ -100,7 +100,7 @@ class Unplaced:
 def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
     """Return a node for every task. If none is found for some tasks, return these tasks and the reasons.
 
-    ``shared`` lets tasks of one world share a node (pool ``local``, which has only this machine).
+    ``shared`` lets tasks of one world share a node (``backend: local``, which has only this machine).
     """
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]

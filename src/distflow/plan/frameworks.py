@@ -1,7 +1,7 @@
-"""The commands that start the processes of each framework and launcher, so that they find each other.
+"""The commands with which each framework and launcher starts its processes, so that the processes find each other.
 
 ``framework`` and ``launcher`` of a spec select a function. It gets a task of a world and returns its command, variables and
-files, with placeholders for values that only the nodes know.
+files, with placeholders for values that are not known yet.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _RUNTIME = "torch-distributed"
 """Kubeflow Trainer's runtime for PyTorch. In it, the job and the container of a TrainJob's nodes have the name `node`."""
 _NODE = "node"
 _LARGEST = 900_000
-"""The maximum size of a group's files in bytes. Kubernetes limits a ConfigMap to 1 MiB."""
+"""The maximum size of a group's script and files in bytes. Kubernetes limits a ConfigMap to 1 MiB."""
 _RUN = "/distflow/run"
 _PORT = 29500
 _POSITION = "JOB_COMPLETION_INDEX"

@@ -92,7 +92,7 @@ def _heading(warnings: Sequence[Problem]) -> str:
     lines = ["# Warnings of `distflow workflow export`, which wrote this spec for OSMO:"] if warnings else []
     for one in warnings:
         text = one.message + (f" ({one.hint})" if one.hint else "")
-        # OSMO also evaluates template expressions in comments.
+        # A comment may be rendered as a template, too.
         text = text.replace("{{", "").replace("}}", "")
         lines += textwrap.wrap(text, 118, initial_indent="# * ", subsequent_indent="#   ", break_on_hyphens=False)
     return "\n".join([*lines, "#\n"]) if lines else ""
@@ -434,5 +434,5 @@ _ONLY_HERE = frozenset(
         "DISTFLOW_OUTPUT",
     }
 )  # fmt: skip
-"""Variables that are not part of a world. The converted spec sets ``DISTFLOW_*`` only for tasks whose texts use them, and the
-others never."""
+"""Variables that are not part of a world. The converted spec sets the ``DISTFLOW_*`` among them only for tasks whose texts use them,
+and the others never."""

@@ -8,7 +8,7 @@ state, results, and files of nodes).
 
 ``distflow.train`` is sent as well if a task needs it, in one archive with the other modules for tasks (``distributed``,
 ``ray_cluster`` and ``protocol``). The archive has its own ``distflow/__init__.py``, which also finds a distflow that is
-installed on the node. ``distflow.train`` itself is always the version of the submitting machine.
+installed on the node. ``distflow.train`` itself is the version of the submitting machine.
 """
 
 from __future__ import annotations
