@@ -434,5 +434,5 @@ _ONLY_HERE = frozenset(
         "DISTFLOW_OUTPUT",
     }
 )  # fmt: skip
-"""Variables that are not part of a world. The converted spec sets the ``DISTFLOW_*`` among them only for tasks whose texts use them,
-and the others never."""
+"""Variables that are not part of a world. The converted spec sets the ``DISTFLOW_*`` among them only for tasks whose texts use
+them, and the others never."""

@@ -185,7 +185,10 @@ def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
 
 
 def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
-    """Return only the first findings: two if there are more than ``lines`` (lines with hosts), as in a file of another kind."""
+    """Return the first findings and a summary of the others.
+
+    ``lines`` is the number of lines with hosts. More findings than that mean that the file is not a hostfile.
+    """
     is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
     most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS
     more = len(problems) - most

@@ -27,7 +27,7 @@ _NEXT_PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]*[ \t]*:|\{[%{#]|---|\.\.\.")
 """The beginnings of lines at column 0 that end ``default-values``."""
 _IS_TEMPLATE = re.compile(r"\{[{%#]")
 _HEADER = re.compile(r"(?:(?:[ \t]*#.*|[ \t]*|---[ \t]*)\n)*")
-"""Comments, blank lines and the start of the document above the first section."""
+"""Comments, blank lines and ``---`` above the first section."""
 _DEFINES = re.compile(r"\{%[-+]?\s*(?:set|macro|import|from|block|call|filter)\b")
 
 
