@@ -1,7 +1,7 @@
 """Place tasks on nodes. The result depends only on the arguments.
 
-At submission, the client proposes a placement with this module. Later, the queue decides with it. Each task, in the order of
-node ranks, goes to the first node that fits. If that fails and the tasks request different resources, an exact matching
+At submission, the client proposes a placement with this module. Later, the supervisor decides with it. Each task, in the order
+of node ranks, goes to the first node that fits. If that fails and the tasks request different resources, an exact matching
 (augmenting paths) is computed for tasks of one world, which need different nodes. For other gangs, a backtracking search with a
 limit tries other nodes.
 

@@ -57,7 +57,10 @@ class FetchedOutput:
 
 
 def with_previous_outputs(plan: Plan, fetched: Mapping[tuple[str, str], FetchedOutput]) -> Plan:
-    """Return the plan with the outputs of earlier workflows as archives to unpack: ``fetched``, by workflow and task."""
+    """Return the plan with the outputs of earlier workflows as archives to unpack.
+
+    ``fetched`` has the archives by workflow and task.
+    """
 
     def complete(launch: Launch) -> Launch:
         files = tuple(

@@ -62,7 +62,7 @@ ATTEMPT_DIR = "@@ATTEMPT_DIR@@"
 
 
 TORCHRUN = ("-m", "torch.distributed.run")
-"""torchrun, as arguments of a Python."""
+"""The arguments with which Python runs torchrun."""
 
 
 def runs_torchrun(argv: Sequence[str]) -> bool:

@@ -33,7 +33,7 @@ from distflow.spec.tokens import RANK_TOKENS
 __all__ = ["OsmoSpec", "osmo_spec"]
 
 _PORT = 29500
-"""The default port of a world. A task of OSMO has its own address, so no other world uses it."""
+"""The default port of a world. Each task of OSMO has its own address, so several worlds can use this port."""
 _LEFT_OUT: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "retry": ("`retry` is left out", "an administrator of OSMO sets the number of retries"),

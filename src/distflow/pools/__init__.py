@@ -1,1 +1,1 @@
-"""Pools and their nodes, and the configuration that names them. Knows nothing of workflow specs."""
+"""Pools and their nodes, and the configuration that defines them."""

@@ -16,7 +16,7 @@ __all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
 
 SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "ash"})
 TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
-"""A token of the spec that is replaced when a task starts: ``{{rank_offset}}``, ``{{host:master}}``."""
+"""A token of the spec that distflow replaces before a task starts: ``{{rank_offset}}``, ``{{host:master}}``."""
 
 _RESERVED = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"})
 _WRAPPERS = frozenset({"exec", "nohup", "env", "command", "sudo"})

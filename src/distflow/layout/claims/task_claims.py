@@ -44,7 +44,7 @@ RANK_KEYS = ("offset", "size", "world_size")
 _TORCHRUN_KEYS = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _SCRIPT_KEYS = (*RANK_KEYS, "master_addr", "master_port")
 _ONE_RANK_PER_GPU = "--multiprocessing-distributed"
-"""The option of torch's ImageNet example that starts a process for each GPU; its ``--rank`` is then that of the node."""
+"""The option of torch's ImageNet example that starts a process for each GPU; ``--rank`` is then the rank of the node."""
 _TORCHRUN_SWITCHES = frozenset({"-m", "module", "no_python", "run_path", "virtual_local_rank", "use_env"})
 _TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 _TEXT_PROGRAMS = frozenset(

@@ -1,6 +1,6 @@
 """Read a strategy block into a draft: kind, mesh and options. Pure.
 
-A spec has one form: ``{kind: hybrid, mesh_shape: [[2, 2], [fsdp, tp]], mixed_precision: bf16}``, where each key
+distflow's own form is ``{kind: hybrid, mesh_shape: [[2, 2], [fsdp, tp]], mixed_precision: bf16}``, where each key
 is optional and options stand next to ``kind``. Blocks that were copied from other guides are converted, with a warning that
 shows the result (``layout.strategy.model.group_strategy``):
 

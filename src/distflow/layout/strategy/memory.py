@@ -1,7 +1,7 @@
 """Estimate the memory that a rank needs to train a model under several strategies, and choose one. Pure arithmetic.
 
 The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
-bytes per parameter. Activations of a layer are counted in bytes per token and hidden unit: 34 s·b·h, or 2 s·b·h with
+bytes per parameter. Activations of a layer take 34 s·b·h bytes for s·b tokens and h hidden units, or 2 s·b·h with
 recomputation (and 34 s·b·h for one layer); twice that in fp32 (Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", with attention that does not store a matrix of scores). A tenth of each GPU's memory is reserved for CUDA,
 NCCL and fragmentation.

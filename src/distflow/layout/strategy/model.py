@@ -1,7 +1,7 @@
 """How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
 
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
-``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 hold the shards of its first half.
+``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 hold shards of the same half.
 
 The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
 stages divide the ranks; options are valid for the kind and with each other; batch sizes add up.
