@@ -2,7 +2,8 @@
 
 A workflow of one group becomes a script for ``sbatch``. A workflow of several groups becomes a script for ``sh``, which submits
 one such script for each group, with dependencies between the jobs. A comment at the top
-lists the differences from a run by distflow, and distflow warns about them. ``plan.slurm_tasks`` writes the part that runs on each node.
+lists the differences from a run by distflow, and distflow warns about them. ``plan.slurm_tasks`` writes the part that runs on
+each node.
 """
 
 from __future__ import annotations
