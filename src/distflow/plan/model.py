@@ -281,7 +281,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLink:
-    """The connection by which tasks of a gang report failures to each other, without a supervisor."""
+    """The connection by which tasks of a gang report failures to each other, without a supervisor. One task is the hub."""
 
     task: str
     others: tuple[str, ...]

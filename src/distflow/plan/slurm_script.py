@@ -1,9 +1,8 @@
 """Write a plan as a script for Slurm that needs no distflow on the cluster.
 
 A workflow of one group becomes a script for ``sbatch``. A workflow of several groups becomes a script for ``sh``, which submits
-one such script for each group, with dependencies between the jobs. A comment at the top
-lists the differences from a run by distflow, and distflow warns about them. ``plan.slurm_tasks`` writes the part that runs on
-each node.
+one such script for each group, with dependencies between the jobs. A comment at the top lists the differences from a run by
+distflow, and distflow warns about them. ``plan.slurm_tasks`` writes the part that runs on each node.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _VARIABLES = {
     "NODE": "SLURMD_NODENAME", "RETRY_ID": "retry_id", "TASK_NAME": "task", "NODE_RANK": "node_rank",
     "RANK_OFFSET": "rank_offset",
 }  # fmt: skip
-"""The shell variable for each placeholder without a task. The last three replace values that differ between equal tasks."""
+"""The shell variables for placeholders, except addresses. The last three replace values that differ between equal tasks."""
 _OWN = frozenset({"run_dir", "retry_id", "status", "nodes", "address", *_VARIABLES.values()})
 _REGEX_COPY = """\
 # Copy the files whose relative path matches REGEX, anchored at its start: copy_matching REGEX FROM TO

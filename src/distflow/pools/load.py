@@ -136,8 +136,8 @@ def read_hosts(hosts: str | os.PathLike[str] | Sequence[str]) -> tuple[Host, ...
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine, names_only: bool = False) -> Configuration:
     """Return the configuration in ``text``. ``root`` is the default ``root`` of a node that is this machine.
 
-    The hostfiles of pools are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check against the
-    schema. Raises ``ProblemsFound`` with all findings.
+    The hostfiles of pools are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check
+    against the schema. Raises ``ProblemsFound`` with all findings.
     """
     document = parse_yaml(text, file)
     problems = [*document.warnings]
