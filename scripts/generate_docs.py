@@ -183,7 +183,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
     {
         0: "the command succeeded; with `--wait`, and for `query --exit-status`, the workflow completed",
         1: "the workflow ended and did not complete",
-        2: "the spec, the configuration or the command line is wrong; nothing was started",
+        2: "the spec, the configuration or the command line is wrong",
         3: "a node or a data store could not be reached or refused the access; `pool check` found that a gang cannot run; the "
         "supervisor did not start; or `cancel --wait` reached its time limit",
         4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` after the reader of its output has gone",
@@ -237,7 +237,7 @@ STATE_TEXT: Mapping[str, str] = MappingProxyType(
         "COMPLETED": "It succeeded: a task with exit code 0 or a code of `exitActions: {COMPLETE: …}`, a group with its lead "
         "or its world, a workflow with all groups.",
         "FAILED": "It did not succeed; its reason shows the cause.",
-        "CANCELED": "A person canceled it.",
+        "CANCELED": "A person or another program canceled it.",
     }
 )
 """Descriptions of the members that have no docstring in ``states``."""
