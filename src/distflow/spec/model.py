@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -164,7 +165,7 @@ class FileSpec:
     @property
     def bundle(self) -> str:
         """The key of its content among the bundles of a spec."""
-        return "\0".join((self.local_path or self.path.value, *self.exclude))
+        return "\0".join((self.local_path or hashlib.sha256(self.data or b"").hexdigest(), *self.exclude))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,9 +133,9 @@ class Driver:
         return self.name == "s3"
 
 
-def package_of(url: StorageUrl) -> str:
-    """Return the package that a URL needs in addition to distflow itself; empty: none."""
-    return _PACKAGES.get(url.scheme, "")
+def package_of(url: StorageUrl, credentials: Credentials | None = None) -> str:
+    """Return the package that a URL needs with these credentials, in addition to distflow itself; empty: none."""
+    return _PACKAGES["s3"] if url.scheme == "gs" and credentials is not None else _PACKAGES.get(url.scheme, "")
 
 
 def driver_of(url: StorageUrl, credentials: Credentials | None) -> Driver:

@@ -94,7 +94,7 @@ def _move(root: str, request: dict[str, Any], identity: Identity, reporter: _Rep
     is_input = "input" in request
     path = _input_path(root, request) if is_input else check_output(root, str(request["attempt"]))
     url = parse_url((request["input"] if is_input else request["delivery"])["url"], writes=not is_input)
-    missing = _missing_package("fsspec", package_of(url))
+    missing = _missing_package("fsspec", package_of(url, identity.credentials))
     if missing:
         return {"relay": f"{sys.executable} has no {missing} (for direct transfers: {sys.executable} -m pip install {missing})"}
     os.environ.update(request["environment"])  # proxies, such as HTTPS_PROXY

@@ -71,6 +71,17 @@ def test_an_unchanged_file_is_not_stored_again_and_a_changed_one_is(folder: Path
     assert len(list((folder / "blobs").iterdir())) == 2
 
 
+def test_each_task_gets_its_own_base64_contents_at_the_same_path(folder: Path) -> None:
+    task = '{{name: {0}, command: ["true"], files: [{{path: x, contents: {1}, base64: true}}]}}'
+    (folder / "spec.yaml").write_text(
+        f"workflow: {{name: send, tasks: [{task.format('a', 'AAEC')}, {task.format('b', 'AAED')}]}}"
+    )
+    spec, _ = load_spec(str(folder / "spec.yaml"))
+    bundles, _ = bundle_files(spec, folder / "blobs")
+    sent = [bundles[task.files[0].bundle].digest for group in spec.groups for task in group.tasks]
+    assert [(folder / "blobs" / digest).read_bytes() for digest in sent] == [b"\0\1\2", b"\0\1\3"]
+
+
 def _with_record_of_another_blob(folder: Path) -> str:
     """Bundle what is sent; let the record of it name another blob, and return its digest, which shows that nothing was read."""
     bundle(folder)

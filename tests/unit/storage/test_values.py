@@ -10,7 +10,7 @@ from distflow.documents.urls import parse_url
 from distflow.errors import InputError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
 from distflow.shell import Secret
 from distflow.storage.base import Entry, check_names, select
-from distflow.storage.credentials import Credentials, ambient_credentials, driver_of
+from distflow.storage.credentials import Credentials, ambient_credentials, driver_of, package_of
 from distflow.storage.failures import TransferCanceled, driver_errors, local_errors
 from distflow.storage.files import is_part, part_name
 
@@ -99,8 +99,11 @@ def test_without_credentials_the_driver_looks_for_itself() -> None:
 
 
 def test_keys_of_google_speak_s3() -> None:
-    driver = driver_of(parse_url("gs://b/x"), Credentials(access_key_id="id", access_key=Secret("k")))
+    keys = Credentials(access_key_id="id", access_key=Secret("k"))
+    driver = driver_of(parse_url("gs://b/x"), keys)
     assert driver.speaks_s3
+    assert package_of(parse_url("gs://b/x"), keys) == "s3fs"
+    assert package_of(parse_url("gs://b/x")) == "gcsfs"
     assert driver.options["endpoint_url"] == "https://storage.googleapis.com"
 
 
