@@ -77,6 +77,15 @@ def test_a_node_that_closes_the_connection_before_its_hub_starts_is_unreachable(
         thread.join()
 
 
+def test_a_node_that_its_allocation_lacks_is_not_taken_for_the_login_node() -> None:
+    def find() -> Endpoint:
+        raise NodeUnreachable("n1", "placement group 1 does not include this node")
+
+    with pytest.raises(NodeUnreachable) as caught:
+        EndpointTransport("n1", LocalTransport("login"), find, sys.executable).open(["python3"])
+    assert caught.value.message == "n1: placement group 1 does not include this node"
+
+
 def hub_of(transport: MultiplexedTransport) -> int:
     """The process id of the hub, which is the parent of every command."""
     return int(transport.run(["sh", "-c", "echo $PPID"], timeout_s=60).stdout)

@@ -131,6 +131,12 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{kind: pipeline, stages: 2, sequence_parallel: true}", (4,), "`sequence_parallel` needs the axis tp", "add tp"),
         ("{mesh_shape: [[2, 2], [tp, fsdp]]}", (4,), "in the wrong order (tp, fsdp)", "[[2, 2], [fsdp, tp]]"),
         ("{mesh_shape: [[2, 4], [fsdp, tp]]}", (2, 2, 2, 2), "tp is 4, but a task has 2 ranks", "set tp to 1 or 2"),
+        (
+            "{mesh_shape: [[2, 4], [tp, fsdp]]}",
+            (4,),
+            "the mesh has 2 × 4 = 8 places",
+            "[[1, 4], [tp, fsdp]], or give the group 8",
+        ),
         ("{mesh_shape: [[4, 4], [fsdp, tp]]}", (4, 4), "the mesh has 4 × 4 = 16 places", "[[2, 4], [fsdp, tp]]"),
         ("{kind: tp}", (2, 2), "tp is 4, but a task has 2 ranks", "use the other ranks for fsdp"),
         ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but the number of ranks is 4", "kind: hybrid"),

@@ -181,7 +181,7 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
         if (places := prod(draft.shape)) != world:
             product = " × ".join(map(str, draft.shape))
             message = f"the mesh has {product} = {places} places, but the group has {_ranks(sizes)}"
-            regular = {} if isinstance(mesh, Misfit) else mesh
+            regular = dict(zip(draft.names, draft.shape, strict=True)) if isinstance(mesh, Misfit) else mesh
             draft.add(draft.mesh_path, message, _other_shape(tuple(regular), tuple(regular.values()), world))
     if isinstance(mesh, Misfit):
         path = draft.mesh_path or (draft.options[mesh.name].path if mesh.name in draft.options else draft.path)

@@ -152,20 +152,21 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
 def _become_command(
     argv: List[str], env: Dict[str, str], cwd: str, output: int, umask: int, keeper: int, go: int, failure: int
 ) -> None:
-    code, message = 126, "the child process failed before the program was started"
+    code, message, ready = 126, "the child process failed before the program was started", b"r"
     try:
         null = os.open(os.devnull, os.O_RDONLY)
         # If keeper and runner die together, the kernel still kills the command.
         prepare_exec((null, output, output), {go, failure}, umask, keeper)
         processes.rename_self("df-command")
-        os.write(failure, b"r")
+        os.write(failure, ready)
+        ready = b""
         if not os.read(go, 1):
             os._exit(126)  # the keeper died or closed the pipe before it wrote the byte
         code, message = exec_program(argv, env, cwd)
     except BaseException as error:  # this copy of the keeper must not continue with the keeper's code
         message = "{}: {!r}".format(message, error)
     finally:
-        os.write(failure, json.dumps({"exit_code": code, "message": message[:2000]}).encode()[:4000])
+        os.write(failure, ready + json.dumps({"exit_code": code, "message": message[:2000]}).encode()[:4000])
         os._exit(code)
 
 

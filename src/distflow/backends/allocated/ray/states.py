@@ -93,14 +93,17 @@ def parse_allocation(
             "supervisor used it for longer than `idle_release`"
         )
         return Over(reason=Reason.CANCELED, message=message, may_be_late=True), {}
+    hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
     if dead:
-        return _death(_first_death(dead), tasks, names), {}
+        first = _first_death(dead)
+        return _death(
+            first, tasks, names, [host for host, one in zip(hosts, actors, strict=True) if one["node"] == first["node"]]
+        ), {}
     if found["state"] != "CREATED":
         return Queued(_pending(found, nodes)), {}
     endpoints = [_endpoint(one) for one in actors]
     if len(endpoints) < len(found["bundles"]) or any(one["state"] != "ALIVE" for one in actors) or None in endpoints:
         return Queued("has its nodes, and Ray starts distflow's actors on them"), {}
-    hosts = hosts_of([names.get(str(one["node"]), str(one["node"])[:12]) for one in actors])
     return Granted(hosts=dict(zip(tasks or map(str, range(len(hosts))), hosts, strict=False))), {
         host: endpoint for host, endpoint in zip(hosts, endpoints, strict=True) if endpoint is not None
     }
@@ -128,7 +131,8 @@ def _is_removal(actor: Mapping[str, Any]) -> bool:
     return "placement group is removed" in detail or "placement group was removed" in detail
 
 
-def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, str]) -> Over:
+def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, str], lost: Sequence[str]) -> Over:
+    """Return the end of an allocation by the death of an actor. ``lost``: the hosts that are its Ray node."""
     cause = actor["cause"] or {}
     kind, detail = str(cause.get("kind", "")), str(cause.get("message", ""))
     reason, text = _OTHER_DEATHS.get(kind) or DEATHS.get(str(cause.get("reason")), DEATHS["UNSPECIFIED"])
@@ -142,7 +146,7 @@ def _death(actor: Mapping[str, Any], tasks: Sequence[str], names: Mapping[str, s
     return Over(
         reason=reason,
         message=f"{message} ({last_line})" if last_line else message,
-        hosts=(host,) if host and reason is Reason.NODE_LOST else (),
+        hosts=tuple(lost) if host and reason is Reason.NODE_LOST else (),
         is_failure=reason is Reason.START_ERROR,
     )
 

@@ -122,6 +122,15 @@ def test_a_lost_node_explains_earlier_deaths_of_actors() -> None:
     assert "task worker" in given.message
 
 
+def test_all_hosts_on_a_lost_node_are_named_as_its_allocation_names_them() -> None:
+    dead = {"cause": died("NODE_DIED"), "state": "DEAD", "ended": 5}
+    given = parse_allocation(
+        found(actors=[actor(0), actor(1, node="id1") | dead]), [NODES[0] | {"name": "n 1"}], ("master", "worker"), "abc"
+    )[0]
+    assert isinstance(given, Over)
+    assert given.hosts == ("n-1", "n-1+2")
+
+
 def test_an_unknown_placement_group_is_lost() -> None:
     given = state_of(None)
     assert isinstance(given, Over)
