@@ -24,7 +24,7 @@ __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch (UTC), from the same clock that the supervisor uses."""
+    """Return the time in seconds since the epoch (UTC). Setting the machine's clock does not change its course."""
     from distflow.backends import steady
 
     return steady.now()
@@ -257,7 +257,7 @@ class Client:
         self._preloaded = preload_supervisor(self.writable_directory(), backends)
 
     def stop_outdated_supervisor(self) -> None:
-        """End a supervisor of an older version of distflow, before a workflow is stored whose features it might ignore.
+        """End a supervisor of an older version of distflow. It might ignore features of the workflow that is stored next.
 
         Raises ``SupervisorError`` if it does not end.
         """

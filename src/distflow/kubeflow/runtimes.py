@@ -19,7 +19,7 @@ class Framework:
     """A training framework, and the settings with which a runtime starts the ranks of a group."""
 
     name: str
-    """The name of the framework, as Kubeflow writes it if it has the framework."""
+    """The name of the framework; Kubeflow's name, if Kubeflow supports the framework."""
     command: tuple[str, ...]
     """The program that starts the ranks. It is only shown to users."""
     launcher: str | None = None

@@ -81,6 +81,8 @@ def _require_expressible(spec: WorkflowSpec) -> None:
     message, hint = f"a manifest cannot express this part of workflow {spec.name}", "run it with distflow"
     if spec.notify:
         raise _refusal(spec.notify[0].where, f"{message}: `notify`", hint)
+    if spec.max_log is not None:
+        raise _refusal(spec.mark, f"{message}: `max_log`", hint)
     for key in spec.labels:
         # Kubernetes requires that each part of a prefix between two dots is a name.
         if re.search(r"[.-]\.|\.-", key.rpartition("/")[0]):
@@ -147,6 +149,10 @@ class _Group:
             what = "a `venv`; install the packages in the image"
         elif group.timeouts.queue_s is not None:
             what = "`queue_timeout`"
+        elif group.timeouts.hang_s is not None:
+            what = "`hang_timeout`"
+        elif self.spec.elastic is not None:
+            what = "`elastic`"
         if what:
             message = f"a manifest cannot express this part of group {group.name}: {what}"
             raise _refusal(self.spec.mark, message, "run it with distflow")
@@ -171,7 +177,15 @@ class _Group:
             return "`checkpoint` or `shared`"
         if launch.privileged:
             return "`privileged`"
-        return "credentials" if launch.credentials or launch.secret_names else ""
+        if launch.resource.storage:
+            return "`storage`"
+        if launch.resource.topology:
+            return "`topology`"
+        if launch.exit_actions.reschedule and self.kind == "job":
+            return "RESCHEDULE of `exitActions` in an Indexed Job; a JobSet has it"
+        if launch.secret_names:
+            return "the secrets of --set-env"
+        return "credentials" if launch.credentials else ""
 
     def _require_train_job(self, launches: Sequence[Launch], tasks: Mapping[str, TaskSpec]) -> None:
         """Raise ``ProblemsFound`` or, for a setting of the pool, ``InputError`` if only a JobSet can express the group."""

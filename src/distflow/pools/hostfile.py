@@ -38,7 +38,7 @@ class Host:
     user: str | None = None
     """``None``: the user of the pool or of the OpenSSH configuration."""
     slots: int | None = None
-    """The number of GPUs; ``None``: as many as the machine has."""
+    """The number of GPUs; ``None``: the number in the pool's configuration, or else as many as the machine has."""
     python: str | None = None
     """The Python interpreter on the machine; ``None``: the pool's interpreter."""
     where: Mark = field(default=Mark("hostfile"), compare=False)
@@ -187,7 +187,7 @@ def _joined(given: Sequence[Host]) -> tuple[tuple[Host, ...], list[Problem]]:
 def _bounded(problems: Sequence[Problem], file: str, lines: int) -> Sequence[Problem]:
     """Return the first findings and a summary of the others.
 
-    ``lines`` is the number of lines with hosts. More findings than that mean that the file is not a hostfile.
+    ``lines`` is the number of lines that are not empty or comments. With more findings than that, the file is not a hostfile.
     """
     is_other = len(problems) > max(lines, _MOST_OF_OTHER_FILES)
     most = _MOST_OF_OTHER_FILES if is_other else _MOST_PROBLEMS

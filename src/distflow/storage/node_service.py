@@ -121,7 +121,7 @@ def _input_path(root: str, request: dict[str, Any]) -> str:
 
 
 def _missing_package(*packages: str) -> str:
-    """Return the last of the packages, which depends on the others, if one cannot be imported; otherwise an empty text."""
+    """Return the last package if one of them cannot be imported, otherwise an empty text. It depends on the others."""
     # The bootstrap stub starts Python without site-packages, so that other services start faster.
     site.main()
     if sys.prefix == sys.base_prefix and site.getusersitepackages() not in sys.path:

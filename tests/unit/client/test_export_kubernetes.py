@@ -50,13 +50,14 @@ RANKS = (
 )
 
 
+NOT_RETRIED: tuple[dict[str, Any], ...] = ({key: value for key, value in RANKS[0].items() if key != "exitActions"}, RANKS[1])
 TORCHRUN: tuple[dict[str, Any], ...] = tuple(
     {
         "command": ["python3", "train.py", "--epochs", "3"],
         "files": [{"path": "train.py", "contents": "print()\n"}],
-        **{key: value for key, value in one.items() if key != "exitActions"},
+        **one,
     }
-    for one in RANKS
+    for one in NOT_RETRIED
 )
 
 
@@ -72,7 +73,8 @@ def test_manifests_are_as_the_goldens_show_and_valid(name: str, kind: str, capsy
     spec = str(SPECS / f"{name}.yaml")
     if name == "gpus":
         torchrun = {"launcher": "torchrun", "timeout": {"exec_timeout": "1h"}}
-        spec = spec_of(*TORCHRUN, **torchrun) if kind == "trainjob" else spec_of(*RANKS)
+        tasks = {"jobset": RANKS, "job": NOT_RETRIED, "trainjob": TORCHRUN}[kind]
+        spec = spec_of(*tasks, **(torchrun if kind == "trainjob" else {}))
     options = {"jobset": ["kubernetes"], "job": ["kubernetes", "--indexed-job"], "trainjob": ["trainjob"]}[kind]
     assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
     text = capsys.readouterr().out
@@ -113,19 +115,23 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
     [
         (({"name": "a", "lead": True}, {"name": "b"}), "tasks that are stopped when the lead has completed"),
         (({"name": "a", "inputs": [{"url": "https://example.com/x"}]},), "inputs or outputs at URLs"),
-        (({**RANKS[0]}, {**RANKS[1], "image": "other"}), "task b has other resources, another image or other mounts"),
+        (
+            ({**RANKS[1], "lead": True}, {**RANKS[1], "name": "c", "image": "other"}),
+            "task c has other resources, another image or other mounts",
+        ),
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
         (
             ({"name": "a", "checkpoint": [{"path": "m", "url": "file:///tmp/m", "frequency": "1h"}]},),
             "`checkpoint` or `shared`",
         ),
         (({"name": "a", "privileged": True},), "`privileged`"),
+        (({"name": "a", "exitActions": {"RESCHEDULE": "3"}},), "RESCHEDULE of `exitActions` in an Indexed Job"),
     ],
 )
 def test_specs_that_manifests_cannot_express_are_errors(
     tasks: tuple[dict[str, Any], ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes"]) == 2
+    assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes", "--indexed-job"]) == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert "spec.yaml:1: error: " in shown
@@ -137,6 +143,10 @@ def test_specs_that_manifests_cannot_express_are_errors(
         ({"notify": [{"url": "https://example.com/x"}]}, "cannot express this part of workflow one: `notify`"),
         ({"labels": {"a..b/c": "d"}}, "cannot express this part of workflow one: the label `a..b/c`"),
         ({"timeout": {"queue_timeout": "1h"}}, "cannot express this part of group g: `queue_timeout`"),
+        ({"timeout": {"hang_timeout": "1h"}}, "cannot express this part of group g: `hang_timeout`"),
+        ({"max_log": "1Gi"}, "cannot express this part of workflow one: `max_log`"),
+        ({"resources": {"default": {"storage": "1Gi"}}}, "cannot express this part of task a: `storage`"),
+        ({"resources": {"default": {"topology": [{"key": "rack"}]}}}, "cannot express this part of task a: `topology`"),
     ],
 )
 def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
@@ -144,6 +154,16 @@ def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
 ) -> None:
     assert run(["workflow", "export", spec_of({"name": "a"}, workflow=workflow), "--to", "kubernetes"]) == 2
     assert f"spec.yaml:1: error: a manifest {message}" in capsys.readouterr().err
+
+
+def test_a_manifest_can_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", spec_of({"name": "a"}), "--to", "kubernetes", "--set-env", "TOKEN=x"]) == 2
+    assert "cannot express this part of task a: the secrets of --set-env" in capsys.readouterr().err
+
+
+def test_a_manifest_of_an_elastic_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", spec_of(*NOT_RETRIED, elastic={"min": 1}), "--to", "kubernetes"]) == 2
+    assert "cannot express this part of group g: `elastic`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["kubernetes"], ["kubernetes", "--indexed-job"], ["trainjob"]])

@@ -99,11 +99,11 @@ def _used_venvs(root: str) -> Optional[Set[str]]:
 def _refuse_used(root: str, key: str) -> None:
     used = _used_venvs(root)
     if used is None or key in used:
-        raise OpError("conflict", "the Python environment is in use")
+        raise OpError("conflict", "the Python environment is in use, or a task that is about to start may use it")
 
 
 def remove_venv(root: str, key: str) -> Json:
-    """Remove a Python environment. Raises ``conflict`` while a task uses it, and while it is built."""
+    """Remove a Python environment. Raises ``conflict`` while it is built, and while a task uses it or may be about to."""
     directory = dict(venvs.list_venvs(root)).get(key)
     if directory is None:
         return {"freed_bytes": 0}

@@ -137,7 +137,7 @@ def select_entries(
     """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
 
     A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill for which ``is_likely``
-    returns True belongs to it, because a shell does not report the id of its killed child. A GPU error is included
+    returns True belongs to it, because shells such as dash do not report the id of a killed child. A GPU error is included
     unless its GPU is one of ``other_gpus`` and the error names no process in ``pids``.
     """
     everything = list(kills(lines))
@@ -154,7 +154,7 @@ def select_entries(
 def named_pids(directory: str, error: Any) -> Set[int]:
     """Return the process ids in the attempt's error file and at the end of its output.
 
-    torchrun and shells name dead processes there.
+    torchrun and some shells, such as bash, name dead processes there.
     """
     found = set()
     if isinstance(error, dict) and isinstance(error.get("pid"), int):

@@ -108,8 +108,8 @@ TERMINATIONS: Mapping[str, tuple[Reason, str]] = MappingProxyType(
 
 WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
     {
-        "ContainerCreating": (None, "is being created", False),
-        "PodInitializing": (None, "is being initialized", False),
+        "ContainerCreating": (None, "its container is being created", False),
+        "PodInitializing": (None, "its container is being initialized", False),
         "ErrImagePull": (Reason.IMAGE_PULL, "its image could not be pulled", False),
         "ImagePullBackOff": (Reason.IMAGE_PULL, "its image could not be pulled", False),
         "RegistryUnavailable": (Reason.IMAGE_PULL, "the registry of its image does not answer", False),
@@ -128,7 +128,7 @@ WAITING: Mapping[str, tuple[Reason | None, str, bool]] = MappingProxyType(
 )
 """Reason of a waiting container → distflow's reason (``None``: normal), a text, and whether the failure is final.
 
-With a reason, the text is a clause after ``cannot start:``. Otherwise, it is the end of a sentence about the pod.
+With a reason, the text is a clause after ``cannot start:``. Otherwise, ``on`` and the node follow.
 """
 
 _MISSING_IMAGE = re.compile(
@@ -313,9 +313,9 @@ def _why_deleted(pod: Pod) -> Reason | None:
 def _starting(pod: Pod) -> PodState:
     found = pod.container("waiting") or {}
     word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
-    reason, text, is_final = WAITING.get(word, (None, "is being created", False))
+    reason, text, is_final = WAITING.get(word, (None, "its container is being created", False))
     if reason is None:
-        return PodState(phase=Phase.STARTING, message=f"{pod.name} on {pod.node} {text}")
+        return PodState(phase=Phase.STARTING, message=f"{text} on {pod.node}")
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
         text = f"its image `{pod.image}` has no such Python"
     elif reason is Reason.IMAGE_PULL:
@@ -338,7 +338,7 @@ def queue_text(states: Mapping[str, PodState]) -> str:
     waiting = {name: one for name, one in states.items() if one.phase is not Phase.RUNNING}
     by_message: dict[str, list[str]] = {}
     for name, one in waiting.items():
-        by_message.setdefault(one.message.removeprefix(f"{name} "), []).append(name)
+        by_message.setdefault(one.message, []).append(name)
     if len(by_message) == 1 and len(waiting) == len(states):
         return next(iter(by_message))
     return "; ".join(f"{few(names)}: {message}" for message, names in by_message.items())
