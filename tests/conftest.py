@@ -30,16 +30,6 @@ settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_MEMORY = Path("/dev/shm")
-_MEMORY_BYTES = 8 << 30
-"""Free space in a file system in memory from which on all tests fit in it; they use up to 4 GB."""
-
-if _MEMORY.is_dir():
-    _room = os.statvfs(_MEMORY)
-    if _room.f_bavail * _room.f_frsize >= _MEMORY_BYTES and not _room.f_flag & os.ST_NOEXEC:
-        # Temporary directories in memory save a sixth of the processor time. This variable is pytest's own.
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
-
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 
 

@@ -57,7 +57,7 @@ def test_credentials_are_files_for_their_owner_while_the_attempt_lives(node: Nod
     for path in (folder, folder.parent, folder.parent.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
     if Path("/dev/shm").is_mount():
-        assert folder.is_relative_to(f"/dev/shm/distflow-{os.getuid()}")
+        assert folder.is_relative_to("/dev/shm")
     assert (folder / "key").read_text() == f"{CANARY}-file\nsecond-line-of-it\n"
     launch = json.loads((node.directory(attempt) / "launch.json").read_text())
     assert launch["secret_file_names"] == {"files/run/deploy": ["key", "user"]}
