@@ -84,7 +84,7 @@ def test_changed_fields(dataset: Dataset, data: st.DataObject) -> None:
             place = changed
             for part in path[:-1]:
                 place = place[part]
-            place[path[-1]] = value
+            place[path[-1]] = copy.deepcopy(value)  # all draws share the mappings and lists of `OTHERS`
     dataset.fetch(json.dumps(changed).encode())
 
 
