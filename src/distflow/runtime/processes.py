@@ -207,7 +207,7 @@ def is_same(pid: int, start: int) -> bool:
 
 
 def has_variable(pid: int, entry: str) -> bool:
-    """Return whether the process's environment contains exactly ``entry`` (``NAME=value``). False if it is not readable."""
+    """Return whether a process's initial environment has the entry ``NAME=value``; False if it is not readable."""
     return entry.encode() in _environment(pid)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Union
 __all__ = ["MAX_BYTES", "decode_json", "decode_object"]
 
 MAX_BYTES = 1024 * 1024
-"""Default maximum size of a document."""
+"""Default maximum size of a document in bytes."""
 _MAX_DEPTH = 64
 _INT64 = 2**63
 _TOKENS = rb'(?s)"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]'
@@ -37,7 +37,7 @@ def decode_json(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_dept
 
 
 def decode_object(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
-    """Return the dictionary of a JSON document whose top level is an object. Raise ``ValueError`` as ``decode_json`` does."""
+    """Return the dictionary of a JSON document whose top level is an object. Raise ``ValueError`` for all other input."""
     value = decode_json(data, max_bytes=max_bytes, max_depth=max_depth)
     if not isinstance(value, dict):
         raise ValueError("the JSON document is not an object")

@@ -131,7 +131,7 @@ def remove_venv(root: str, key: str) -> Json:
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
-    """Remove a workflow; with ``keep_output``, keep its outputs and records. Raises ``conflict`` while an attempt is alive."""
+    """Remove a workflow; with ``keep_output``, keep output, logs and records. Raises ``conflict`` while an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "the workflow is still running: {}".format(", ".join(alive)))
@@ -163,7 +163,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
 
 
 def _remove_all_but_output(directory: str) -> None:
-    """Remove the files of an attempt except its output and its records."""
+    """Remove the files of an attempt except its output, its log and its records."""
     for entry in list(os.scandir(directory)):
         if entry.name in _KEPT or log_files.is_output(entry.name):
             continue
@@ -229,7 +229,7 @@ _LOCK_NAME = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|clai
 
 
 def uninstall(root: str, request: Json) -> Json:
-    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` paths with the cause.
+    """Remove the files that distflow certainly created. Returns the ``removed`` paths, and the ``left`` paths with the cause.
 
     Raises ``conflict`` while a task is alive or a Python environment is built.
     """

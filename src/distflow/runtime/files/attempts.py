@@ -232,7 +232,7 @@ def _make_task(directory: str) -> int:
 
 
 def create(root: str, request: Json, umask: int) -> int:
-    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. An error leaves no directory."""
+    """Create the attempt of a ``lease`` request and fork its pair. Returns the runner's id. On errors, removes the attempt."""
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
     task = _make_task(directory)

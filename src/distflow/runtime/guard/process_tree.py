@@ -1,6 +1,6 @@
 """The processes of an attempt: kill all of them, keep them in a cgroup, and limit their memory.
 
-``TreeKiller`` kills a tree of processes even if its members try to escape: it stops all visible processes, kills them, and
+``TreeKiller`` kills a tree of processes even if its members try to escape: it stops all visible members, kills them, and
 repeats until none is left. Most callers are child subreapers, so a daemon whose parents have died becomes their child and stays
 in the tree. The other callers find such daemons by the attempt's variable, session or cgroup. The hard case is a chain of
 daemons that each fork and exit immediately: when a listing of /proc is complete, every process of the chain that it shows has

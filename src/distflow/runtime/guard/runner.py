@@ -1,6 +1,7 @@
-"""The runner: the outer process of the pair. It waits for the keeper, and completes the keeper's work if the keeper died early.
+"""The runner: the outer process of the pair (runner and keeper).
 
-It also starts the sampler, and kills it at the end.
+It waits for the keeper, and completes the keeper's work if the keeper died early. It also starts the sampler, and
+kills it at the end.
 """
 
 from __future__ import annotations

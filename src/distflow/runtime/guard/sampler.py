@@ -7,7 +7,7 @@ task. It continues while no agent is connected, and ends with the runner.
 ``{"columns": ["time", "system/cpu/usage", …], "limits": {"system/cpu/limit": 8, …}}``. An array is one sample; ``null`` is an
 unknown value. The object is repeated, so that the end of the file can be read alone. docs/metrics.md lists the names.
 
-The CPU time is limited: each pause is at least 300 times the CPU time of the previous sample. The file's size is limited,
+The CPU time is limited: each pause is at least 300 times the CPU time of the previous sample. The file's growth is limited,
 too: the interval doubles after every ``_BYTES_PER_INTERVAL``. A task with 8 GPUs writes about 15 MB in three weeks.
 """
 
@@ -77,7 +77,7 @@ def end(pid: Optional[int]) -> None:
 def _run(handles: AttemptHandles, runner: int, keeper: int, shared: mmap.mmap) -> NoReturn:
     try:
         processes.reset_signals()  # otherwise, the runner's handler would pass TERM on to the keeper
-        shared.close()  # this memory will contain the task's secrets
+        shared.close()  # this memory contains the task's secrets
         if processes.die_with_parent(signal.SIGKILL, runner):
             processes.rename_self("df-sampler")
             processes.close_all_but({handles.dir_fd})
@@ -157,7 +157,7 @@ def _text(value: object) -> str:
 
 
 def _short(value: Optional[float]) -> Optional[float]:
-    """Return a value with about four digits, as a whole number if possible."""
+    """Return a value without its fraction if it is at least 1000, or else with four significant digits."""
     if value is None or value == int(value):
         return value if value is None else int(value)
     return int(value) if abs(value) >= 1000 else float("{:.4g}".format(value))

@@ -233,9 +233,9 @@ _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
 def _take_shares(directory: int, wanted: _Wanted, holder: Json, kept: Kept) -> List[int]:
-    """Lease shares of CPUs and memory. Returns the descriptor of the locked file, or none if no share is requested.
+    """Lease shares of CPUs and memory. Returns the descriptor of the locked file; an empty list if no share is requested.
 
-    Raises ``busy`` with the holders of the other shares. The amounts in ``kept`` are left for other gangs.
+    Raises ``busy`` if too little is free. The amounts in ``kept`` are left for other gangs.
     """
     requested = {name: pair for name, pair in wanted.items() if pair[0]}
     if not requested:
@@ -279,7 +279,7 @@ def _lock_list(directory: int) -> int:
 
 
 def _locked_shares(directory: int) -> List[Json]:
-    """Return the records of the locked files, which may contain anything."""
+    """Return the records of the locked files of shares, except empty ones. They may contain anything."""
     names: List[str] = []
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):

@@ -59,7 +59,7 @@ class GpuReader:
 
 
 def open_gpus(ids: Sequence[int]) -> GpuReader:
-    """Return a reader of the GPUs with these indexes. Without a driver, it returns no values."""
+    """Return a reader of the GPUs with these indexes. Without a driver, the reader returns no values."""
     if ids:
         for kind in (NvidiaGpus, AmdGpus):
             try:

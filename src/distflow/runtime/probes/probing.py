@@ -115,7 +115,7 @@ def _mount_of(path: str) -> Optional[_Mount]:
 
 
 def _write_error(directory: str) -> Optional[str]:
-    """Return why no file can be written to a directory; ``None`` if a file can be written."""
+    """Return why no file can be written to a directory, which is created if necessary; ``None`` if a file can be written."""
     path = os.path.join(directory, ".probe-{}".format(os.getpid()))
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -242,7 +242,7 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 def _conditions() -> Json:
     """Return memory, limits and devices as this login has them.
 
-    A limit is ``None`` if it is unlimited. Other values are ``None`` if the system does not report them.
+    ``None`` means unlimited for a limit, and unknown for another value.
     """
     return {
         "memory": _memory(),

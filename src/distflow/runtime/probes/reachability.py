@@ -49,7 +49,7 @@ class Listeners:
         self._loop = loop
 
     def listen(self, request: Json) -> Json:
-        """Listen on a free port of ``address``, or of all addresses if ``address`` does not belong to this node."""
+        """Listen on a free port of ``address``, or of all addresses if ``address`` is a name or belongs to another node."""
         word = str(request["word"]).encode() + b"\n"
         timeout_s = min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
         listener, is_own = listen_on(str(request["address"]))

@@ -7,7 +7,7 @@ Its arguments are a nonce and the seconds between pings. It first prints the lin
 print other lines before. Then both sides send frames: ``HEADER`` (kind, number of the channel, length), then the content.
 
 * The submitter sends ``OPEN`` (arguments, separated by NUL) or ``DIAL`` (a port, ``>H``) with a new number. Then it may send
-  ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close the pipes) or ``KILL`` (kill the process group).
+  ``INPUT`` (empty at its end), ``CREDIT`` (``>I``), and ``CLOSE`` (close input, output) or ``KILL`` (kill the process group).
 * The hub answers ``DIAL`` with ``CONNECTED`` or ``REFUSED`` (text). It sends ``OUTPUT`` and ``ERRORS`` (empty at their ends),
   ``EXIT`` (``>B``), ``CREDIT``, and ``INPUT_CLOSED`` if the command accepts no more input.
 
@@ -68,7 +68,7 @@ COUNT = struct.Struct(">I")
 PORT = struct.Struct(">H")
 LARGEST_FRAME = 1 << 20
 WINDOW = 2 << 20
-"""Maximum bytes on their way to one reader that it has not reported as processed."""
+"""Maximum bytes that are sent to one reader before the reader reports them as processed."""
 READ = 65536
 
 _SILENCE_S = 30.0
@@ -121,7 +121,7 @@ class _Channel:
         """Input that waits for the command."""
         self.input_ends = False
         self.written = 0
-        """Bytes of input that have not been reported as processed."""
+        """Bytes of input that the command has been given, but that have not been reported as processed yet."""
         self.credit = WINDOW
         self.is_closed = False
 
@@ -355,7 +355,7 @@ class _Hub:
             self._watch(channel.input, 0)
 
     def _forward(self, channel: _Channel, fd: int) -> None:
-        """Send output of a command."""
+        """Send output of a command or data from a TCP connection."""
         while len(self._outgoing) >= _MOST_OUTGOING:
             self._turn(self._own_poll)
         if self._by_fd.get(fd) is not channel:

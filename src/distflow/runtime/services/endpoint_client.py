@@ -28,7 +28,7 @@ _NO_CONNECTION = 255
 
 
 def main() -> int:
-    """Copy data in both directions. Returns the exit code when the node ends the connection; exits if standard input ends."""
+    """Copy data until the node ends the connection. Returns 0, or 255 if nothing was received; exits if standard input ends."""
     request = json.loads(_line(lambda: os.read(0, 1), 1 << 20).decode("utf-8"))
     where = (request["address"], request["port"])
     try:

@@ -32,7 +32,7 @@ __all__ = ["serve"]
 
 _MAX_LINE = 64 << 10
 _BATCH = 500
-"""Number of entries in one line."""
+"""Maximum number of entries in one line."""
 _HASHED_AT_ONCE = 1 << 20
 _CACHE = "__pycache__"
 
@@ -137,7 +137,10 @@ def _entry(top: str, name: str, info: os.stat_result) -> Optional[List[Any]]:
 
 
 def _open(top: str, wanted: Json) -> Tuple[BinaryIO, int, Any]:
-    """Open a file, and skip the bytes that the submitter has. Returns the file, and the number and digest of these bytes."""
+    """Open a file, and skip the bytes that the submitter has. Returns the file, and the number and digest of these bytes.
+
+    If the submitter's bytes differ from the file's, none are skipped.
+    """
     name, at, prefix = str(wanted["file"]), int(wanted["at"]), str(wanted["prefix"])
     fd = os.open(path_inside(top, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     source = os.fdopen(fd, "rb")

@@ -53,7 +53,7 @@ def _prefix(job: str, host: str) -> str:
 
 
 def run(mark: str, prefix: str, limit_s: Optional[float], argv: List[str]) -> int:
-    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 if its exit code was printed, or 1."""
+    """Let the resident program whose socket name has ``prefix`` run a command. Returns 0 after printing its exit code, or 1."""
     resident = _resident(prefix)
     if resident is None:
         _write(2, b"distflow's resident program does not run on this node\n")
@@ -213,7 +213,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dial(port: int, timeout_s: float) -> int:
-    """Connect standard input and output to a port of this node. Returns 1 if no program listens on it."""
+    """Connect standard input and output to a port of this node. Returns 1 if the connection fails, else 0."""
     try:
         peer = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
     except OSError as error:

@@ -6,8 +6,8 @@ submitter already has. For a ``place``, a line ``{"got": true}`` ends the transf
 
 Standard output: lines ``{"packing": n, "of": m}`` during packing, then ``{"hash", "size", "files", "left_out"}``. An empty
 ``hash`` means that there is nothing to send. After ``at``, frames with the remaining bytes follow. An error is
-``{"error": {"kind", "message"}}``. The sender also exits if the submitter sends nothing for 30 s, not even an empty line
-(``frames.Peer``). See docs/agent-protocol.md.
+``{"error": {"kind", "message"}}``, or an error frame if the packed files cannot be read. The sender also exits if the submitter
+sends nothing for 30 s, not even an empty line (``frames.Peer``). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations

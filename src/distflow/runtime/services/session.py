@@ -54,7 +54,7 @@ _READ = 65536
 _CHECK_S = 1.0
 """Interval of the checks whether the attempt has ended."""
 _TRICKLE_S = 5.0
-"""While the command does not read its input, the submitter is read only once in this interval, to get pings after input."""
+"""While the command does not read its input, the submitter is read once in this interval, because pings arrive behind input."""
 _MAX_INPUT = 64 << 20
 """Maximum bytes of waiting input. With more, the submitter is not read, and its silence is ignored."""
 _GRACE_S = 1.0
@@ -117,7 +117,7 @@ class _Wire:
         os.set_blocking(1, False)
 
     def request(self) -> Json:
-        """Return the request, which is the first frame. Raises ``EOFError`` if the submitter is gone."""
+        """Return the request, which is the first frame. Raises ``EOFError`` if the submitter is gone or silent."""
         while True:
             for kind, content in self.frames():
                 if kind != REQUEST:
@@ -160,15 +160,15 @@ class _Wire:
         return waiting < _MAX_INPUT and time.monotonic() - self._received_at > _TRICKLE_S
 
     def check(self, waiting: int = 0) -> None:
-        """Raise ``OSError`` if the submitter was silent for too long."""
+        """Raise ``OSError`` if the submitter was silent for too long. With too much ``waiting`` input, it is not read."""
         if waiting < _MAX_INPUT and time.monotonic() - self._received_at > SILENCE_S:
             raise OSError(errno.ETIMEDOUT, "the submitter sent nothing for {:g} s".format(SILENCE_S))
 
     def send(self, kind: int, data: bytes, check: Optional[Callable[[], None]] = None) -> None:
         """Write a frame.
 
-        While the submitter reads slowly, its data is received, and ``check`` is called. After an exception of ``check``, the
-        rest of the frame is sent before the next frame.
+        While the submitter reads slowly, its data is received up to a limit, and ``check`` is called. After an exception of
+        ``check``, the rest of the frame is sent before the next frame.
         """
         self._unsent += FRAME.pack(len(data), kind) + data
         while self._unsent:
@@ -246,7 +246,7 @@ class _Session:
         self._outputs = outer
 
     def run(self) -> None:
-        """Forward data until the command ends. Raises ``OSError`` if the connection ends first, and ``_TaskEnded``."""
+        """Forward data until the command ends. Raises ``OSError`` or ``_TaskEnded`` if connection or task end first."""
         self._wire.send(STARTED, b"")
         self._receive()
         while self._code is None:
@@ -284,7 +284,7 @@ class _Session:
                 raise _TaskEnded
 
     def end(self) -> None:
-        """Hang up the command, kill all remaining processes, and report how the command ended."""
+        """Hang up the command, kill all remaining descendants, and report how the command ended."""
         try:
             os.killpg(self._pid, signal.SIGHUP)
         except OSError:

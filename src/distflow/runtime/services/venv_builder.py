@@ -148,7 +148,7 @@ class _Build:
             return
         if not root_directory.is_own_directory(self._directory) or not (
             root_directory.is_marked(self._directory)
-            # Or its builder was killed while it wrote the marker.
+            # Or its builder was killed before it had written the marker.
             or all(re.fullmatch(r"\.distflow\.[0-9]+", name) for name in os.listdir(self._directory))
         ):
             raise OpError("permission", "`{}` does not belong to distflow; remove it".format(self._directory))
@@ -197,7 +197,7 @@ class _Build:
         return "pip", [[sys.executable, "-m", "venv", env], [*install, *names]]
 
     def _execute(self, tool: str, argv: List[str]) -> None:
-        """Run a command to its end. Its output goes to the log in the environment's directory."""
+        """Run a command until it ends or the time limit is over. Its output goes to the log in the environment's directory."""
         parent = os.getpid()
 
         def prepare() -> None:
@@ -266,7 +266,7 @@ def _kill_descendants() -> None:
 
 
 def _pip_configurations(environment: Dict[str, str]) -> List[str]:
-    """Return the files in which pip looks for its configuration."""
+    """Return the usual paths of pip's configuration files."""
     home = os.path.expanduser("~")
     own = environment.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     places = ["/etc/pip.conf", "/etc/xdg/pip/pip.conf", home + "/.pip/pip.conf", own + "/pip/pip.conf"]
@@ -274,7 +274,7 @@ def _pip_configurations(environment: Dict[str, str]) -> List[str]:
 
 
 def _only_pip_knows_the_index(environment: Dict[str, str], configurations: List[str]) -> bool:
-    """Return whether only a variable or a configuration file of pip, which uv does not read, names the index of packages."""
+    """Return whether variables or configuration files of pip name the index of packages, and no variable of uv does."""
     if any(environment.get(name) for name in _UV_INDEX):
         return False
     if any(environment.get(name) for name in _PIP_INDEX):
