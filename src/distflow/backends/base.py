@@ -308,7 +308,8 @@ class Ended(_OfAttempt):
     """The attempt has ended. Its processes were ended before, as far as the node or the engine could do that."""
 
     end: Mapping[str, object]
-    """The node's record (``docs/agent-protocol.md``, ``End``). Its times are those of the node's clock."""
+    """The node's record (``docs/agent-protocol.md``, ``End``), or the backend's record if the node's allocation has ended.
+    Its times are those of the node's clock."""
     clock: Clock | None = None
     """Offset of the node's clock from this machine's; ``None`` if it was not measured."""
     has_files: bool | None = None
@@ -525,7 +526,7 @@ class Backend(Protocol):
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
     ) -> Delivered:
-        """Let the node upload the output of an ended attempt to its store. Blocks until everything is there.
+        """Let the node upload the output of an ended attempt to the store in ``delivery``. Blocks until everything is there.
 
         May be repeated. Waits for an unreachable node, until ``halt`` is set. Raises ``RelayRequired`` if this machine must
         relay it, ``StorageError`` if that would not help either, and ``TransferCanceled``.

@@ -29,7 +29,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import the modules of these backends, and the SSH library if one of them uses it. Unknown names are ignored."""
+    """Import the modules of these backends, and the SSH library if one of them may use it. Unknown names are ignored."""
     for name in names:
         if name in BACKENDS:
             importlib.import_module(BACKENDS[name])

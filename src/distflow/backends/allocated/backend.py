@@ -76,7 +76,7 @@ _QUEUED_POLL_S = 10.0
 _HELD_POLL_S = 30.0
 """Seconds between two queries while no allocation waits: nodes report the ends of their tasks themselves."""
 _RETRY_S = 10.0
-"""The longest pause before another try to reach the engine, in seconds. Pauses begin with 1 s and double."""
+"""The longest pause before another query or request to the engine, in seconds. Pauses begin with 1 s and double."""
 _DOUBT_S = 60.0
 """Maximum seconds that a task's failure is held back until the engine reports the state of the allocation."""
 _DOUBTFUL_POLL_S = 2.0
@@ -174,7 +174,7 @@ class AllocatedBackend:
         """Do nothing: nodes are connected when they are allocated."""
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
-        """Observe attempts that an earlier process started."""
+        """Observe attempts on allocated nodes, such as those that an earlier process started."""
         with self._changed:
             for key in keys:
                 held = self._held.setdefault(_allocation_of(key), _Held(allocation=_allocation_of(key)))

@@ -38,7 +38,7 @@ _MARK = "distflow"
 
 
 class RequestRefused(DistflowError):
-    """The engine will never grant the request, or the pool's settings do not allow it."""
+    """The engine will never grant the request, or the pool's settings or missing software prevent it."""
 
 
 class RequestDelayed(DistflowError):

@@ -51,7 +51,7 @@ class RelayTransport:
     ) -> None:
         """Use ``carrier`` to start relays in the allocation ``allocation_id`` on ``host``.
 
-        ``resident`` is the host's name for its resident program; empty if that is ``host``. ``prefix`` returns the arguments
+        ``resident`` is the name of the host's resident program; empty if that is ``host``. ``prefix`` returns the arguments
         before the command of a relay that make ``carrier`` run it on the node. It is called for each command, and may block or
         raise ``NodeUnreachable``. ``is_transient`` gets the output of a relay that did not start, and returns whether it may
         start a moment later.

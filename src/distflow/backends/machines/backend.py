@@ -119,7 +119,7 @@ class MachinesBackend:
                 self._connections[key.node].watch(key)
 
     def lease(self, request: LeaseRequest) -> None:
-        """Request a lease from every node. If one refuses, release the others."""
+        """Request a lease from each node of the gang. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
 
     def keep(
@@ -211,7 +211,7 @@ class MachinesBackend:
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
     ) -> Delivered:
-        """Let the node upload the output of an ended attempt to its store."""
+        """Let the node upload the output of an ended attempt to the store in ``delivery``."""
         return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, progress)
 
     def is_releasing(self) -> bool:

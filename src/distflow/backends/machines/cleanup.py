@@ -155,7 +155,7 @@ class Leftover:
     gpus: tuple[int, ...] = ()
     """GPUs on which it runs, as far as ``nvidia-smi`` reports them."""
     error: str = ""
-    """Why it still exists after it was killed; otherwise empty."""
+    """Why it could not be removed; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Reaped:
     node: str
     found: tuple[Leftover, ...] = ()
     settled: tuple[str, ...] = ()
-    """Attempts without runner and keeper whose end was recorded now. In a dry run, it would be recorded."""
+    """Attempts without runner and keeper whose end was recorded now. In a dry run: whose end would be recorded."""
     error: str = ""
 
 

@@ -48,7 +48,7 @@ class Holders:
 
 
 def ask_holders(pool: Pool, node: Node) -> Holders:
-    """Query one node. If it is unreachable, the result contains an error; no exception is raised."""
+    """Query one node. If the query fails, the result contains the error; no exception is raised."""
     try:
         with link_to(pool, node) as link:
             answer = link.request("holders", lease_dir=node.lease_dir, timeout_s=_HOLDERS_S)
@@ -69,7 +69,7 @@ class InspectedTask:
 
     task: str
     group: str
-    """The task's group. Its tasks may form a world."""
+    """The task's group. The tasks of a group may form a world."""
     attempt: str
     """The attempt's name on its node."""
     node: Node

@@ -138,7 +138,7 @@ class GangLease:
 
 
 def _wanted(request: LeaseRequest, task: str, total: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return resource → (requested amount, ``total`` amount of the node), for the resources that the node counts."""
+    """Return resource → (requested amount, ``total`` amount of the node), for the requested resources that the node counts."""
     requested = {"cpus": request.cpus.get(task, 0), "memory": request.memory.get(task, 0)}
     return {name: (want, total[name]) for name, want in requested.items() if want and name in total}
 

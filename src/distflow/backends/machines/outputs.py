@@ -1,4 +1,4 @@
-"""Outputs of ended attempts: fetch them (``Collector``), or let their nodes upload them (``Deliverer``), with retries."""
+"""Outputs and checkpoints: fetch them (``Collector``), or let nodes upload outputs (``Deliverer``), with retries."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class Session:
     """A command that runs on a node.
 
     1. ``events`` yields pairs: ``(False, data)`` for standard output, ``(True, data)`` for standard error, and finally an
-       ``Exit``. It raises ``NodeUnreachable`` if the connection ends first.
+       ``Exit``. It raises ``NodeUnreachable`` if the connection ends first, or if a message is
+       malformed.
     2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. They
        never raise: ``events`` reports that the command is gone.
     3. ``close`` ends the command if it still runs.
@@ -183,7 +184,7 @@ def open_session(
             {
                 "attempt": attempt,
                 "argv": list(argv),
-                # Here, secrets appear neither in an argv nor on a disk of the node.
+                # In this message, secrets appear neither in a command line nor on a disk of the node.
                 "secret_env": revealed(secrets),
                 "terminal": shape,
                 "plain": is_plain,

@@ -72,7 +72,7 @@ class _Check:
         self._at = (api.name,)
 
     def server(self) -> Iterator[Finding]:
-        """Return the version. Fails at once if the API server does not answer."""
+        """Yield a note with the version. Raises ``NodeUnreachable`` if the API server does not answer."""
         version = plain(str(self._api.call("GET", "/version").get("gitVersion", "")))[:40]
         yield note("kubernetes", self._at, f"Kubernetes {version}, namespace `{self._api.namespace}`", "")
 

@@ -58,7 +58,7 @@ class NotPossible(Exception):
 
 
 class NodeActor:
-    """The actor of one task. It starts the resident program, and accepts connections to it."""
+    """The actor of one task. It starts the resident program, and accepts connections for it."""
 
     def __init__(self, resident: str, allocation: str, index: int, peers: list[str], idle_release_s: float) -> None:
         """Start the resident program. ``peers``: the names of all actors of the allocation."""

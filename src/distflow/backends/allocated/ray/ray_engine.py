@@ -75,7 +75,7 @@ class RayEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each allocation, with one query. Remains of ended allocations are removed."""
+        """Return the state of each allocation, with at most one query. Remains of ended allocations are removed."""
         with self._state:
             found: dict[str, AllocationState] = {one: self._over[one] for one in ids if one in self._over}
         queried = [one for one in ids if one not in found]
@@ -100,7 +100,7 @@ class RayEngine:
         return found
 
     def allocations(self) -> Mapping[str, Allocation]:
-        """Return all placement groups that carry a marker."""
+        """Return all placement groups that carry a marker and were not removed."""
         answer = self._program.ask("allocations")
         try:
             names = {str(one): Allocation.of_marker(str(name)) for one, name in answer.items()}

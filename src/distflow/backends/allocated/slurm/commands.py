@@ -27,7 +27,8 @@ exec "$@"
 """Runs a command of Slurm in a clean environment.
 
 distflow itself may run in a job, and users may set output formats: variables of both must not affect the command. The script
-reads ``/etc/profile``, because a command over SSH does not start a login shell, and many clusters add Slurm to PATH there.
+reads ``/etc/profile`` if ``squeue`` is not in PATH, because a command over SSH does not start a login shell, and many clusters
+add Slurm to PATH there.
 """
 
 

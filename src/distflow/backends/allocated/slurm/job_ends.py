@@ -50,7 +50,7 @@ _BY_SEVERITY = (
 _OUT_OF_MEMORY = re.compile(
     r"(?:slurmstepd-(\S+): error: .*|srun: error: (\S+): .*)?(?i:exceeded .*memory limit|out of memory|oom.?kill)"
 )
-"""Matches a message about a step that used too much memory, with its node. The job itself ends as ``FAILED``."""
+"""Matches a message about a step that used too much memory, and its node if it is named. The job itself ends as ``FAILED``."""
 
 _NO_GPUS = re.compile(r" JOB_GRES=\S*:0\s")
 """Matches the output of ``scontrol`` for a job that Slurm started without the GPUs that it requested.
@@ -80,7 +80,7 @@ class JobEnd:
     """The last messages of its script; empty unless the script failed and the file can be read on the login node."""
 
     def state_of(self, job: str, components: Sequence[Component], down: Collection[str]) -> AllocationState | None:
-        """Return the state of a job that is no longer active; ``None`` if Slurm did not answer.
+        """Return the state of a job that ``squeue`` did not list as active; ``None`` if Slurm did not answer.
 
         Args:
             job: The id of the job.

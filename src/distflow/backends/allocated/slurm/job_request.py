@@ -100,7 +100,10 @@ def _shape(node: NodeRequest) -> tuple[int, int, int, str | None]:
 
 
 def as_one_shape(nodes: Sequence[NodeRequest]) -> tuple[NodeRequest, ...]:
-    """Return requests that all have the largest resources. Raises ``RequestRefused`` if tasks need different platforms."""
+    """Return requests that all have the largest amount of each resource.
+
+    Raises ``RequestRefused`` if tasks need different platforms.
+    """
     platforms = sorted({node.platform or "" for node in nodes})
     if len(platforms) > 1:
         raise RequestRefused(

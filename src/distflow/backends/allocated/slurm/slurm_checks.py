@@ -85,7 +85,7 @@ class _Check:
         """Whether no node of the pool is free."""
 
     def version(self) -> Iterator[Finding]:
-        """Check the version and settings of the cluster. Fails at once if the controller does not answer."""
+        """Check the version and settings of the cluster. Raises ``NodeUnreachable`` if the controller does not answer."""
         text = self._commands.query("scontrol", "show", "config")
         shown = re.search(r"^SLURM_VERSION\s*=\s*(([0-9]+)\.([0-9]+)\S*)", text, re.MULTILINE)
         if shown is None:
@@ -200,7 +200,7 @@ class _Check:
             yield error("slurm", self._at, message, refused.hint)
 
     def python(self) -> Iterator[Finding]:
-        """Run the pool's Python on a node if one is free at once, and check whether it shares ``root`` with the login node."""
+        """Run the pool's Python on a node if one is free, and check whether the node shares ``root`` with the login node."""
         if self._is_busy:
             yield note("python", self._at, "Python on the nodes was not checked: no node is free now", "")
             return

@@ -152,7 +152,7 @@ class SlurmEngine:
             return self._notices.get(allocation_id, "")
 
     def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
-        """Return the state of each job, with one query to Slurm, and another one if jobs have ended."""
+        """Return the state of each job, with at most one query to Slurm, and a second one if jobs have ended."""
         with self._state:
             known = {job: self._over[job] for job in ids if job in self._over}
         if not ids.keys() - known.keys():
@@ -186,7 +186,7 @@ class SlurmEngine:
             return dict(self._active)
 
     def release(self, ids: Sequence[str], exit_codes: Mapping[str, int] = NO_EXIT_CODES) -> None:
-        """Cancel jobs, waiting or running. A job with an exit code ends with it, if its resident program answers."""
+        """Cancel jobs, waiting or running. A job in ``exit_codes`` ends with that code if its resident program answers."""
         with self._state:
             is_known = all(job in self._active or job in self._submitted for job in ids)
         if not is_known:

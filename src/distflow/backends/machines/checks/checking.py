@@ -89,7 +89,7 @@ def check_pool(
 ) -> Checked:
     """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths``: directories and files that must have the same contents on all nodes. With ``venv``, torch is searched in that
+    ``paths``: directories and files that should have the same contents on all nodes. With ``venv``, torch is searched in that
     Python environment, if the node has it already.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}

@@ -1,4 +1,4 @@
-"""Pure functions that turn measurements of nodes into findings, each with a remedy.
+"""Pure functions that turn measurements of nodes into findings.
 
 An error prevents a gang from running, a warning points to a likely surprise, and a note is information.
 """
@@ -63,7 +63,7 @@ class Finding:
     nodes: tuple[str, ...]
     message: str
     hint: str = ""
-    """What to do; may be empty for a note."""
+    """What to do; may be empty."""
 
     def as_text(self) -> str:
         """Return the finding as lines."""

@@ -49,7 +49,7 @@ class Interpreter:
     version: str
     executable: str
     missing: tuple[str, ...] = ()
-    """The required modules that it lacks. Empty if its version is not the required one."""
+    """The required modules that it lacks. Empty if its version is wrong, or if the Python environment is not built yet."""
     others: tuple[str, ...] = ()
     """If its version is wrong: another Python with the required version. If torch is missing: other Pythons that have torch."""
 
@@ -69,7 +69,7 @@ def find_interpreters(
 ) -> list[Interpreter]:
     """Query nodes in parallel for the ``python3`` of a task.
 
-    Nodes that cannot be reached within a few seconds, or answer with an error, are not in the result.
+    Nodes that cannot be reached within a few seconds, or give no valid answer, are not in the result.
 
     Args:
         pool: The pool of the nodes.

@@ -62,7 +62,7 @@ class Torch:
     """Version of Python; empty if it did not start."""
     executable: str = ""
     version: str | None = None
-    """Version of torch; ``None`` if it is missing or cannot be imported (then ``error`` has the cause)."""
+    """Version of torch; ``None`` if it is missing, or if it cannot be imported (then ``error`` has the cause)."""
     cuda: str | None = None
     """CUDA or HIP version of torch; ``None`` for a build without support for GPUs."""
     is_available: bool = False
@@ -96,7 +96,7 @@ class Measured:
     """Error message of ``nvidia-smi``; empty if it did not fail."""
     apps: tuple[GpuApp, ...] = ()
     torch: Torch | None = None
-    """``None`` if its Python was not queried."""
+    """``None`` if its Python was not queried, or if the environment of its tasks is not built yet."""
     venv: Requirements | None = None
     """The packages of the Python environment of its tasks."""
     lacks_venv: bool = False

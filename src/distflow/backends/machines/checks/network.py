@@ -1,7 +1,7 @@
 """Findings about connections between nodes, the all-reduce between them, and the summary of a check.
 
 There are n·(n-1) connections between n nodes. A disconnected machine fails in 2·(n-1) of them, and
-is reported in two findings.
+is usually reported in two findings.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class AllReduce:
 def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     """Run an all-reduce on all of these nodes. Errors of nodes are in the result, and never raised.
 
-    If it fails on one node, the connections to all of them are closed.
+    If the process on one node fails, the connections to all of them are closed.
     """
     names = tuple(measured.node.name for measured, _ in nodes)
     if len(nodes) < 2:

@@ -438,9 +438,9 @@ _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 def explain_report(report: Mapping[str, Any]) -> tuple[str, str]:
     """Return message and remedy for an error that the stub reported. The remedy may be empty.
 
-    ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (that path, or its nearest parent that exists),
-    ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (a key of ``_REFUSED``), ``user``, ``root``, ``home``,
-    ``has_home``, ``python``, ``version``. Any of them may be missing.
+    ``report``: ``text`` (the exception), ``errno``, ``path`` (the exception's path, or the root), ``at`` (that path, or
+    its nearest parent that exists), ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (a key of ``_REFUSED``), ``user``,
+    ``root``, ``home``, ``has_home``, ``python``, ``version``. Any of them may be missing.
     """
 
     def field(name: str) -> str:

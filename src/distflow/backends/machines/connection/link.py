@@ -242,7 +242,7 @@ class AgentLink:
         """Call a callback. If it raises, print the traceback and return False."""
         try:
             callback(argument)
-        except Exception:  # noqa: BLE001 - a bug in a callback must not end the reader thread
+        except Exception:  # noqa: BLE001 - a bug in a callback of `send` must not end the reader thread
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             return False
         return True

@@ -216,7 +216,7 @@ class Connection:
         self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None,
         stays: Callable[[str, int], bool] | None = None,
     ) -> Fetched:  # fmt: skip
-        """Copy the output of an attempt to the blob store ``blobs``.
+        """Copy the output of an attempt, or its directory ``place``, to the blob store ``blobs``.
 
         Calls run one at a time. Raises the errors of ``fetch_output``.
         """
@@ -234,7 +234,7 @@ class Connection:
             )
 
     def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:
-        """Let the node upload the output of an attempt to its store. Raises the errors of ``deliver_from_node``."""
+        """Let the node upload an attempt's output to the store in ``delivery``. Raises the errors of ``deliver_from_node``."""
         return deliver_from_node(
             self._transport, self.node.root, self.node.python, key.name, delivery, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
@@ -308,7 +308,7 @@ class Connection:
 
     @property
     def clock(self) -> Clock | None:
-        """Return the offset of the node's clock from this machine's; ``None`` before a ping was answered."""
+        """Return the offset of the node's clock from this machine's; ``None`` without a connection or an answered ping."""
         return self._link.clock if self._link is not None else None
 
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:

@@ -31,7 +31,8 @@ from distflow.transports.base import Transport
 __all__ = ["FetchCounts", "OutputReader", "Place", "RemoteFile"]
 
 Place = Literal["output", "work"]
-"""``output``: the task's ``{{output}}``. ``work``: its working directory, without files from before the command's start."""
+"""``output``: the task's ``{{output}}``. ``work``: files of its working directory that have changed since the
+attempt was prepared, without ``__pycache__``."""
 
 _MAX_FILES = 500_000
 _MAX_NAME = 4096

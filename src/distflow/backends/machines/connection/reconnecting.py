@@ -1,8 +1,8 @@
 """The times of tries to reconnect to a node.
 
-While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart, or about 10 to 30 s after
-refused logins. The last of them comes just before the wait ends, so that a node that returns in time is found. After that,
-tries become rare.
+While a pool still waits for the node (``node_lost_after``), the tries are at most a few seconds apart, or about 10 to 30 s
+after refused logins. The last of them comes just before the wait ends, so that a node that returns in time is found. After
+that, tries become rare.
 """
 
 from __future__ import annotations
