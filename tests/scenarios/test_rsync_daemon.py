@@ -67,7 +67,7 @@ def test_changing_files_are_copied_until_the_task_has_ended(place: Cli) -> None:
     place.await_log(workflow, "up")
     done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
     assert (done.code, done.out) == (0, ""), done.err
-    assert f"{src} is copied to main until the task has ended. Log: {place.state}/rsync/" in done.err
+    assert f"{src} is copied to main until the task's group has ended. Log: {place.state}/rsync/" in done.err
     there = work_of(place, "main") / "src"
     await_text(there / "train.py", "first")
     (src / "train.py").write_text("second")
@@ -132,7 +132,7 @@ def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli
     # Both attempts wait for the file, each in a directory of its own.
     done = cli.run("workflow", "submit", path, "--rsync", "src/:/osmo/run/workspace/given", "--wait")
     assert done.code == 0, done.err
-    assert f"{src}/ is copied to main until the task has ended" in done.err
+    assert f"{src}/ is copied to main until the task's group has ended" in done.err
     assert cli.tasks("copy-1")["main"]["retry_id"] == 1
     assert status(cli)[0]["remote_path"] == "../work/given"
 

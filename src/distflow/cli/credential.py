@@ -118,7 +118,8 @@ def delete_command(
 ) -> None:
     """Delete a credential.
 
-    Workflows that were submitted earlier keep their copies of its values until they end.
+    Workflows that were submitted earlier keep their copies of a GENERIC or REGISTRY credential until they end, but not of a
+    DATA credential.
     """
     with open_client() as client:
         delete_credential(client, name)

@@ -44,7 +44,7 @@ def init(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="The workflow's name; its spec is NAME.yaml. Default: the name of the script.",
+            help="The workflow's name; its spec is NAME.yaml. Default: the name of the script, program, Slurm job or sample.",
             show_default=False,
         ),
     ] = None,

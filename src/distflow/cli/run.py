@@ -122,7 +122,9 @@ def run_command(
     env: EnvOption = None,
     venv: VenvOption = None,
     set_env: SetEnvOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="The workflow's name. Default: the name of the script.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The workflow's name. Default: the name of the script, program or Slurm job.")
+    ] = None,
     project: Annotated[
         Path | None,
         typer.Option(
@@ -145,8 +147,8 @@ def run_command(
 
     The current directory (see --project) is sent to each node, without files that .gitignore lists. torchrun starts the
     processes of a Python script if there are several; any other command runs once on each node. Files that the command writes
-    to outputs/, or to the directory in DISTFLOW_OUTPUT, are fetched at the end. The exit code is the same as that of
-    `submit --wait`.
+    to outputs/, or to the directory in DISTFLOW_OUTPUT, are fetched at the end. The exit code is that of
+    `submit --wait`, or that of the fetch if only the fetch failed.
     """
     overrides, settings = parse_overrides([], [], set_env or []), parse_node_settings(python, setup, env, venv)
     with open_client() as client:

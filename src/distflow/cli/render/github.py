@@ -45,7 +45,10 @@ def problem_lines(problems: Iterable[Problem]) -> Iterator[str]:
 
 
 def workflow_lines(record: WorkflowRecord, checked: CheckedSpec, remedies: Mapping[str, str]) -> Iterator[str]:
-    """Yield an annotation for each failed or canceled group of an ended workflow, at the line of its first cause if known."""
+    """Yield an annotation for each failed or canceled group of an ended workflow, at the line of the task that failed first.
+
+    Groups that only depend on such a group have no annotation. If no task failed first, the line is that of the group.
+    """
     for group in _failed(record):
         lines = (_why(group), remedies.get(group.name, ""), f"Details: distflow workflow why {record.id}")
         text = "\n".join(line for line in lines if line)

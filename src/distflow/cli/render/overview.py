@@ -73,7 +73,7 @@ def _is_used(gpu: GpuState) -> bool:
 
 
 def _unknown(gpus: Sequence[GpuState]) -> str:
-    """Return the number of GPUs whose node did not answer and that none of this user's tasks uses; empty if there are none."""
+    """Return text with the number of GPUs whose node did not answer and that none of this user's tasks uses; empty if there are none."""
     count = sum(gpu.task is None and gpu.state is None for gpu in gpus)
     return f", {count} unknown" if count else ""
 

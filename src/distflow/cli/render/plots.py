@@ -39,7 +39,7 @@ def plot(
         series: The points (x, y) of each series, by its name. The points of a series are in the order of x.
         axis: The name of the horizontal axis, such as ``step``.
         width: The width of the terminal in columns.
-        height: The number of lines.
+        height: The number of lines, without the legend.
         is_log: Whether the vertical axis is logarithmic. Values that are not positive are then left out.
         has_colors: Whether each series has a color. Without colors, several series have different marks.
 

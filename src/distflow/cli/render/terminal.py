@@ -129,7 +129,7 @@ def read_size(fd: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def raw_terminal(fd: int, on_resize: Callable[[int, int], None]) -> Iterator[None]:
-    """Set a terminal to raw mode, and restore it at the end, also before a signal ends the process.
+    """Set a terminal to raw mode, and restore it at the end, also if SIGTERM, SIGHUP or SIGQUIT ends the process.
 
     Args:
         fd: The file descriptor of the terminal.

@@ -226,7 +226,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
     """Yield lines about the changes between two records: of statuses, messages and unreachable nodes.
 
     If ``before`` is ``None``, all statuses of the workflow and its groups count as changed. Tasks have lines only if they
-    failed by themselves, or if ``before`` is given and the group has few tasks.
+    failed, but not because of another task of the group, or if ``before`` is given and the group has few tasks.
     """
     if before is None or before.status != after.status:
         yield f"{after.id}: {after.status}"
@@ -278,7 +278,7 @@ def event_line(event: Event) -> str:
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
-    """Return the seconds from the beginning to the end, or until ``now`` if there is no end. ``None`` if it has not begun."""
+    """Return the seconds from the beginning to the end, or else to ``now``. ``None`` without a beginning, or if both are ``None``."""
     end = ended if ended is not None else now
     return None if begun is None or end is None else max(0.0, end - begun)
 

@@ -63,7 +63,7 @@ _INTERNAL_ERROR = 500
 
 
 def make_token() -> str:
-    """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if the token is too weak."""
+    """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if it is too short or has other characters."""
     given = os.environ.get("DISTFLOW_UI_TOKEN")
     if given is None:
         return secrets.token_urlsafe(32)
@@ -78,7 +78,7 @@ class _Guard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token.encode()
-        self._cookie = f"distflow-{secrets.token_hex(4)}"  # several pages on one host share its cookies
+        self._cookie = f"distflow-{secrets.token_hex(4)}"  # servers on all ports of a host share its cookies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -250,7 +250,7 @@ def _metrics(_: Request) -> Response:
 
 class _Document(JSONResponse):
     def render(self, content: object) -> bytes:
-        """Return JSON without spaces, and in ASCII, because names from hostile nodes may contain lone surrogates."""
+        """Return compact JSON in ASCII, because names from hostile nodes may contain lone surrogates."""
         return json.dumps(content, separators=(",", ":")).encode()
 
 

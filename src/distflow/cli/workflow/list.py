@@ -73,8 +73,8 @@ def list_command(
 ) -> None:
     """List workflows, the newest last.
 
-    A workflow is listed if it matches all filters. If a filter has several values, one of them must match. A workflow must
-    match each `--label`, and none of the labels of `--no-label`.
+    A workflow is listed if it matches all filters. It must match each `--label`, and none of the labels of `--no-label`. If
+    another filter has several values, one of them must match.
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(

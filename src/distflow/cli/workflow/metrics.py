@@ -70,7 +70,10 @@ def metrics(
         bool, typer.Option("--system", help="Show the use of CPU, memory, disk, network and GPUs, which nodes record.")
     ] = False,
     plotted: Annotated[
-        bool, typer.Option("--plot", help="Plot the metric of --key, or else loss, or else the first metric.")
+        bool,
+        typer.Option(
+            "--plot", help="Plot the metrics of --key. Default: loss, or else one other metric; with --system, GPU or CPU use."
+        ),
     ] = False,
     is_log: Annotated[bool, typer.Option("--log", help="Plot with a logarithmic axis.")] = False,
     tensorboard: Annotated[
@@ -219,7 +222,7 @@ def _write_csv(metrics: MetricSeries | None, samples: Sequence[ChosenSamples]) -
 
 
 def _to_draw(newest: Sequence[Latest]) -> list[str]:
-    """Return the name of the metric to plot without ``--key``."""
+    """Return the metric to plot without ``--key``, or an empty list if no metric has a number."""
     drawable = [name for one in newest for name, value in one.values.items() if number(value) is not None]
     other = [name for name in drawable if name not in PACE] or drawable
     return ["loss"] if "loss" in drawable else other[:1]

@@ -76,7 +76,7 @@ def fetch(
         typer.Option(
             "--to",
             metavar="DIR",
-            help="The local directory. Default: a directory named like the workflow's id.",
+            help="The local directory. Default: ID, or with --retry-id ID-retry-NUMBER.",
             show_default=False,
         ),
     ] = None,
@@ -130,7 +130,7 @@ def end_fetch(fetched: FetchedFiles) -> None:
         )
     if fetched.left_out:
         print_notice(
-            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links to files outside"
+            f"note: {count_text(fetched.left_out, 'file')} left out: sockets, pipes, devices, and links to directories outside or to nothing"
         )
     for problem in fetched.problems:
         print_notice(f"warning: {problem}")
@@ -154,7 +154,7 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
         print_notice(_no_files(record, workdir, is_filtered=is_filtered))
     if left_out := sum(one.left_out for one in found):
         print_notice(
-            f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside"
+            f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside or to nothing"
         )
 
 

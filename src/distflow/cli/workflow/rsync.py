@@ -77,7 +77,7 @@ def upload(
     verbose: _VerboseOption = False,
     no_progress: _QuietOption = False,
     daemon: Annotated[
-        bool, typer.Option("--daemon", help="Copy in the background at every change, until the task has ended.")
+        bool, typer.Option("--daemon", help="Copy in the background at every change, until the task's group has ended.")
     ] = False,
     poll_interval: Annotated[
         float | None,
@@ -225,7 +225,7 @@ def split_local(pair: str) -> tuple[str, str]:
 
 
 def split_pair(pair: str, form: str) -> tuple[str, str]:
-    r"""Split ``A:B`` into its two paths. Write a colon inside a path as ``\:``. Raises ``InputError`` if a path is missing.
+    r"""Split ``A:B`` at the first colon that is not written as ``\:``. Raises ``InputError`` if a path is missing.
 
     >>> split_pair(r"a\:b/c:d:e", "LOCAL:REMOTE")
     ('a:b/c', 'd:e')
@@ -246,7 +246,7 @@ def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remot
 
 def _print_started(client: Client, sync: Sync) -> None:
     log = list_syncs(client).log(sync)
-    print(f"{sync.local} is copied to {sync.task} until the task has ended. Log: {log}", file=sys.stderr)
+    print(f"{sync.local} is copied to {sync.task} until the task's group has ended. Log: {log}", file=sys.stderr)
 
 
 def _parse(words: Sequence[str]) -> tuple[str | None, str]:

@@ -122,7 +122,7 @@ def submit_workflow(
         typer.Option(
             "--priority",
             metavar="HIGH|NORMAL|LOW",
-            help="The priority in the queue. Default: NORMAL.",
+            help="The priority in the queue. Default: NORMAL, or the priority of the workflow that is submitted again.",
             autocompletion=complete_priority,
         ),
     ] = None,
@@ -143,7 +143,7 @@ def submit_workflow(
         typer.Option(
             "--rsync",
             metavar="LOCAL:REMOTE",
-            help="Copy LOCAL to the lead task of the first group while it runs, like `workflow rsync upload --daemon`.",
+            help="Copy LOCAL to the lead task of the first group while this group runs, like `workflow rsync upload --daemon`.",
         ),
     ] = None,
     wait: WaitOption = False,
