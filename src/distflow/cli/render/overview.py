@@ -73,7 +73,7 @@ def _is_used(gpu: GpuState) -> bool:
 
 
 def _unknown(gpus: Sequence[GpuState]) -> str:
-    """Return text with the number of GPUs whose node did not answer and that none of this user's tasks uses; empty if there are none."""
+    """Return text with the number of GPUs that are not used by this user's tasks and whose node did not answer, or ``""``."""
     count = sum(gpu.task is None and gpu.state is None for gpu in gpus)
     return f", {count} unknown" if count else ""
 

@@ -278,7 +278,7 @@ def event_line(event: Event) -> str:
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
-    """Return the seconds from the beginning to the end, or else to ``now``. ``None`` without a beginning, or if both are ``None``."""
+    """Return the seconds from the beginning to the end, or else to ``now``. ``None`` if it has not begun or both are ``None``."""
     end = ended if ended is not None else now
     return None if begun is None or end is None else max(0.0, end - begun)
 

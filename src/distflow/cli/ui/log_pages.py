@@ -172,7 +172,8 @@ class LogPages:
     def search(self, text: str, task: str | None = None, rank: int | None = None) -> dict[str, object]:
         """Return the positions of the lines that contain a text, regardless of the case of ASCII letters.
 
-        The positions are those of ``page`` for the same task and rank. There are at most 10 000. If ``is_complete`` is false, there may be more.
+        The positions are those of ``page`` for the same task and rank. There are at most 10 000.
+        If ``is_complete`` is false, there may be more.
         """
         needle = text.encode().lower()
         with self._lock:

@@ -63,7 +63,7 @@ _INTERNAL_ERROR = 500
 
 
 def make_token() -> str:
-    """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if it is too short or has other characters."""
+    """Return the token of ``DISTFLOW_UI_TOKEN``, or a new random one. Raises ``InputError`` if the variable is not valid."""
     given = os.environ.get("DISTFLOW_UI_TOKEN")
     if given is None:
         return secrets.token_urlsafe(32)
