@@ -72,8 +72,8 @@ def execute(
     """Run a command alongside a running task.
 
     It runs on the task's node, in the task's directory, with its environment (including secrets) and its GPUs. In a terminal,
-    the command gets a terminal, too; otherwise, or with --group, it gets pipes. The exit code is that of the command, or the highest
-    with --group. The command and its child processes are killed when the connection closes or the task ends.
+    the command gets a terminal, too; otherwise, or with --group, it gets pipes. The exit code is that of the command, or the
+    highest with --group. The command and its child processes are killed when the connection closes or the task ends.
     """
     argv = _parse(entry if entry is not None else _SHELL)
     if (task is None) == (group is None):
