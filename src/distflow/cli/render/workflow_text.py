@@ -278,7 +278,7 @@ def event_line(event: Event) -> str:
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
-    """Return the seconds from the beginning to the end, or else to ``now``. ``None`` if it has not begun or both are ``None``."""
+    """Return the seconds from ``begun`` to ``ended``, or else to ``now``. ``None`` if that or ``begun`` is ``None``."""
     end = ended if ended is not None else now
     return None if begun is None or end is None else max(0.0, end - begun)
 
