@@ -208,7 +208,7 @@ class Launcher:
     home directory. Files that ``.gitignore`` lists are not sent."""
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
-    """Secret environment variables, which are not stored with the workflow."""
+    """Secret environment variables, which are stored only until the workflow has ended."""
     memory: str | None = None
     """Memory to reserve on each node, such as ``64Gi``."""
     timeout: str | float | None = None
@@ -217,7 +217,7 @@ class Launcher:
     """The maximum time to wait for nodes, in the same format."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> FunctionJob[T]:
-        """Start a function on all ranks, and return at once.
+        """Submit a job that runs a function on all ranks, without waiting for its end.
 
         Args:
             function: The function. Each rank calls it with the arguments. ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,

@@ -67,7 +67,7 @@ class Timeouts(_Part, frozen=True):
 
 
 class Retry(_Part, frozen=True):
-    """The number of retries of a group, the delays before them, and the failures on a node before other nodes are used."""
+    """The number of retries of a group, the delays before them, and the number of failures on a node before others are used."""
 
     limit: Count | None = None
     backoff: Duration | None = None

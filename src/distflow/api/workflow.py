@@ -381,7 +381,7 @@ class Workflow:
     # -- change it ----------------------------------------------------------------------------------------------------
 
     def cancel(self, message: str = "", *, force: bool = False) -> Workflow:
-        """Request the end of the workflow, and return at once. ``wait`` waits for it.
+        """Request the end of the workflow, without waiting for it. See ``wait``.
 
         Args:
             message: A reason, which is stored with the workflow.
@@ -505,7 +505,7 @@ class Workflow:
         Raises:
             DistflowError: the first error of a task, such as an unreachable node. The files of other tasks have been copied.
             InputError: if a named task has not run, or if no task has run.
-            NotFound: if a task does not exist, or if all nodes have answered and no file matches one of ``paths``.
+            NotFound: if a task does not exist, or if all nodes have answered and one of ``paths`` matches no file.
             StorageError: if ``to`` cannot be created or does not have enough space.
 
         """
@@ -565,14 +565,14 @@ def submit(
     Args:
         spec: The path of a YAML file, a YAML text of several lines, the mapping that such a file contains, a ``Spec``, or the
             id of a workflow to submit again. Paths in a text, a mapping or a ``Spec`` are relative to the working directory.
-        pool: The name of the pool. Default: the pool of the spec, or else the default pool.
+        pool: The name of the pool. Default: the pool of the workflow to submit again or of the spec, or else the default pool.
         hosts: Machines to use instead of the nodes of the pool: the path of a hostfile, or its lines, such as
             ``["gpu1 slots=8", "gpu2"]``.
         set: Values of template variables.
         python: The Python interpreter on the nodes, for tasks and for distflow. Default: the pool's.
         venv: A requirements file, or its lines, from which each node builds an environment once. Default: the ``venv`` of
             the spec, or else of the pool.
-        secrets: Secret environment variables for every task. They are not stored with the workflow.
+        secrets: Secret environment variables for every task. They are stored only until the workflow has ended.
         labels: Labels in addition to those of the spec.
         priority: ``HIGH``, ``NORMAL`` or ``LOW``. Default: that of the workflow to submit again, or else ``NORMAL``.
         on_progress: Called with the number of bytes of files that have been read, and with the total number.
@@ -581,7 +581,7 @@ def submit(
         InputError: if an argument is invalid, or does not fit the spec.
         NodeError: if an output of another workflow, which the spec uses, cannot be fetched.
         NotFound: if the pool or a workflow does not exist.
-        ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains all findings with their lines.
+        ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains the findings with their lines.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.

@@ -24,7 +24,7 @@ __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch (UTC). Setting the machine's clock does not change its course."""
+    """Return the time in seconds since the epoch (UTC). Changes of the machine's clock after the start have no effect."""
     from distflow.backends import steady
 
     return steady.now()
@@ -50,7 +50,7 @@ def _ignore(_: str) -> None:
 
 
 class Client:
-    """This user's workflows on this machine, as a context manager. Most functions of ``distflow.client`` take it first.
+    """This user's workflows on this machine, as a context manager. Most functions of ``distflow.client`` need one.
 
     It opens files only when they are needed. Use a client from one thread only. Many functions start a background supervisor if
     there is unfinished work and no supervisor is running.
@@ -141,7 +141,7 @@ class Client:
 
         Args:
             profile: Whether the preferred pool of the user's profile replaces the configured default pool.
-            names_only: Whether to read only the names of pools and nodes, which is faster. Other values are not checked.
+            names_only: Whether only the names of pools and nodes are used. Other values are not checked, which is faster.
 
         Raises:
             InputError: if the client has no ``folder`` and the working directory no longer exists.
@@ -208,8 +208,8 @@ class Client:
     def wake(self) -> None:
         """Start a supervisor if there is unfinished work and none is running, and do not wait for it.
 
-        Also send notifications that an earlier process could not send. Warn through ``notify`` if a process cannot be started.
-        Raises ``StateError``.
+        Also start a process that sends pending notifications. Do nothing if the store is read-only. Warn through
+        ``notify`` if a process cannot be started. Raises ``StateError``.
         """
         if self.store.is_read_only:
             return

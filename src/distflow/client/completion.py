@@ -75,7 +75,7 @@ def pool_names(client: Client) -> list[str]:
 
 
 def node_names(client: Client, *, pools: Collection[str] = (), hostfile: str | None = None) -> list[str]:
-    """Return the names of the nodes of pools, and of the hosts of a hostfile. Without ``pools``, it uses all pools.
+    """Return the names of the nodes of pools. The hosts of a hostfile are the nodes of the default pool. Default: all pools.
 
     Raises ``ProblemsFound`` if the configuration or the hostfile is wrong.
     """

@@ -56,7 +56,7 @@ def upload_data(
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
 ) -> TransferResult:
-    """Upload files below a URL. A file is skipped if the storage's checksum shows that it already has the content.
+    """Upload files below a URL. A file is skipped if its checksum in the storage shows that it was uploaded before.
 
     Args:
         client: The client whose credentials are used.
@@ -276,7 +276,7 @@ def create_version(
         The manifest of the new version.
 
     Raises:
-        InputError: if the name or the regular expression is not valid, or if the name has a version without ``is_update``.
+        InputError: if the name or the regular expression is not valid, or if the name has a version and ``is_update`` is false.
         NotFound: if there are no files to upload, or if the version to update does not exist.
         StorageError: if a local file cannot be read, or if the storage of datasets is unreachable or refuses the access.
 
@@ -310,7 +310,7 @@ def download_dataset(
         The manifest of the version and the result of the transfer.
 
     Raises:
-        InputError: if ``directory`` does not exist or the name is not valid.
+        InputError: if ``directory`` does not exist, or if the name or the regular expression is not valid.
         NotFound: if the dataset or version does not exist, or if no file matches.
         StorageError: if the storage of datasets is unreachable or refuses the access.
 

@@ -165,7 +165,7 @@ def _planned(
 def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) -> Pool:
     """Return the pool of the request, or else that of the spec, or else the default pool.
 
-    Raise ``InputError`` if the request names a pool without Slurm. Replace any other such pool by one without options of jobs.
+    If it has no Slurm options, raise ``InputError`` if the request names it. Otherwise return a pool without options of jobs.
     """
     configuration = client.configuration()
     wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None

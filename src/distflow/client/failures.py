@@ -154,7 +154,7 @@ def diagnose_groups(
         client: The client whose store has the workflow.
         record: The workflow.
         groups: Names of the groups to diagnose. Default: all groups.
-        tasks: Names of tasks whose output is used. Default: all tasks.
+        tasks: Names of tasks whose output is used. Groups without any of them are skipped. Default: all tasks.
         attempt: The attempt to diagnose, counted from 0. Default: the latest attempt of each group.
         with_findings: Whether to also examine the use of resources, including that of groups without a failure.
 

@@ -103,7 +103,7 @@ class WorkflowWatch:
         wait: Wait = pause,
         on_poll: Callable[[WorkflowRecord], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield lines as they arrive, merged by time, until the workflow has ended and its logs are complete.
+        """Yield lines as they arrive, merged by time, until the workflow has ended and its logs stop growing.
 
         Args:
             attempt: Yield only lines of this attempt of each task, counted from 0.
@@ -169,7 +169,7 @@ def stream_logs(
         ranks: The global ranks whose lines are returned for all other tasks. Default: all ranks.
         attempt: Return only lines of this attempt, counted from 0. Default: all attempts.
         last: The number of existing lines to start with. Default: all.
-        follow: Whether to wait for new lines until the workflow has ended and its logs are complete.
+        follow: Whether to wait for new lines until the workflow has ended and its logs are complete or stop growing.
         wait: Called with the number of seconds to wait if there are no new lines.
 
     Returns:

@@ -190,8 +190,8 @@ def fetch_output_files(
     Raises:
         InputError: if one of the named tasks has not run, or if no task has run.
         NotFound: if the workflow does not have one of the tasks, if a task does not have the attempt, or if all nodes have
-            answered and no file matches one of ``paths``.
-        StorageError: if ``folder`` cannot be created.
+            answered and one of ``paths`` matches no file.
+        StorageError: if ``folder`` cannot be created, or if the results of another workflow cannot be moved.
 
     """
     with _Nodes(_sources(client, record, tasks, place, attempt), place) as nodes:
@@ -252,7 +252,8 @@ def _sources(client: Client, record: WorkflowRecord, tasks: Sequence[str], place
 def _choose(tasks: Sequence[_Task], paths: Sequence[str], command: str) -> list[_Task]:
     """Return the tasks that have files that match ``paths``, and keep only these files.
 
-    Raise ``NotFound`` if no file matches a path and all nodes have answered. ``command`` is for the hint, and lists all files.
+    Raise ``NotFound`` if all nodes have answered and one of ``paths`` matches no file. ``command``
+    is for the hint, and lists all files.
     """
     patterns = [(path, path.removeprefix("{{output}}").lstrip("/").removeprefix("./").rstrip("/")) for path in paths]
     matched = set()

@@ -28,9 +28,9 @@ class GpuState(Struct, frozen=True, kw_only=True):
     task: str | None
     """The task that uses it, such as ``digits-3/worker``; ``None`` if none of this user's tasks does."""
     state: str | None = None
-    """``free``, ``mine``, ``other`` or ``foreign`` (see ``GpuUse``); ``None`` if the node did not answer or was not queried."""
+    """``free``, ``mine``, ``other`` or ``foreign`` (see ``GpuUse``); ``None`` if unknown. ``mine`` needs no query."""
     by: str = ""
-    """The task or process that uses it, as the node reports it; empty if ``task`` is set or if it is free."""
+    """The task or process that uses it, as the node reports it; empty if ``task`` is set, or if it is free or unknown."""
     values: Mapping[str, float]
     """The latest recorded values, such as ``utilization`` and ``power``; empty if unknown."""
 

@@ -187,7 +187,9 @@ def check_pool(
     paths: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of a pool and check whether a gang can run on them. This starts no task and holds no GPU.
+    """Measure the nodes of a pool and check whether a gang can run on them. This starts no task and reserves no GPU.
+
+    If an engine chooses the nodes of the pool, check the engine instead.
 
     Args:
         client: The client whose configuration has the pool.

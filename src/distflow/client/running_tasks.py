@@ -302,8 +302,8 @@ def forward_ports(
         on_ready: Called with each forwarded port after all of them are ready.
 
     Raises:
-        InputError: if the task is not running yet, if a local port is not available, or if the node is this machine and a local
-            port equals its port of the node.
+        InputError: if the task or its next attempt is not running yet, if a local port is not available, or if the
+            node is this machine and a local port equals its port of the node.
         NodeError: if the node is unreachable.
         NotFound: if the workflow does not have the task.
         WorkflowEnded: if the task has ended.

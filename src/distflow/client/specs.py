@@ -273,7 +273,7 @@ def _required_topology(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
 
 
 def allocation_notices(spec: WorkflowSpec, pool: Pool) -> tuple[Problem, ...]:
-    """Return a warning for each key without effect in a pool whose nodes an engine chooses."""
+    """Return warnings for preferred ``topology`` and for ``elastic``, which have no effect if an engine chooses the nodes."""
     if not pool.is_allocated:
         return ()
     found = [
@@ -372,11 +372,12 @@ class PreviousWorkflow:
             hosts: Machines to use instead of the nodes of the pool.
 
         Returns:
-            The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
-            configuration no longer has it. Without ``given`` and ``hosts``, the pool keeps all settings of the previous
-            submission. Otherwise it keeps only the environment variables and the Python environment.
+            The given pool, or else the pool of the previous workflow as configured now. If the configuration no longer has it:
+            the pool as configured then, or with ``hosts``, the default pool. Without ``given`` and ``hosts``, the pool
+            keeps all settings of the previous submission. Otherwise it keeps only the environment variables and the Python environment.
 
         Raises:
+            InputError: if the given pool cannot use ``hosts``.
             NotFound: if the given pool does not exist.
 
         """

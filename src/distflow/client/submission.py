@@ -84,7 +84,7 @@ class SubmitRequest:
     """The spec itself. Its files are relative to the working directory."""
     overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
     pool: str | None = None
-    """The name of the pool to run in. Default: the pool of the spec, or else the default pool."""
+    """The name of the pool to run in. Default: that of the workflow to submit again or of the spec, or else the default pool."""
     hosts: Sequence[Host] | None = None
     """Machines to use instead of the nodes of the pool."""
     settings: NodeSettings = NO_SETTINGS
@@ -138,8 +138,8 @@ def plan(
         InputError: if the request does not fit the spec, if a package for data at URLs or for the backend of the pool is not
             installed, or if this operating system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
-        ProblemsFound: if the spec has errors, if a host name of ``hosts`` does not exist, or if the pool cannot hold a group
-            even when idle. The error contains all findings.
+        ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
+            pool cannot hold a group even when idle.
 
     """
     configuration = configuration or client.configuration()
@@ -198,7 +198,8 @@ def plan_checked(
 
     Raises:
         InputError: if a driver for data at URLs is not installed.
-        ProblemsFound: if a file cannot be read, or if the pool cannot hold a group even when idle.
+        ProblemsFound: if a file cannot be read, if the ranks do not allow an environment variable of the pool's settings, or if
+            the pool cannot hold a group even when idle.
 
     """
     checked = with_environment(checked, pool.given.environment)
@@ -237,7 +238,7 @@ def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedS
 
 
 def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None] = lambda _: None) -> PoolCheck:
-    """Check the nodes of a planned workflow as ``check_pool`` does, and that nodes which run torchrun have torch."""
+    """Check the nodes of a planned workflow as ``check_pool`` does, and that nodes have torch if they run torchrun without an image."""
     launches = [launch for group in planned.plan.groups for launch in group.launches]
     with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
     names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
@@ -492,7 +493,7 @@ def plan_restart(
 
     Raises:
         InputError: if ``workflow`` is not an id or uuid, or if the workflow has not ended, has completed, or needs a secret
-            that is not given.
+            that is not given. Also if a driver for data at URLs is not installed.
         NotFound: if the workflow or the pool does not exist.
         ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if the pool cannot hold a group.
 
@@ -538,7 +539,7 @@ def restart(
         The record of the new workflow, with its id.
 
     Raises:
-        InputError: if a needed output does not exist.
+        InputError: if a needed output does not exist, or if its workflow has not ended.
         NodeError: if a needed output cannot be fetched.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an

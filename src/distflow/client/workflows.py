@@ -245,7 +245,7 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
         The chosen tasks, or all tasks if ``names`` and ``ranks`` are empty.
 
     Raises:
-        NotFound: if no task has one of the names or ranks. The hint lists the existing ones.
+        NotFound: if a name or a rank does not belong to any task. The hint lists existing ones.
 
     """
     tasks = [(group.name, task) for group in record.groups for task in group.tasks]

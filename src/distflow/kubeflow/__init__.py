@@ -1,4 +1,4 @@
-"""Kubeflow's ``TrainerClient`` for machines over SSH: to run a ``kubeflow.trainer`` notebook, change only its import.
+"""Kubeflow's ``TrainerClient`` for distflow's pools: to run a ``kubeflow.trainer`` notebook, change only its import.
 
 Names, fields, signatures and exceptions are those of the Kubeflow SDK 0.5.0; ``docs/kubeflow.md`` lists the differences.
 A submodule is imported when one of its names is first used.

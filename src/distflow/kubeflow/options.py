@@ -44,7 +44,7 @@ class TrainerArgs:
 
 @dataclass
 class ActiveDeadlineSeconds:
-    """The maximum run time. A job that runs longer is stopped, and its status is ``Failed``."""
+    """The maximum run time, in seconds. A job that runs longer is stopped, and its status is ``Failed``."""
 
     seconds: int
 

@@ -71,7 +71,7 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime. Its devices are those of the node with the fewest GPUs in the configuration of the pool."""
+    """Return a runtime. It has the smallest number of GPUs configured for a node of the pool, or one CPU if that is 0."""
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

@@ -92,7 +92,7 @@ class TrainerClient:
 
         Raises:
             ValueError: if the runtime does not exist.
-            RuntimeError: if the job fails.
+            RuntimeError: if the job cannot be started, or fails.
             TimeoutError: if the job does not end within 10 minutes.
 
         """
@@ -135,7 +135,7 @@ class TrainerClient:
         return self._submit(name, trainer, read_options(options))
 
     def list_jobs(self, runtime: Runtime | None = None) -> list[TrainJob]:
-        """Return the jobs of all clients of this user, newest first; with a runtime, only its jobs."""
+        """Return the jobs of all clients of this user without deleted ones, newest first; with a runtime, only its jobs."""
         labels = {JOB_LABEL: "*"} | ({} if runtime is None else {RUNTIME_LABEL: runtime_name(runtime)})
         with _client() as client:
             # `distflow workflow restart` adds a workflow to a job. Only the newest workflow of each job counts.
@@ -183,7 +183,7 @@ class TrainerClient:
     ) -> TrainJob:
         """Wait until a job has one of several statuses, or has had it.
 
-        A job that is ``Complete`` has also been ``Created`` and ``Running``. Of a job that failed, only ``Failed`` counts.
+        A job that is ``Complete`` has also been ``Created`` and ``Running``. A job that failed has only the status ``Failed``.
 
         Args:
             name: The name of the job.
@@ -198,7 +198,7 @@ class TrainerClient:
         Raises:
             ValueError: if an argument is wrong, or if the job does not exist.
             RuntimeError: if the job has ended with none of the statuses. If the job failed, the message contains the first
-                cause and the last lines.
+                cause, if it is known, and the status of each node.
             TimeoutError: if the job has none of the statuses after ``timeout``. The job continues.
 
         """

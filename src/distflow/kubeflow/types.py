@@ -344,7 +344,7 @@ class Initializer:
 
 @dataclass
 class TrainJobTemplate:
-    """The arguments of ``train``, for ``client.train(**template)``."""
+    """Arguments of ``train``, for ``client.train(**template)``."""
 
     trainer: CustomTrainer
     runtime: str | Runtime | None = None

@@ -130,7 +130,7 @@ def _package(module: str, package: str, what: str) -> Any:
 
 
 def _write(begin: Callable[[str], _Run], metrics: Iterable[Metric], samples: ChosenSamples) -> int:
-    """Write all rows, and return the number of values.
+    """Write all rows (see ``_rows``), and return the number of values.
 
     All runs of an owner are closed before the next owner begins, because each open run uses a thread or a file.
     """

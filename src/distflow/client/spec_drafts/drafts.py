@@ -59,7 +59,7 @@ class Draft:
     setup: str = ""
     """Shell commands that prepare a node. They are an option of `submit` and not a part of the spec."""
     notes: tuple[str, ...] = ()
-    """The parts that could not be translated, one sentence each."""
+    """Parts that are not translated, behave differently or are missing."""
 
 
 def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None, must_exist: bool = True) -> Draft:
@@ -72,8 +72,8 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
         must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the command is empty, if it is a spec, if the script does not exist, or if the project would be a home
-            directory.
+        InputError: if the command is empty, if it is a spec, if the script does not exist or is not in the project, or if the
+            project is not a directory or would be a home directory.
 
     """
     if not words:
@@ -170,8 +170,8 @@ def complete_draft(
         nodes: The nodes of the pool, whose GPUs are counted if the numbers are not given.
         count: The number of nodes. Default: that of the draft, or 1.
         gpus: GPUs on each node. Default: that of the draft, or else one for each of the ``ranks``, or else the largest number
-            that ``count`` nodes have. No GPUs if the numbers of ``nodes`` are unknown or less than ``ranks``.
-        ranks: Processes on each node. Default: that of the draft, or one for each GPU.
+            that ``count`` nodes have. No GPUs if a node has an unknown number, or ``count`` nodes have too few.
+        ranks: Processes on each node. Default: that of the draft, or one for each GPU, or 1.
         must_know: Whether an unknown number of processes is an error, for example of ``--nproc_per_node gpu`` with an unknown
             number of GPUs. Otherwise it becomes a note.
 

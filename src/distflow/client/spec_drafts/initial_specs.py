@@ -96,9 +96,9 @@ def write_draft(
         file: The path of the spec.
         configuration: The pools.
         count: The number of nodes. Default: that of the draft, or 1.
-        gpus: GPUs on each node. Default: that of the draft. Otherwise, for ``--nproc_per_node gpu`` or ``auto``: the number of
-            the default pool.
-        ranks: Processes on each node. Default: that of the draft, or one for each GPU.
+        gpus: GPUs on each node. Default: that of the draft. Otherwise, for ``--nproc_per_node gpu`` or ``auto``: the number
+            that nodes of the default pool have.
+        ranks: Processes on each node. Default: that of the draft, or one for each GPU, or 1.
         source: The origin of the draft, for the comment at the top.
         force: Whether to replace an existing file.
 
@@ -106,7 +106,7 @@ def write_draft(
         The complete draft, and the command line that submits the spec.
 
     Raises:
-        InputError: if the file exists, or cannot be written.
+        InputError: if the file exists and ``force`` is not set, or if the file cannot be written.
 
     """
     is_one_for_each_gpu = draft.ranks_written in ("gpu", "auto")
@@ -197,7 +197,7 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
 
     Raises:
         NotFound: if the sample does not exist.
-        InputError: if a file exists, or cannot be written. Nothing is written if a file exists.
+        InputError: if a file cannot be written, or without ``force``, if a file exists. Then nothing is written.
 
     """
     samples = {sample.name: sample for sample in list_samples()}

@@ -51,9 +51,9 @@ def draft_run(
         pool: The name of the pool. Default: the default pool.
         hosts: Machines to use instead of the nodes of the pool.
         hostfile: The path of the hostfile, for errors.
-        nodes: The number of nodes. Default: that of torchrun's options, or all ``hosts``, or 1.
+        nodes: The number of nodes. Default: that of torchrun's options or of ``sbatch``, or all ``hosts``, or 1.
         gpus: GPUs on each node. Default: see ``complete_draft``.
-        ranks: Processes on each node. Default: that of torchrun's options, or one for each GPU.
+        ranks: Processes on each node. Default: that of torchrun's options or of ``sbatch``, or one for each GPU, or 1.
         project: The directory to send. Default: the working directory, or for a script elsewhere, its git repository or
             else its directory.
         results: The local directory for the output files. It is not sent.
@@ -61,7 +61,7 @@ def draft_run(
 
     Raises:
         InputError: if there is no command, if it is not valid, or if its number of nodes differs from ``nodes``.
-        InputError: if the script does not exist, or if the project would be a home directory.
+        InputError: if the script is missing or outside the project, or if the project is not a directory or a home directory.
         InputError: if the number of processes is not known, or if there are fewer hosts than nodes.
         InputError: if ``sbatch`` is combined with ``words`` or ``project``.
         NotFound: if the pool does not exist.
@@ -125,7 +125,7 @@ def fetch_results(
         The counts and errors, or ``None`` if no task has run.
 
     Raises:
-        StorageError: if ``folder`` cannot be created.
+        StorageError: if ``folder`` cannot be created, or if earlier results cannot be moved.
 
     """
     from distflow.client.outputs import fetch_output_files

@@ -118,12 +118,12 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
 
     Args:
         text: The script.
-        folder: The directory of the project, to which paths of the script are relative.
+        folder: The working directory, to which paths of the script are relative.
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, or if ``must_exist`` is set
-            and the Python script does not exist.
+        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, if the project would be a
+            home directory, or if ``must_exist`` is set and the Python script does not exist.
 
     """
     script = _Script(text, is_exported=_EXPORTED in text)
@@ -369,7 +369,7 @@ def _read_command(script: _Script, command: Command, variables: dict[str, str | 
 
 
 def _reads_program(command: Command) -> bool:
-    """Return whether an interpreter reads its program from a here-document (``python - <<END``), which is not a training."""
+    """Return whether an interpreter reads its program from standard input (``python - <<END``), which is not a training."""
     return len(command.words) > 1 and command.words[1].raw == "-"
 
 
