@@ -84,7 +84,7 @@ class SubmitRequest:
     """The spec itself. Its files are relative to the working directory."""
     overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
     pool: str | None = None
-    """The name of the pool to run in. Default: that of the workflow to submit again or of the spec, or else the default pool."""
+    """The name of the pool to run in. Default: that of the workflow to submit again or of the spec, or the default pool."""
     hosts: Sequence[Host] | None = None
     """Machines to use instead of the nodes of the pool."""
     settings: NodeSettings = NO_SETTINGS
@@ -238,7 +238,7 @@ def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedS
 
 
 def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None] = lambda _: None) -> PoolCheck:
-    """Check the nodes of a planned workflow as ``check_pool`` does, and that nodes have torch if they run torchrun without an image."""
+    """Check the nodes of a planned workflow as ``check_pool`` does, and torch on nodes that run torchrun without an image."""
     launches = [launch for group in planned.plan.groups for launch in group.launches]
     with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
     names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
