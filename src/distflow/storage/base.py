@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 PART_BYTES = 16 << 20
-"""The smallest size of the parts in which large objects are written, and of the pieces in which ``ObjectStore`` reads."""
+"""The bytes that ``ObjectStore`` reads at once, and the smallest size of the parts in which it writes large objects of S3."""
 _MOST_PARTS = 9000
 """S3 allows 10 000 parts for one object."""
 _LONGEST_NAME = 255
@@ -62,8 +62,8 @@ class Store(Protocol):
        be empty. ``find`` raises ``StorageMissing`` when the container does not exist.
     2. ``read`` passes the content from a byte offset to ``sink``, in pieces.
     3. ``write`` stores a whole file or nothing, and replaces an existing object with the key.
-    4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes the
-       link itself.
+    4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes a
+       link at the key itself, and refuses a key whose directory is a link.
     5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
        help. Methods that write to or delete from a read-only store raise ``InputError`` instead. Exceptions from ``sink`` pass
        through unchanged, and so do ``TransferCanceled`` and errors of distflow from ``on_bytes``.

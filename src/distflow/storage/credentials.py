@@ -46,7 +46,7 @@ class Credentials:
     access_key_id: str
     """The id of the key for ``s3`` and ``gs``; the account for ``az``. A URL of ``azure`` names its account itself."""
     access_key: Secret
-    """The key itself; for ``az`` and ``azure`` also a whole connection string."""
+    """The key itself; for ``az`` and ``azure``, the key or a whole connection string."""
     override_url: str | None = None
     """The endpoint of another service with the S3 protocol, such as ``https://minio.example:9000``."""
     region: str | None = None

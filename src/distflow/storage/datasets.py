@@ -3,7 +3,7 @@
 ::
 
     <base>/claims/<name>/<n>.<upload id>   reserves the number; kept, so that no number is used twice
-    <base>/data/<name>/<n>/<path>          the files; a version that adds to another version may share its files
+    <base>/data/<name>/<n>/<path>          the files; a version that adds to an older one may share the files of that one
     <base>/versions/<name>/<n>.json        the manifest, written last: with it, the version exists and is complete
     <base>/turns/<name>/<upload id>        a lock of the upload that adds to the dataset, held while it writes the manifest
 
@@ -44,7 +44,7 @@ _SHOWN = 100
 """Characters of a path that an error message shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
-"""A turn that is older was abandoned, because a turn needs only a few lists, reads and writes of small objects."""
+"""An older turn counts as abandoned, because a turn needs only a few lists, reads and writes of manifests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class Datasets:
         resume: bool = False,
         on_progress: Progress = ignore_progress,
     ) -> TransferResult:
-        """Download a version to ``target``; the SHA-256 of every file is checked before it gets its name.
+        """Download a version's files that ``regex`` matches to ``target``. Each gets its name after its SHA-256 was checked.
 
         Raises ``StorageError``.
         """
@@ -311,7 +311,7 @@ class Datasets:
 
 
 def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
-    """Return a manifest after checking all of it, because other users of the store may have written it."""
+    """Return a manifest with checked values, because other users of the store may have written it."""
     created = body["created"]
     if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
         raise ValueError("`created` is not a time")

@@ -41,7 +41,7 @@ class Source:
 def find_sources(
     paths: Iterable[Path], regex: str = "", *, contents: bool = False, only_files: bool = False
 ) -> tuple[Source, ...]:
-    """Return the files at and below some paths whose names ``regex`` matches from their start.
+    """Return the files at and below some paths, if ``regex`` matches their names from the start.
 
     Names of files in a directory begin with the name of the directory, unless ``contents`` is set. Links are followed. Raises
     ``StorageError`` for two files with the same name, unreadable files, links that form a loop, and paths that are neither
@@ -101,7 +101,8 @@ def is_part(name: str) -> bool:
 def has_content(path: Path, entry: Entry) -> bool | None:
     """Return whether a local file has the content of an entry.
 
-    ``None``: the sizes are equal, but the entry has no checksum, or one of parts that no known part size reproduces.
+    ``None``: the sizes are equal, but the entry has no checksum, or its checksum of parts cannot be reproduced: the content
+    may differ, or the size of the parts is unknown.
     """
     with local_errors(path):
         size = path.stat().st_size
@@ -155,7 +156,7 @@ class FolderStore:
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, or all files below the directory, without the incomplete files of transfers.
 
-        Links are followed, except to a directory above them.
+        Links are followed, except to a directory between the key and the link.
         """
         path = _path(key)
         with local_errors(path):
@@ -168,7 +169,7 @@ class FolderStore:
             return [_entry(path, found)] if stat.S_ISREG(found.st_mode) else []
 
     def find_removable(self, key: str) -> Sequence[Entry]:
-        """Return the file or link, or all files and links below the directory. No link is followed."""
+        """Return the file or link, or all complete files and links below the directory. No link is followed."""
         path = _path(key)
         with local_errors(path):
             try:

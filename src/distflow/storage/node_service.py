@@ -121,7 +121,7 @@ def _input_path(root: str, request: dict[str, Any]) -> str:
 
 
 def _missing_package(*packages: str) -> str:
-    """Return the last package if one of them cannot be imported, otherwise an empty text. It depends on the others."""
+    """Import all packages. If an import fails, return the last package, which depends on the others; else an empty text."""
     # The bootstrap stub starts Python without site-packages, so that other services start faster.
     site.main()
     if sys.prefix == sys.base_prefix and site.getusersitepackages() not in sys.path:
@@ -136,7 +136,7 @@ def _missing_package(*packages: str) -> str:
 
 
 def _use_identity(identity: Identity) -> None:
-    """Authenticate as the submitter. Ignore credentials that this node may have."""
+    """Authenticate as the submitter. Ignore credentials in this node's variables and AWS files."""
     from distflow.storage.credentials import DRIVER_VARIABLES  # noqa: PLC0415
 
     for name in [one for one in os.environ if one.startswith(DRIVER_VARIABLES)]:

@@ -26,7 +26,10 @@ _PROBE = ".distflow-check"
 
 
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
-    """Return the store of a URL's container, without a request to it. Raises ``InputError`` if its driver is not installed."""
+    """Return the store of a URL's container, without a request to it.
+
+    Raises ``InputError`` if the driver is not installed, and ``StorageError`` if it fails, such as for lack of credentials.
+    """
     driver = driver_of(url, credentials)
     try:
         importlib.import_module(_PACKAGES[driver.name])

@@ -86,7 +86,7 @@ class SftpStore:
             return [_entry(key, found)] if stat.S_ISREG(found.st_mode) else []
 
     def find_removable(self, key: str) -> Sequence[Entry]:
-        """Return the file or link, or all files and links below the directory. No link is followed."""
+        """Return the file or link, or all complete files and links below the directory. No link is followed."""
         with self._session(key) as client:
             try:
                 found = client.lstat(_path(key))

@@ -55,7 +55,7 @@ class InputRequest:
 def pin_version(store: Store, request: InputRequest, retries: Retries | None = None) -> InputRequest:
     """Return the request with the version of its dataset, so that several nodes fetch the same version.
 
-    Raises ``StorageError``, and ``NotFound`` when the dataset has no version.
+    Other requests are returned unchanged. Raises ``StorageError``, and ``NotFound`` when the dataset has no version.
     """
     name, number = parse_dataset(request.dataset) if request.dataset else ("", 0)
     if number is not None:
@@ -65,7 +65,7 @@ def pin_version(store: Store, request: InputRequest, retries: Retries | None = N
 
 
 def inspect_input(store: Store, request: InputRequest, retries: Retries | None = None) -> TransferResult:
-    """Return the number of files and bytes of an input without fetching it. Raises ``StorageError``."""
+    """Return the number of files and bytes of an input without fetching it. Raises ``StorageError`` and ``NotFound``."""
     url = parse_url(request.url)
     if request.dataset:
         name, number = parse_dataset(request.dataset)
@@ -85,15 +85,15 @@ def fetch_input(
 ) -> TransferResult:
     """Fetch an input to the directory ``files``, which then contains no other files.
 
-    Files of an earlier call are kept if their checksum is right, and continued if they are incomplete. The files of a dataset
-    are in a directory with its name. If the URL has no matching objects, ``files`` is empty. Raises ``StorageError`` and
-    ``TransferCanceled``.
+    Files of an earlier call are kept if their checksum is right, and continued if they are incomplete. But if ``files`` also
+    contains others, everything is fetched again. The files of a dataset are in a directory with its name. If the URL has no
+    matching objects, ``files`` is empty. Raises ``StorageError``, ``TransferCanceled`` and ``NotFound``.
     """
     with local_errors(files):
         files.mkdir(parents=True, exist_ok=True)
     result = _fetch(store, request, files, True, retries, on_progress)
     if len(find_sources([files], contents=True)) > result.files:
-        # An earlier attempt left files that the store has deleted since.
+        # An earlier attempt left files that are not, or no longer, a part of the input.
         with local_errors(files):
             shutil.rmtree(files)
             files.mkdir()
@@ -119,7 +119,7 @@ def _fetch(
 
 
 class RelayRequired(Exception):
-    """A node cannot write its output to the store itself, so the supervisor relays it; the text is the reason."""
+    """A node cannot transfer an output or input itself, so the supervisor must relay it. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Delivery:
     paths: Sequence[str] = ()
     """For a dataset: the parts of the output to upload; empty: all of it."""
     is_update: bool = False
-    """For a dataset: whether to add to the named version, or else to the latest one."""
+    """For a dataset: whether the new version keeps the files of the named version (default: the latest one)."""
     upload_id: str = ""
     """For a dataset: the same for every retry of this delivery."""
     at: float = 0.0
@@ -163,7 +163,8 @@ def deliver(
 ) -> Delivered:
     """Upload the files of a directory. A file is not sent if the store's checksum shows that the store has its content.
 
-    For a dataset, a new version is made, unless there is no file to upload. Raises ``StorageError`` and ``TransferCanceled``.
+    For a dataset, a new version is made, unless there is no file to upload. Raises ``StorageError`` and ``TransferCanceled``,
+    and ``NotFound`` when the version to update does not exist.
     """
     url = parse_url(delivery.url, writes=True)
     if not delivery.dataset:
@@ -202,7 +203,7 @@ class Archive:
     size: int
     """Bytes of the tar file."""
     content: TransferResult
-    """The files in it."""
+    """The number and the size of the files in it."""
 
 
 def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: Path, retries: Retries) -> Archive:

@@ -184,7 +184,7 @@ class _Download:
         """The bytes of this download that the counter includes."""
 
     def is_complete(self) -> bool:
-        """Return whether an earlier download has completed the file."""
+        """Return whether the file is known to have the object's content already."""
         if not self._path.is_file() or self._path.is_symlink():
             return False
         if self._sha256:
