@@ -96,7 +96,7 @@ class FakeBackend:
         """Whether leases of attempts that do not start in time expire."""
 
         self.venvs: dict[str, bool | str] = {}
-        """By node: whether it has every Python environment, or the error of its builds. Builds on other nodes succeed."""
+        """By node: whether it has every Python environment, or the error of its builds. Without an error, builds succeed."""
         self.builds: list[AttemptKey] = []
         """The requested builds of Python environments."""
         self.canceled_builds: list[AttemptKey] = []
@@ -276,7 +276,7 @@ class FakeBackend:
         *,
         for_nodes: bool = False,
     ) -> None:
-        """Report the output as collected, unless its behavior or ``holds_outputs`` prevents that.
+        """Report the output as collected, unless the node is unreachable, or the behavior or ``holds_outputs`` prevents that.
 
         The contents of a directory (``place``) change with the clock.
         """

@@ -78,7 +78,7 @@ class Network:
         """Add a host with a running sshd; ``options`` are options of ``Sshd``.
 
         With ``hostname``, the host has its own name, which resolves to 127.0.1.1 on the host, as in a Debian installation. A
-        host that is ``behind`` another one shares a network only with that one.
+        host that is ``behind`` another one shares a network only with that one and with other hosts behind it.
         """
         number = next(self._numbers)
         host = NetnsHost(self, f"{self._id}{number:02}", f"{self._subnet}.{number}", directory, options, hostname)
@@ -132,7 +132,7 @@ class NetnsHost:
         self._sshd.start()
 
     def inner_bridge(self, address: str) -> str:
-        """Return the bridge of the network behind this host, in which it has ``address``. The first call creates it."""
+        """Return the bridge of the network behind this host. The first call creates it; this host gets ``address`` there."""
         if not self._has_inner:
             self._has_inner = True
             _ip("-n", self.namespace, "link", "add", "inner", "type", "bridge")
@@ -166,7 +166,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def heal(self) -> None:
-        """Let packets through again."""
+        """Undo ``cut``, but not ``lose``."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def lose(self, percent: float) -> None:

@@ -226,7 +226,7 @@ class KubernetesCluster:
         return [int(word) for word in self._users.read_text().split()] if self._users.exists() else []
 
     def _up(self, script: Path) -> None:
-        # All processes of the cluster inherit this lock, which is therefore held until they have ended.
+        # The processes that the script starts inherit this lock, which is therefore held until they have ended.
         lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _await_other_cluster(script, lock)

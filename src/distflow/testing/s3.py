@@ -73,7 +73,7 @@ class S3Server:
         return folder
 
     def start(self) -> None:
-        """Run the server, and wait until it answers."""
+        """Run the server, and wait until it accepts connections."""
         rclone = _rclone()
         if rclone is None:
             raise FileNotFoundError(missing_rclone())

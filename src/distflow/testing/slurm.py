@@ -193,7 +193,7 @@ class Slurm:
         self.run("scontrol", "create", *partition)
 
     def start_controller(self) -> None:
-        """Start ``slurmctld``, which continues from its saved state, and wait until it answers."""
+        """Start ``slurmctld``, which continues from its saved state, and wait until it listens."""
         self._start("slurmctld", "slurmctld")
         # Probe the port instead of running a command, which would retry only after a second.
         wait_until(self._listens, 20.0, f"slurmctld listens; its log: {self.folder}/log")
@@ -223,7 +223,7 @@ class Slurm:
         )  # fmt: skip
 
     def processes(self, node: str = "") -> list[int]:
-        """Return the process ids of its jobs and of the daemons of their steps, on one node or on all."""
+        """Return the process ids of jobs and their step daemons on a node; by default on all nodes, and of Slurm commands."""
         spools = [str(self._spool / name) for name in ([node] if node else self.nodes)]
         marks = [f"SLURM_CONF={self.config}"] + ([f"SLURMD_NODENAME={node}"] if node else [])
         daemons = {daemon.pid for daemon in self._daemons.values()}

@@ -45,8 +45,8 @@ def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment
 def free_port(address: str = "127.0.0.1") -> int:
     """Return a port that is free at ``address`` now. An empty address means all addresses.
 
-    The port is below the range from which Linux takes the ports of outgoing connections, so no connection takes it before the
-    caller listens on it.
+    The port is below the range from which Linux by default takes the ports of outgoing connections, so no connection takes the
+    port before the caller listens on it.
     """
     while True:
         port = secrets.choice(range(10_000, 32_000))
@@ -180,7 +180,7 @@ class Sshd:
         self.start()
 
     def freeze(self) -> None:
-        """Suspend all of its processes: the kernel still accepts connections, but the server does not respond."""
+        """Suspend sshd, but not the commands of sessions: the kernel still accepts connections, but sshd does not respond."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -237,7 +237,7 @@ class Sshd:
 
 
 def die_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent ends. Call it in a child before it executes a program."""
+    """Make the kernel send SIGTERM to this process when the thread that forked it ends. Call it in a child before ``exec``."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

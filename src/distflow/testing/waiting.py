@@ -18,9 +18,9 @@ _MIN_TIMEOUT_S = 60.0
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until its result is true, and return the result.
 
-    The pause between two calls is four times the duration of the last call, but 0.02 to 1 s. Polling therefore does not slow
-    down the awaited process. Raises ``TimeoutError`` with ``what`` after ``timeout_s``, but not within the first minute: an
-    action of a second may take half a minute while several tests start processes.
+    The pause between two calls is four times the duration of the last call, but 0.02 to 1 s. Polling therefore slows the
+    awaited process down only a little. Raises ``TimeoutError`` with ``what`` after ``timeout_s``, but not within the first
+    minute: an action of a second may take half a minute while several tests start processes.
     """
     timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
