@@ -104,7 +104,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def read_text(paths: Sequence[str]) -> torch.Tensor:
-    """Return the concatenated bytes of text files, including those in folders. Default: the samples themselves."""
+    """Return the concatenated bytes of files, and of the .md, .py and .txt files in folders. Default: this file's folder."""
     files: list[Path] = []
     for path in map(Path, paths or [str(Path(__file__).parent)]):
         files += sorted(one for one in path.rglob("*") if one.suffix in (".md", ".py", ".txt")) if path.is_dir() else [path]
@@ -112,7 +112,7 @@ def read_text(paths: Sequence[str]) -> torch.Tensor:
 
 
 def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Return inputs and targets of one shard (index, count) of a global batch, which is the same for any number of shards."""
+    """Return inputs and targets of one shard (index, count). The global batch is the same for any number of shards."""
     draw = torch.Generator().manual_seed(step)
     begins = torch.randint(len(text) - context - 1, (size,), generator=draw)
     mine = begins.tensor_split(shard[1])[shard[0]]
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (not with pipeline)")
     for name, value in (("layers", 4), ("hidden", 64), ("heads", 4), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)

@@ -3,8 +3,8 @@
 """Train a small network. If a rank is killed at any moment, the next attempt continues and ends with the same weights.
 
 ``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. The checkpoint holds the
-weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines; the last one has a
-digest of the weights.
+weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines; at the end of
+the training, the last one has a digest of the weights.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from torch.utils.data.distributed import DistributedSampler
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that stopped on request."""
 STOP_GRACE_S = 5.0
-"""A rank that was asked to stop but waits for a peer ends itself after this time."""
+"""A rank that is still running this long after a request to stop, such as one that waits for a peer, ends itself."""
 
 
 def main() -> int:
@@ -120,7 +120,7 @@ def spawn_ranks(args: argparse.Namespace) -> int:
         rank, name = args.offset + error.error_index, error.signal_name
         how = f"was killed by {name}" if name else f"exited with code {error.exit_code}"
         sys.stderr.write(f"rank {rank} {how} (pid {error.error_pid})\n")
-        # A peer may have reported its broken connection already. The killed process is the cause: replace that report.
+        # A peer may have reported its broken connection already. This process is the cause: replace that report.
         write_error_file(rank, f"rank {rank} {how}", pid=error.error_pid, signal_name=name, replace=True, at=ended_at)
         return 1
     except ProcessRaisedException as error:
@@ -162,10 +162,10 @@ def run_rank(local_rank: int, args: argparse.Namespace) -> None:
 
 
 def listen_for_stop() -> threading.Event:
-    """Return an event that SIGTERM, Ctrl-C or the end of the parent sets, and that the training loop checks.
+    """Return an event that the training loop checks. SIGTERM, Ctrl-C and the end of a parent that used ``spawn`` set it.
 
     Python runs signal handlers only in the main thread, which may wait in C++ for a peer that never answers. The signal also
-    writes to a wake-up pipe at once. A separate thread reads the pipe, and ends the process if the training loop does not.
+    writes to a wake-up pipe at once. A separate thread reads the pipe, and ends the process if that runs for too long.
     """
     stop = threading.Event()
     reader, writer = os.pipe()
@@ -221,7 +221,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
             optimizer.step()
             step += 1
             # One small all-reduce carries the losses and the stop requests of all ranks. All ranks therefore stop after the
-            # same step, and no rank waits for another one.
+            # same step, and no rank waits for one that has stopped.
             totals = torch.tensor([loss.item() * len(labels), len(labels), stop.is_set()], device=device)
             dist.all_reduce(totals)
             if totals[2] > 0:
@@ -340,7 +340,7 @@ def to_dataset(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Te
 
 
 def emit(**record: object) -> None:
-    """Print one JSON line with a single write, so that lines of several processes never mix."""
+    """Print one JSON line with a single write, so that lines of several processes do not mix."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 

@@ -67,7 +67,7 @@ class Config:
 
 
 class Distributed:
-    """The gang of this task. The file is read once, at the first call."""
+    """The gang of this task. The file is read at the first call, and again after ``flush_state``."""
 
     def __init__(self) -> None:
         self._config: Config | None = None

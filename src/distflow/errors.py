@@ -208,7 +208,7 @@ class StoreBroken(StateError):
 class WorkflowEnded(DistflowError):
     """The workflow ended and did not complete, or a rank of a function did not return a usable value.
 
-    Commands that wait for a workflow raise this.
+    Calls that wait for a workflow raise this, and so does port forwarding to a task that has ended.
     """
 
     exit_code = 1

@@ -1,13 +1,13 @@
 """A Ray cluster of a gang: ``python -m distflow.ray_cluster head|worker …``, one on each node.
 
 The head starts Ray, waits until all nodes have joined, and becomes the command, which finds the cluster by ``RAY_ADDRESS``. A
-worker starts Ray, and starts it again if it ends before the time is over; later, it ends with Ray. Neither of them calls
+worker starts Ray, and starts Ray again if Ray ends before ``--timeout`` is over; later, it ends with Ray. Neither of them calls
 ``ray stop``, which would end every Ray of the machine: distflow ends the tasks of a gang with all their processes.
 
 ``ray symmetric-run`` (Ray 2.60) cannot replace this program: it ends with ``ray stop``, it refuses a node on which another Ray
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
 
-Exit codes: the command's; that of ``ray start`` if the head does not start or a worker's Ray ends (1 instead of 0); 1 if not
+Exit codes: the command's; that of ``ray start`` if the head does not start or a worker ends with Ray (1 instead of 0); 1 if not
 all nodes joined in time; 2 for wrong arguments; 127 if Ray or the command does not exist.
 """
 

@@ -1,7 +1,7 @@
 """Quote text for a shell, and mask secrets.
 
-``str`` and ``repr`` of a ``Secret`` return a mask. Code that needs the value calls ``reveal()``, so a search for that name
-finds every use of a secret.
+``str`` and ``repr`` of a ``Secret`` hide its text. Code in other modules gets the text by ``reveal()`` or ``revealed()``, so a
+search for ``reveal`` finds it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Secret:
         return self._value
 
     def __repr__(self) -> str:
-        """Return the mask."""
+        """Return an expression with the mask in place of the text."""
         return f"Secret({MASK!r})"
 
     def __str__(self) -> str:

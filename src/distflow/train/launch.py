@@ -1,8 +1,8 @@
 """Start the ranks of one machine: ``python -m distflow.train.launch --offset 8 --size 8 --world_size 16 train.py …``.
 
 Every machine of a world runs this, with its own offset. Under distflow the flags can be left out: a task's variables say
-the same. The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it). It is 143
-after a request to stop (130 after Ctrl-C, 129 after SIGHUP), 2 if the command line is wrong, and 0 if all ranks exited with 0.
+the same. The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it). If none
+failed, it is 0 if all ranks exited with 0, else 143 (stopped; 130 after Ctrl-C, 129 after SIGHUP). Wrong command line: 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan that ``world.parallelize(model, …)`` returns: a model, its share of the data, its training steps and its state."""
+"""The plan that ``world.parallelize(model, …)`` returns: a model, this rank's share of the data, training steps and state."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ParallelPlan:
         """Return the sizes of one step in samples; without arguments, those of the strategy. Not collective.
 
         ``per_rank`` of the result is the size of the batches for ``forward_backward``, which divides them itself. Raises
-        ``ValueError`` if the sizes do not fit each other or the number of shares.
+        ``ValueError`` if the sizes do not fit each other or the number of shares, or if the strategy has none.
         """
         if global_batch_size is None and per_rank_batch_size is None:
             global_batch_size = self.strategy.batch_size
@@ -123,9 +123,9 @@ class ParallelPlan:
         ``inputs`` is a tensor of shape (samples, …), a mapping of such tensors (the model is called with the keys as names, as
         models of Hugging Face are), or a tuple (one argument each). ``targets`` is of the same kinds, or ``None``; a pipeline
         takes one tensor. All tensors are on this rank's device, and are divided along their first dimension into
-        ``micro_batches``, by default the strategy's ``gradient_accumulation_steps``. Gradients are reduced over the ranks once,
-        in the last pass. ``loss(outputs, targets)`` returns a mean over samples, a scalar with a gradient. A pipeline uses its
-        own number of micro-batches and the loss that it was created with.
+        ``micro_batches``, by default the strategy's ``gradient_accumulation_steps``. Gradients are reduced over the ranks
+        in the last pass, except by ``local_sgd``. ``loss(outputs, targets)`` returns a mean over samples, with a gradient. A
+        pipeline uses its own number of micro-batches and the loss that it was created with.
 
         The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; all stages of
         a pipeline get it. Except for a pipeline, raises ``ValueError`` for fewer samples than micro-batches.
@@ -195,7 +195,7 @@ class ParallelPlan:
             raise TypeError("with context parallelism, call plan.forward_backward or plan.evaluate, which divide the sequences")
 
     def accumulate(self, every: int | None = None) -> AbstractContextManager[bool]:
-        """Run one forward and backward pass; only every ``every``-th pass reduces the gradients over the ranks.
+        """Return a context for one forward and backward pass; each ``every``-th pass reduces the gradients over the ranks.
 
         Collective (DDP: only in the pass that reduces). Yields true in that pass; then step the optimizer and zero gradients.
         ``every`` is by default the strategy's ``gradient_accumulation_steps``. Divide the loss by it::
@@ -227,7 +227,7 @@ class ParallelPlan:
         """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
 
         ``every`` is by default the strategy's ``sync_gradients_every``. With 1, or on one rank, the given optimizer is
-        returned. After ``warmup_steps`` ordinary steps, no gradient is sent between two averages. Steps of the result are
+        returned. After ``warmup_steps`` ordinary steps, gradients are no longer sent. Steps of the result are
         collective. Raises ``TypeError`` for a model that is not in DDP, and ``ValueError`` for ``every`` below 1.
         """
         return local_sgd(self.model, optimizer, every=self._apart if every is None else every, warmup_steps=warmup_steps)

@@ -1,6 +1,6 @@
 """Decisions that all ranks make together: to skip a step, and to stop.
 
-If only one rank skipped a step or left the loop, the others would wait forever in a reduction. Therefore all ranks vote on lack
+If only one rank skipped a step or left the loop, the others would wait for it in a reduction. Therefore all ranks vote on lack
 of memory, gradients that are not finite, and requests to stop. Other errors are raised at once and end the world.
 """
 
@@ -47,8 +47,8 @@ class MemoryGuard:
                 continue
             loss.backward()
 
-    All ranks must enter the block in every step, and vote when they leave it. A model in ``DistributedDataParallel`` also votes
-    before each call in the block, because DDP may begin with collectives. So the block may also move the batch to the GPU.
+    All ranks must enter the block in every step. They vote when they leave it, and before each call of a model in
+    ``DistributedDataParallel``, which may begin with collectives. So the block may also move the batch to the GPU.
 
     A rank that runs out of memory while others wait in a collective (the backward pass, or the forward pass of a sharded model)
     gets no votes. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
@@ -71,7 +71,7 @@ class MemoryGuard:
         self._models: list[nn.Module] = []
         """The models in DDP whose calls begin with a vote; in the first step, the models called so far."""
         self._all_calls: RemovableHandle | None = None
-        """The hook on calls of all modules, until all ranks have completed a step and therefore found the same models."""
+        """The hook on calls of all modules, in each step until one with a model in DDP is complete on all ranks."""
 
     def __enter__(self) -> MemoryGuard:
         """Begin a step."""

@@ -42,7 +42,7 @@ _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "2000", "
 
 
 class WorldError(RuntimeError):
-    """The world could not be joined. The message names the ranks that caused this, as far as they are known."""
+    """The world could not be joined, or has not been joined yet. The message names the ranks that are to blame, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +71,14 @@ class World:
         The default is the strategy of the last plan, else of the spec (``DISTFLOW_STRATEGY``), else ``"ddp"``.
 
         Except under ``none``, ranks start from rank 0's parameters. The model may be on any device. On the meta device, it is
-        divided first: each rank gets its part of the values that rank 0 draws, so no rank holds the whole model, except
-        under ``ddp`` and ``none``. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model
-        is not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
+        divided first: each rank gets its part of the values that rank 0 draws. No rank holds the whole model then, unless the
+        strategy replicates it. A pipeline needs ``loss(outputs, targets)``, which returns a mean over samples. If the model is
+        not an ``nn.Sequential``, a pipeline also needs ``example``, the inputs of one micro-batch.
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
 
-        Raises ``ValueError`` if the model, the strategy, its options and the number of ranks do not fit together.
+        Raises ``ValueError`` if model, strategy, options, files and ranks do not fit; ``FileNotFoundError`` without files.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 
@@ -100,8 +100,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
 
     ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` with CUDA, else ``gloo``. ``timeout`` (seconds) limits each collective. It
     defaults to ``timeout_s`` of the spec's strategy, or else to torch's default. ``start_timeout`` (seconds) limits the wait
-    for the other ranks. Without torch's variables, the world has one rank. A process that ends without an
-    exception leaves the world at exit.
+    for the other ranks. Without torch's variables, the world has one rank. At exit, a process leaves the world, but not
+    after an exception.
 
     SIGUSR1 then prints the stack of every thread, to standard error or, in a task of distflow, to a file. The command
     ``distflow workflow stacks`` reads it and the rank's collective. With ``DISTFLOW_DEBUG=1``, torch compares the collectives.
@@ -158,7 +158,7 @@ def world() -> World:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the gloo group for votes, or ``None`` before ``init``. Do not keep a reference to it (see ``_leave``)."""
+    """Return the gloo group for votes; ``None`` outside of a world. Do not keep a reference to it (see ``_leave``)."""
     return _control
 
 
@@ -272,7 +272,7 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
         why = str(error).splitlines()[0]
         raise WorldError(
             f"rank {place.rank} lost the store at {address}:{port} before all ranks had joined: {why}; see the "
-            "output of rank 0, which runs the store"
+            "output of the process that runs the store: rank 0, or torchrun"
         ) from error
 
 
