@@ -365,6 +365,13 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
     assert [(record["size"], record["stop"]) for record in run.records] == [(2, False)] * 2
 
 
+@pytest.mark.parametrize("environment", [{}, {"RANK": ""}])
+def test_a_process_without_a_rank_meets_nobody(environment: dict[str, str]) -> None:
+    place = _place(environment, "gloo")
+    assert place.size == 1
+    assert isinstance(_meet(environment, place, timedelta(seconds=1)), HashStore)
+
+
 def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     place = _place({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "gloo")
     meeting = HashStore()

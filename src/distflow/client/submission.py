@@ -240,7 +240,9 @@ def with_environment(checked: CheckedSpec, given: Mapping[str, str]) -> CheckedS
 def check_planned(planned: PlannedWorkflow, *, on_progress: Callable[[str], None] = lambda _: None) -> PoolCheck:
     """Check the nodes of a planned workflow as ``check_pool`` does, and torch on nodes that run torchrun without an image."""
     launches = [launch for group in planned.plan.groups for launch in group.launches]
-    with_torch = {planned.placement[one.task] for one in launches if runs_torchrun(one.argv) and one.image is None}
+    # An engine chooses the nodes of its pools later, so they are not in the placement.
+    placed = [one for one in launches if one.task in planned.placement]
+    with_torch = {planned.placement[one.task] for one in placed if runs_torchrun(one.argv) and one.image is None}
     names, venv = set(planned.placement.values()), next((group.venv for group in planned.plan.groups), None)
     return check_pool_nodes(planned.pool, names, torch_nodes=with_torch, venv=venv, on_progress=on_progress)
 
@@ -512,6 +514,7 @@ def plan_restart(
     notify = own_targets(client, configuration)
     raise_errors(target_problems(client, notify, is_quick=True))
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
+    require_supported(chosen)
     planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets, on_pack)
     notify = (*notify, *previous.checked.spec.notify)
     planned = replace(planned, labels=record.labels, priority=record.priority, notify=notify)

@@ -247,7 +247,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
     """Return the store, after all ranks have registered there."""
-    if "RANK" not in environment:
+    if not environment.get("RANK"):
         return HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
     address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", 0)

@@ -120,6 +120,13 @@ def test_time_limits_of_slurm(folder: Path, written: str, expected: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("written", "expected"), [("gpu:0", 0), ("gpu", 1), ("gpu:a100", 1), ("gpu:a100:4", 4), ("lustre", None)]
+)
+def test_gpus_of_gres(folder: Path, written: str, expected: int | None) -> None:
+    assert draft_sbatch(f"#SBATCH --gres={written}\npython train.py\n", folder=folder).gpus == expected
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("#SBATCH -N 2\necho hello\n", "does not start a training"),

@@ -235,7 +235,7 @@ def _gpus(options: Mapping[str, str], nodes: int) -> int | None:
     """Return the number of GPUs of each node, or ``None`` if no option requests GPUs."""
     for entry in options.get("gres", "").split(","):
         if entry.split(":")[0] == "gpu":
-            return _number(entry.rpartition(":")[2]) or 1
+            return 1 if (count := _number(entry.rpartition(":")[2])) is None else count
     counts = {name: _number(options.get(name, "").rpartition(":")[2]) for name in ("gpus-per-node", "gpus-per-task", "gpus")}
     if counts["gpus-per-task"] is not None:
         return counts["gpus-per-task"] * _ranks_per_node(options, nodes)

@@ -84,8 +84,8 @@ def serve(root: str, umask: int) -> None:
         session.run()
     except _TaskEnded:
         session.why = "the task has ended, so the command was killed"
-    except OSError:
-        pass  # the connection ended
+    except (OSError, TypeError, ValueError):
+        pass  # the connection ended, or sent an invalid size of the terminal
     session.end()
 
 
