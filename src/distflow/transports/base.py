@@ -71,7 +71,7 @@ class Channel(Protocol):
     2. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises;
        ``stderr_tail`` explains an early end.
     3. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` or ``write`` that blocks in another
-       thread. It closes the command's standard input, and does not stop remote processes.
+       thread. It closes the command's standard input, and does not stop the command.
     4. Standard error is always drained; ``stderr_tail`` returns its last kilobytes. Once ``read`` has returned ``b""`` because
        the command ended, standard error is complete and ``exit_code`` is known, unless another process holds standard error.
     """
@@ -123,8 +123,8 @@ class Transport(Protocol):
     Contract, held by tests/contract/test_transport.py for every implementation:
 
     1. ``run`` returns a ``Completed`` for every exit code, also when the program does not exist.
-    2. ``run`` raises ``TransportError`` or a subclass, which names the node. After ``timeout_s`` it stops the command as far as
-       it can and raises ``NodeUnreachable``.
+    2. If the transport fails, ``run`` raises ``TransportError`` or a subclass, which names the node. After ``timeout_s`` it
+       stops the command as far as it can and raises ``NodeUnreachable``.
     3. ``run`` drains stdout and stderr while it writes ``input``, so megabytes in one of them never block the others.
     4. ``argv`` arrives unchanged: no shell on either side changes a byte of it.
     5. ``open`` starts a command in its own session. Neither the end of this process nor ``close`` stops it.
@@ -169,7 +169,7 @@ def tail_with_reason(tail: str, why: str) -> str:
 
 
 class BorrowedTransport:
-    """A transport that belongs to another object, which alone closes it and hangs up (contract: ``Transport``)."""
+    """A transport that another object owns; only the owner closes it or hangs up (contract: ``Transport``)."""
 
     reached_address: str | None = None
     named_addresses: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class Outcome(Generic[T]):
 
 
 def fan_out(transports: Sequence[Transport], action: Callable[[Transport], T], *, limit: int = 64) -> tuple[Outcome[T], ...]:
-    """Call ``action`` for every transport, at most ``limit`` at a time, and return the outcomes in their order.
+    """Call ``action`` for every transport, at most ``limit`` at a time, and return the outcomes in the order of ``transports``.
 
     A ``DistflowError`` becomes an outcome. Any other exception is a bug, and is raised after all actions have ended. A keyboard
     interrupt does not wait for the actions.

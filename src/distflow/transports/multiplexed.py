@@ -200,7 +200,7 @@ class MultiplexedChannel:
         raise NodeUnreachable(self._connection.node, f"no connection to its port {port} within {deadline.seconds:g} s")
 
     def take(self, kind: int, content: bytes) -> None:
-        """Handle a message. The lock is held. Raises ``ValueError`` if it is invalid."""
+        """Handle a message. The lock is held. Raises ``ValueError`` or ``struct.error`` if the message is invalid."""
         if kind == hub.OUTPUT:
             self._allowed -= len(content)
             if self._output_ended or self._allowed < 0:
@@ -342,7 +342,7 @@ class _HubConnection:
         self._end(NodeUnreachable(self.node, "the connection was closed"))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything has been sent."""
+        """Wait up to ``timeout_s`` until all frames have been sent, or the connection ends."""
         with self.lock:
             self._queue_changed.wait_for(
                 lambda: self._has_ended.is_set() or not (self._outgoing or self._is_writing), timeout_s

@@ -60,7 +60,7 @@ class _Agent(AgentSSH):
         super().__init__()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # An agent may require a confirmation by its user, so allow the whole connect timeout.
+            # An agent may require a confirmation by its user, so allow the rest of the connect timeout.
             connection.settimeout(timeout_s)
             connection.connect(path)
             self._connect(connection)  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def _try_all(
         except paramiko.AuthenticationException:
             tried.append(identity.label)
         except (paramiko.SSHException, OSError, struct.error) as error:
-            # The agent refuses to sign, or there is no common algorithm: try the next key.
+            # The agent refuses to sign, or there is no common algorithm: try the next key. The connection may also have broken.
             keyring.notes.append(f"{identity.label} cannot be used: {error}")
             has_broken = not transport.is_active()
         if deadline.has_passed:

@@ -77,7 +77,7 @@ class SshDestination:
     host_key_policy: HostKeyPolicy | None = None
     """``None``: the value of ``StrictHostKeyChecking`` (``no`` counts as ``accept-new``), else ``strict``."""
     connect_timeout_s: float | None = None
-    """From the first packet to the end of authentication, jump hosts included; ``None``: ``ConnectTimeout``, else 10."""
+    """For connecting and logging in, name lookup and jump hosts included; ``None``: ``ConnectTimeout``, else 10."""
     keepalive_s: float | None = None
     """Seconds of silence after which a packet is sent; ``None``: ``ServerAliveInterval``, else 15."""
     config_file: str | None = None

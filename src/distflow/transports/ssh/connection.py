@@ -131,7 +131,7 @@ class SshConnection:
             return channel
 
     def dial(self, port: int, deadline: Deadline) -> paramiko.Channel:
-        """Let sshd connect to a port of its machine."""
+        """Let sshd connect to a port of its machine's 127.0.0.1."""
         transport = self._transport
         if transport is None or self._is_closed:
             raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
@@ -187,7 +187,10 @@ class SshConnection:
 
     @contextlib.contextmanager
     def _close_at(self, deadline: Deadline, late: str, grace_s: float = 0.0) -> Iterator[None]:
-        """Close the connection if the block still runs ``grace_s`` after ``deadline``, and raise the message ``late``."""
+        """Close the connection if the block still runs ``grace_s`` after ``deadline``.
+
+        A ``NodeUnreachable`` after the deadline gets the message ``late``.
+        """
         timer = threading.Timer(deadline.left() + grace_s, self.close)
         timer.daemon = True
         timer.start()

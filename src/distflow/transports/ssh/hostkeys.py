@@ -84,7 +84,7 @@ class HostKeyCheck:
 
     kind: Literal["known", "unknown", "changed", "revoked"]
     entries: tuple[KnownKey, ...] = ()
-    """The lines with other keys of the host (``changed``), or with the revoked key (``revoked``)."""
+    """The lines with other keys of the host (``changed``), or with the revoked key, certificate or authority (``revoked``)."""
     note: str = ""
     """Why the host's certificate was not accepted."""
 

@@ -59,7 +59,8 @@ def unknown_names(destinations: Sequence[SshDestination]) -> list[str | None]:
     """Return for each destination its host name if no name service knows this name, else ``None``.
 
     A destination behind a jump host or a ``ProxyCommand`` is ``None``, because the jump host or proxy resolves its name. A
-    name whose lookup failed for another reason, or did not end within 2 s, is ``None`` too.
+    destination is also ``None`` if its configuration is invalid, or if the lookup of its name failed for another reason. All
+    lookups together have 2 s, and a destination whose lookup has not ended by then is ``None`` too.
     """
     deadline = Deadline(_LOOK_UP_S)
     found: list[str | None] = [None] * len(destinations)

@@ -82,7 +82,10 @@ _TAIL = 16384
 _DRAINED_S = 2.0
 _CLOSE_S = 1.0
 _LATE_S = 2.0
-"""Time limit for each step of stopping a late command: finding its process, starting ``kill``, waiting for ``kill``."""
+"""Time limit for each step of stopping a late command: finding its process, starting ``kill``, waiting for ``kill``.
+
+Also the extra time for the start of a command, and the shortest time limit for its exit status after the end of its output.
+"""
 _STOPPED_S = 3 * _LATE_S
 # All other characters are literal between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
@@ -242,7 +245,7 @@ def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, dea
 
 
 def remote_command(argv: Sequence[str], mark: str = "") -> str:
-    """Return one line with which any login shell runs exactly ``argv``.
+    """Return one line with which a POSIX shell, fish or csh runs exactly ``argv``.
 
     With a ``mark``, the mark and the command's process id are first written to standard error.
 
@@ -258,7 +261,10 @@ def remote_command(argv: Sequence[str], mark: str = "") -> str:
 
 
 def _kill(connection: SshConnection, pid: str) -> None:
-    """Kill a process group on the node. sshd sends no signals for root, nor under a forced command."""
+    """Kill a process on the node, with its group if it leads one.
+
+    sshd does not forward signals to root's commands or forced commands.
+    """
     script = "kill -s KILL -- -$1 2>/dev/null || kill -s KILL $1"
     channel = connection.execute(remote_command(["sh", "-c", script, "sh", pid]), Deadline(_LATE_S))
     channel.status_event.wait(_LATE_S)
