@@ -11,7 +11,7 @@ __all__ = ["event_text", "hang_text", "next_attempt_text"]
 
 
 def event_text(details: of.EventDetails, *, group: str | None, task: str | None) -> str:
-    """Return the sentence of an event. It begins with the task or group, if the event has one."""
+    """Return the sentence of an event. It begins with the task or group, if the event has one, except for a ``Message``."""
     text = _text(details)
     subject = task or group
     return f"{subject}: {text}" if subject is not None and not isinstance(details, of.Message) else text

@@ -189,7 +189,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
 
 
 class UnreachableNodes(Struct, frozen=True, kw_only=True):
-    """The nodes that a waiting group cannot start without: the other nodes have too little room for it, even when idle."""
+    """For groups that do not fit on the other nodes, even when these are idle: the unreachable nodes."""
 
     errors: Mapping[str, str]
     """Why each node cannot be reached, by its name."""
@@ -236,7 +236,7 @@ class TaskRecord(Struct, frozen=True, kw_only=True):
     hidden_failure: HiddenFailure | None = None
     """The failure that was found in its output."""
     log_complete: bool = False
-    """Whether all of its output is mirrored here, or the rest is known to be lost."""
+    """Whether all of its output is mirrored here, or the rest is known to be lost or no longer awaited."""
     orphan: OrphanState | None = field(default=None, name="stray")
     """Set for an orphan attempt: it was given up because its node was unreachable for too long, and it may still run."""
     grace_s: float | None = None
@@ -353,7 +353,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     building_at: float | None = None
     """When those builds began."""
     announced: tuple[str, ...] = ()
-    """The reasons for waiting in the queue that events have reported."""
+    """The last reasons for waiting in the queue that events have reported."""
     announced_for: tuple[int, float | None] = (0, None)
     """The attempt and ``scheduling_at`` that ``announced`` belongs to."""
     left_out: tuple[str, ...] = ()
@@ -501,7 +501,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
     @property
     def code(self) -> str | None:
-        """The code for programs; ``None`` for a message that is only for people."""
+        """The code for programs; ``None`` for a message that is only for people, and for some events of other versions."""
         return self.details.code
 
     @property

@@ -96,9 +96,9 @@ def read_samples(source: LogSource) -> Samples | None:
 
 
 def last_samples(source: LogSource, most: int | None = None) -> Samples | None:
-    """Return at least the samples of the last minutes of an attempt, but at most ``most``; ``None`` if there are none.
+    """Return the last samples of an attempt, at most ``most``; ``None`` if there are none.
 
-    Reads only the end of a large file, if that has samples, otherwise the whole file.
+    Reads only the last 96 KiB of a larger file, if these have samples, otherwise the whole file.
     """
     try:
         size = (source.folder / log_files.SAMPLES).stat().st_size

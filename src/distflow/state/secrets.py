@@ -88,7 +88,10 @@ def _key(folder: Path) -> bytes:
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
-    """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed."""
+    """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed.
+
+    Old temporary files of ``write_private`` are removed, too.
+    """
     # List the files first, so that they do not include files of workflows that are submitted in the meantime.
     files = [*folder.glob("*.json"), *folder.glob(".new-*")]
     unfinished, known = store.uuids(are_unfinished=True), store.uuids()

@@ -112,7 +112,8 @@ class Store:
     2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions. Only
        ``keep_number`` may leave gaps.
     3. ``save`` writes records and their events together.
-    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid.
+    4. It raises only ``StateError`` and ``NotFound``, and ``InputError`` if a search is not valid. Methods that read documents
+       of a workflow by its uuid need a uuid that is in the store, and ``document`` needs one of its kinds.
     5. If the file cannot be written, all methods that read work, and all that write raise ``StateError``.
     """
 

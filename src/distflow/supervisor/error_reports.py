@@ -34,7 +34,7 @@ _LAST = 8
 _NEAR = 20
 """The maximum number of lines after a fatal traceback: libraries print warnings while the interpreter exits."""
 _SIGNAL_EXIT_CODES = (-9, -15, 137, 143)
-"""Exit codes of processes that a signal ended, not an exception."""
+"""Exit codes of processes that SIGKILL or SIGTERM ended, not an exception."""
 _PYTHON_EXIT_CODES = (1, -6, -11)
 """Exit codes of Python after an exception; threads of gloo and NCCL may abort the process while it exits."""
 

@@ -187,7 +187,7 @@ def _oom_message(pid: int, kernel: Sequence[str]) -> str:
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
-    """Return the cause of a group's failure, or ``None`` if no task failed by itself.
+    """Return the cause of a group's failure, or ``None`` if no task failed, except because a peer failed.
 
     ``lines`` are the last lines of each task's output. The cause is the earliest of the tasks that failed by themselves. Tasks
     that only report the loss of a peer come after the others, and tasks whose node was lost come last. If the nodes' clocks are
@@ -278,7 +278,10 @@ def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskReco
 
 
 def missing_ranks(group: GroupRecord) -> MissingRanks | None:
-    """Return the first task whose ranks failed unnoticed, and the tasks with ranks that still run; ``None`` without one."""
+    """Return the first task whose ranks failed unnoticed, and the tasks with ranks that still run.
+
+    Return ``None`` unless both exist.
+    """
     found = _first_hidden(group)
     waiting = tuple(task for task in group.tasks if task.ranks and not task.state.is_final)
     if found is None or found.hidden_failure is None or not waiting:

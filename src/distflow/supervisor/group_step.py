@@ -162,7 +162,7 @@ class GroupStep:
                 # The next lease may choose another node.
                 self.group = without_build(self.group, build.node, self.now)
 
-    # INITIALIZING: prepare everywhere, then start everywhere.
+    # INITIALIZING: prepare the tasks and start them, together if the plan says so.
 
     def _initializing(self) -> None:
         relayed = self._relay()
@@ -276,7 +276,7 @@ class GroupStep:
     def _check_missing_ranks(self) -> bool:
         """Report ranks that failed unnoticed and that others wait for. Stop the group if they can no longer join.
 
-        Return whether the group was stopped.
+        The spec may forbid the stop. Return whether the group was stopped.
         """
         before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
         found = missing_ranks(self.group)

@@ -154,7 +154,7 @@ class Supervisor:
         self._unneeded: set[str] = set()
         """Archives (SHA-256) that are removed unless another workflow needs them."""
         self._released: set[str] = set()
-        """Workflows that have ended and whose data was removed. They stay loaded only because of orphan attempts."""
+        """Workflows that have ended and whose data was removed. Those that are still loaded have orphan attempts."""
         self.skipped: Collection[str] = ()
         """Workflows (uuids) that this supervisor does not change, because it cannot read their record or open their backend."""
         self._now = now
@@ -294,7 +294,10 @@ class Supervisor:
     # Loading new work.
 
     def _load(self) -> None:
-        """Load new workflows and cancel requests from the store. Records of known workflows are newer here than there."""
+        """Load new workflows and cancel requests from the store.
+
+        Of known workflows, only the cancel request is used, because their records are newer here than there.
+        """
         skipped = {uuid: _UNREADABLE.format(uuid) for uuid in self._store.uuids(are_unfinished=True)}
         for record in self._store.unfinished():
             skipped.pop(record.uuid, None)

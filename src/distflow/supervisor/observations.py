@@ -428,7 +428,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
-        # No command has run, so none has failed: the gang releases its leases and queues again.
+        # Unless other tasks have started, no command has run or failed. The gang then releases its leases and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
     if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)

@@ -99,7 +99,7 @@ def stop_outdated_supervisor(directory: StateDirectory) -> str | None:
     deadline, old, killed = time.monotonic() + _END_TIMEOUT_S, None, 0
     while True:
         pid, version = _read_lock(directory)
-        # Without a process id, the lock file was removed, and nothing is known about the supervisor.
+        # Without a process id, the lock file is gone or empty, and nothing is known about the supervisor.
         if not pid or not _is_outdated(version) or not is_running(directory):
             return old
         # A supervisor that has just taken the lock may not have written its own process id yet.

@@ -45,7 +45,7 @@ class Leases:
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why groups wait, by workflow (uuid) and group."""
     unreachable: dict[tuple[str, str], UnreachableNodes] = field(default_factory=dict)
-    """The unreachable nodes that a waiting group cannot start without, by workflow (uuid) and group."""
+    """For groups that do not fit on the other nodes: the unreachable nodes, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why a group can never get its nodes, by workflow (uuid) and group."""
     wake_at: float | None = None

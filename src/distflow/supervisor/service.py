@@ -151,7 +151,7 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collect
     sweep_secrets(directory.secrets, store, steady.now())
     send_notices = SenderStarter(directory, _log)
     if store.has_notices():
-        send_notices()  # an earlier process was killed before it sent all of them
+        send_notices()  # an earlier process may have been killed before it sent all of them
     supervisor = Supervisor(
         store, mirror, directory.secrets, directory.blobs, steady.now, open_one, open_transfers, _log, send_notices
     )

@@ -1,4 +1,4 @@
-"""Events of a group around its first cause, each with its reason, in the order of one clock. Pure."""
+"""The events of a group's attempt, in the order of the supervisor's clock. Pure."""
 
 from __future__ import annotations
 

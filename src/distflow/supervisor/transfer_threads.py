@@ -1,7 +1,7 @@
 """Execute the commands of ``transfers``, which copy data between URLs, the blob store and nodes, in one thread each.
 
 Progress and outcomes are reported as observations. A transfer may be repeated at any time, by this supervisor or the next one:
-it then resumes from the data that is already transferred.
+it then skips data that is already transferred, where possible.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransferRunner(Protocol):
         ...
 
     def cancel(self, command: TransferData) -> None:
-        """Abandon one transfer; nothing more is reported about it."""
+        """Abandon one transfer. Progress may still be reported, but its outcome is not."""
         ...
 
     def identity(self, url: str) -> Identity | None:
@@ -97,7 +97,7 @@ class ThreadedTransfers:
         threading.Thread(target=self._run, args=given, name=f"data {transfer.data}", daemon=True).start()
 
     def cancel(self, command: TransferData) -> None:
-        """Abandon one transfer that is not needed now; nothing more is reported about it."""
+        """Abandon one transfer that is not needed now. Progress may still be reported, but its outcome is not."""
         halt = self._halts.pop(command.identity, None)
         if halt is not None:
             halt.set()

@@ -256,7 +256,7 @@ def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workflo
     data = DataRef(DataKind.FETCH, seen.number)
     found = next((one for one in group.transfer_results if one.data == data and one.is_direct), None)
     if found is None or seen.key.attempt != group.attempt or group.state.is_final:
-        return record, []  # another node reported the same before
+        return record, []  # another node reported the same before, or the attempt is over
     left = tuple(one for one in group.transfer_results if one is not found)
     note = TransferResult(
         data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why
@@ -294,7 +294,7 @@ def _nodes_can_transfer(url: str) -> bool:
 
 
 def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Transfer]]:
-    """Return all outputs for URLs, each with its task, including those that are already written."""
+    """Return the outputs for URLs of the tasks in ``writers``, each with its task, including those that are already written."""
     return [
         (task.name, _write(one, record, group, task))
         for task in writers(plan, group)
