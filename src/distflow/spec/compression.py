@@ -1,4 +1,4 @@
-"""Compress and hash an archive on up to 8 cores, while its files are still being read."""
+"""Compress an archive in up to 8 threads, and hash it in another one, while its files are still being read."""
 
 from __future__ import annotations
 

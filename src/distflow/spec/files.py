@@ -1,6 +1,6 @@
 """The ``files`` of tasks: parse the entries, and store the files of this machine that a spec sends.
 
-Files are read once, at submission, and stored by digest, so later edits have no effect. Unchanged directories and large files
+Files are read at submission and stored by digest, so later edits have no effect. Unchanged directories and large files
 are not read again (``spec.unchanged``). A directory becomes one gzipped tar with names in order and without times and owners,
 so equal content has an equal digest. The following parts of a directory are not sent: files that match ``exclude`` or a
 ``.gitignore`` in it, ``.git``, sockets, pipes, devices, logs of distflow's Slurm jobs, and directories of distflow itself (its
@@ -277,8 +277,8 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     """Store the files of the spec, one blob for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
     Inline ``contents`` are stored only if they are base64: the spec contains the others. The key of ``distflow.train`` is
-    ``LIBRARY``. A file that cannot be read, or a link out of the sent directory, is a problem at its line in the spec. Raises
-    ``StateError`` if a blob cannot be written.
+    ``LIBRARY``. A file that cannot be read, and a link that is absolute or leads out of the sent directory, are problems
+    at their line in the spec. Raises ``StateError`` if a blob cannot be written.
     """
     packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -445,7 +445,9 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
 
 
 def _tree(root: str, folder: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the entries of a directory that are sent, with names relative to ``root``. A directory comes before its entries.
+    """Yield the entries of a directory that are not excluded, with names relative to ``root``.
+
+    A directory comes before its entries. Sockets, pipes and devices are also yielded, although they are not sent.
 
     ``folder`` is the relative name of the directory with a slash at its end, or empty. ``rules`` are the patterns of ignored
     files, each with the directory that it applies to, in the same form.
@@ -506,7 +508,7 @@ def _mode(head: bytes, status_mode: int) -> int:
 # -- distflow.train as an archive -------------------------------------------------------------------------------------
 
 LIBRARY = "distflow.train"
-"""The key of the archive among the bundles of a spec. All other keys begin with a path."""
+"""The key of the archive among the bundles of a spec. All other keys begin with an absolute path or a SHA-256."""
 
 _PACKAGE = """\
 \"\"\"Modules for tasks, from the submitting machine. The distflow that is installed here has all others.\"\"\"

@@ -104,7 +104,7 @@ class BoundedEnvironment(SandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063  as Jinja declares it
         """Call a function that templates may call, if its result cannot be too large."""
         __self.check_time()
-        # The sandbox wraps str.format. The wrapped function has the object.
+        # The sandbox wraps str.format. The string is the `__self__` of the wrapped method.
         function = getattr(__obj, "__wrapped__", __obj)
         _check_call(getattr(function, "__self__", None), getattr(function, "__name__", ""), (*args, *kwargs.values()))
         return _small(super().call(__context, __obj, *args, **kwargs))
@@ -173,7 +173,7 @@ def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
 
 def _check_format(pattern: str, values: Iterable[Any]) -> None:
     _require(_WIDE.search(pattern) is None)
-    # A width may come from the values: '%*d' and '{:{w}}'.
+    # The width of '%*d' comes from the values. `_check_call` checks the arguments of '{:{w}}'.
     _require("*" not in pattern or all(abs(value) <= _MAX_ARGUMENT for value in values if isinstance(value, int)))
 
 
@@ -345,7 +345,7 @@ def _remedy(name: str, variables: Mapping[str, Any]) -> str:
 
 
 def _line_of(trace: TracebackType | None) -> int:
-    """Return the line of the template in a traceback, or 0 if it is not known. Jinja rewrites tracebacks to templates."""
+    """Return the line of the template in a traceback, or 0 if it is not known. Jinja puts these lines into tracebacks."""
     line = 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

@@ -60,7 +60,11 @@ class Retry:
     """Seconds before the second attempt. Each later wait is twice as long, up to ``max_backoff_s``."""
     max_backoff_s: float = 300.0
     avoid_after: int = 3
-    """After this number of failures on one node, the group waits for other nodes; 0: never."""
+    """After this number of failures on one node, the group avoids that node; 0: never.
+
+    If no engine allocates the nodes, it avoids the node only if the other nodes could hold the gang when idle, or while first
+    connections to nodes are still being made.
+    """
 
     def wait_s(self, attempt: int) -> float:
         """Return the seconds to wait before an attempt after the first one. Attempts are counted from 0."""
@@ -72,7 +76,7 @@ class TopologyRequest:
     """An entry of ``topology``: tasks of a gang with the same key and group run near each other, such as in one rack."""
 
     key: str
-    """The label of nodes that must have the same value for these tasks."""
+    """The label of nodes that must have the same value for these tasks, if the request is ``required``."""
     group: str = "default"
     required: bool = True
     """``False``: a preference, which is dropped if there is no room."""
@@ -220,7 +224,7 @@ class CheckpointSpec:
     url: str
     """The URL to upload it to; it may contain ``{{workflow_id}}``. Empty if the group shares the directory."""
     every_s: float
-    """Seconds from the end of one upload to the beginning of the next."""
+    """Seconds from the start of the task, or from the end of a copy and its upload (if it has a URL), to the next copy."""
     regex: str = ""
 
     @property

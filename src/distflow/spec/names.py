@@ -45,7 +45,10 @@ class Namespace:
 
 
 def lead_position(group: View, tasks: Sequence[View]) -> int | None:
-    """Return the position of the task that leads a group; ``None``, after a finding, if there is no lead or more than one."""
+    """Return the position of the task that leads a group; ``None`` if there is no lead or more than one.
+
+    A single task always leads. A finding reports a ``None``, either here or in the check against the schema.
+    """
     leads = [position for position, task in enumerate(tasks) if task.flag("lead")]
     if len(tasks) == 1:
         return 0

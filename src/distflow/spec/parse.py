@@ -1,6 +1,7 @@
 """Load a spec: read and render the file, parse the YAML, check it against the schema, and build a ``WorkflowSpec``.
 
-``load_spec`` takes a path, ``load_spec_text`` a text. If the text can be rendered and parsed, both report all findings at once.
+``load_spec`` takes a path, ``load_spec_text`` a text. If the text can be rendered and parsed, both report all of their
+findings at once. Findings of a ``check`` are added if each group has exactly one lead.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def load_spec(
     stdin_text: str | None = None,
     check: Check = _no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
-    """Return the spec in the file at ``path``, and its warnings. Raises ``ProblemsFound`` with all findings.
+    """Return the spec in the file at ``path``, and its warnings. Raises ``ProblemsFound`` with the findings.
 
     If ``stdin_text`` is given, it is the spec. ``path`` is then only its name, such as ``-``, and its files are relative to the
     current directory. ``sets`` and ``set_strings`` are the variables of ``--set`` and ``--set-string``. ``environment_names``
-    are the names that ``--set-env`` sets, without their values. ``check`` adds the findings of a higher layer, so that a user
-    sees all findings at once.
+    are the names that ``--set-env`` sets, without their values. ``check`` adds the findings of a higher layer. It runs only
+    if each group has exactly one lead.
     """
     if stdin_text is not None or path == "-":
         text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown=path)
@@ -98,8 +99,8 @@ def load_spec_text(
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in ``text``, and its warnings, like ``load_spec``.
 
-    ``file`` is its name in findings. Its ``localpath`` entries are relative to ``base_dir``. With ``is_rendered``, the text is
-    not a template.
+    ``file`` is its name in findings. Its ``localpath`` entries and its ``venv`` are relative to ``base_dir``. With
+    ``is_rendered``, the text is not a template.
     """
     bad_names = tuple(_bad_variables(environment_names))
     try:

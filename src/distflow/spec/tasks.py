@@ -41,7 +41,7 @@ _DEFAULT = "default"
 
 
 def replica_names(task: View) -> tuple[str, ...]:
-    """Return the names of the tasks of an entry: one for each replica."""
+    """Return the names of the tasks of an entry: one for each replica, or only its own name without ``replicas``."""
     name, count = task.string("name") or "", _replicas(task)
     return (name,) if count is None else tuple(f"{name}-{number}" for number in range(count))
 
@@ -377,7 +377,7 @@ def _parse_launcher(owner: View) -> Launcher | None:
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
     """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework needs them.
 
-    ``tasks`` are the entries of the spec, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
+    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
     one rank for each requested GPU, or one rank if it requests no GPU.
     """
     framework = parse_framework(group) if group is not None else None

@@ -2,7 +2,7 @@
 
 The steps follow OSMO. ``default-values``, which begins at column 0, is removed from the text and is not rendered.
 It defines variables, which ``--set`` overrides, and ``--set-string`` overrides both. Tokens such as ``{{output}}`` remain
-unchanged. Comments above the first section are not rendered, unless one of them defines a name (``# {% set x = 1 %}``). Jinja
+unchanged. Comments above the first section are not rendered, unless one of them has a tag such as ``{% set x = 1 %}``. Jinja
 renders the rest in a sandbox. Files of ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does not
 import Jinja.
 """
@@ -37,7 +37,7 @@ class Rendered:
 
     text: str
     line_map: tuple[int, ...] = ()
-    """The line in the file for each line of ``text``; empty if both have the same lines."""
+    """The line in the file for each line of ``text``; empty if each line has the same number in both."""
     problems: tuple[Problem, ...] = ()
     """Warnings only."""
 
@@ -92,8 +92,8 @@ def render(
 def _without_header(body: str) -> str:
     """Replace comments above the first section by blank lines if they contain template syntax.
 
-    OSMO renders nothing above the first section. If one of these comments defines a name, such as ``# {% set x = 1 %}``,
-    distflow renders all of them.
+    OSMO renders nothing above the first section. If one of these comments has a tag such as ``{% set x = 1 %}`` or
+    ``{% macro f() %}`` (see ``_DEFINES``), distflow renders all of them.
     """
     found = _HEADER.match(body)
     header = found.group() if found else ""

@@ -32,9 +32,10 @@ class Stored:
     """The record of one path of this machine."""
 
     def __init__(self, blobs: Path, path: str, entries: Iterable[tuple[str, os.stat_result]]) -> None:
-        """Compute the state of a file or of a directory's ``entries``, by name, before they are read.
+        """Compute the state of a file or of a directory's ``entries`` before they are read.
 
-        ``path`` identifies the record: an absolute path, and for a directory also the patterns of excluded files.
+        Each entry has its relative name (empty for a single file) and its status. ``path`` identifies the record: an absolute
+        path, and for a directory also the patterns of excluded files.
         """
         self._blobs = blobs
         self._place = blobs / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:40]}.seen"
@@ -50,7 +51,10 @@ class Stored:
         self._is_settled = newest < began - _SETTLED_S
 
     def find(self) -> tuple[str, int] | None:
-        """Return the digest and the size of the blob, or ``None`` if the files have changed or the blob is gone."""
+        """Return the digest and the size of the blob.
+
+        Return ``None`` if the files have changed, the blob is gone, or there is no valid record.
+        """
         try:
             found = decode_object(self._place.read_bytes())
             digest, size = str(found["digest"]), int(found["size"])
