@@ -32,6 +32,8 @@ _MAX_ARGUMENT = 100_000
 """The largest number as an argument of a function, if it may be a width or a count."""
 _MAX_BITS = 4096
 _WIDE = re.compile(r"[0-9]{6,}")
+_NESTED_FIELD = re.compile(r":[^}]*\{")
+"""Matches a field of ``str.format`` whose width or precision is a field, too."""
 _FOR = "_bounded_items"
 _JOIN = "_bounded_join"
 
@@ -173,8 +175,21 @@ def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
 
 def _check_format(pattern: str, values: Iterable[Any]) -> None:
     _require(_WIDE.search(pattern) is None)
-    # The width of '%*d' comes from the values. `_check_call` checks the arguments of '{:{w}}'.
-    _require("*" not in pattern or all(abs(value) <= _MAX_ARGUMENT for value in values if isinstance(value, int)))
+    # The widths of '%*d' and '{:{sizes[0]}}' come from the values.
+    if "*" in pattern or _NESTED_FIELD.search(pattern):
+        _require(all(abs(value) <= _MAX_ARGUMENT for value in _integers(values)))
+
+
+def _integers(values: Iterable[Any]) -> Iterator[int]:
+    """Yield the integers in values, and in the containers among them, which may contain themselves."""
+    rest, seen = list(values), set[int]()
+    while rest:
+        value = rest.pop()
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+            seen.add(id(value))
+            rest += value.values() if isinstance(value, dict) else value
 
 
 _MAX_TAGS = 20_000
