@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,8 +33,6 @@ _MAX_ARGUMENT = 100_000
 """The largest number as an argument of a function, if it may be a width or a count."""
 _MAX_BITS = 4096
 _WIDE = re.compile(r"[0-9]{6,}")
-_NESTED_FIELD = re.compile(r":[^}]*\{")
-"""Matches a field of ``str.format`` whose width or precision is a field, too."""
 _FOR = "_bounded_items"
 _JOIN = "_bounded_join"
 
@@ -176,8 +175,16 @@ def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
 def _check_format(pattern: str, values: Iterable[Any]) -> None:
     _require(_WIDE.search(pattern) is None)
     # The widths of '%*d' and '{:{sizes[0]}}' come from the values.
-    if "*" in pattern or _NESTED_FIELD.search(pattern):
+    if "*" in pattern or _has_nested_field(pattern):
         _require(all(abs(value) <= _MAX_ARGUMENT for value in _integers(values)))
+
+
+def _has_nested_field(pattern: str) -> bool:
+    """Return whether the format of a field contains a field; false for patterns that ``str.format`` refuses."""
+    try:
+        return any("{" in (spec or "") for _, _, spec, _ in string.Formatter().parse(pattern))
+    except ValueError:
+        return False
 
 
 def _integers(values: Iterable[Any]) -> Iterator[int]:

@@ -271,6 +271,11 @@ def test_no_template_runs_past_its_deadline(template: str) -> None:
     assert time.process_time() - begun < 5
 
 
+def test_a_large_number_that_is_no_width_may_be_formatted() -> None:
+    text = "{{ '{{x: {d[n]}, {d[w]:3}'.format(d={'n': 5000000, 'w': 1}) }}"
+    assert render(text, "f.yaml").text == "{x: 5000000,   1"
+
+
 def test_every_round_of_a_loop_looks_at_the_clock() -> None:
     from jinja2.exceptions import SecurityError
 
