@@ -19,7 +19,7 @@ from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.stream import ServiceStream
 from distflow.runtime.processes import list_processes
 from distflow.runtime.services.frames import FRAME
-from distflow.runtime.services.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, STARTED
+from distflow.runtime.services.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, RESIZE, STARTED
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
@@ -60,11 +60,11 @@ def is_full(pid: int) -> bool:
 class Frames:
     """A session as it is on the wire."""
 
-    def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str]) -> None:
+    def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str], terminal: object = None) -> None:
         opened = open_service(node.transport, str(node.top), sys.executable, "services.session", timeout_s=60)
         self.channel = opened.channel
         self._stream = ServiceStream("here", opened, "it ended", b"")
-        self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv}).encode())
+        self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv, "terminal": terminal}).encode())
         assert self.next()[0] == STARTED
 
     def send(self, kind: int, data: bytes) -> None:
@@ -96,6 +96,15 @@ def flood(here: NodeUnderTest) -> Iterator[tuple[Frames, str, int]]:
         yield frames, attempt, session
     finally:
         frames.channel.close()
+
+
+@pytest.mark.parametrize("size", [b"no JSON", b'{"rows": [1]}', b'{"rows": 1e400}'])
+def test_an_invalid_size_of_the_terminal_ends_the_command(here: NodeUnderTest, size: bytes) -> None:
+    attempt = here.start(here.connect(), ["sleep", "600"])
+    frames = Frames(here, attempt, ["sleep", "600"], {"rows": 24, "columns": 80, "term": "dumb"})
+    frames.send(RESIZE, size)
+    assert frames.end() == {"code": 129, "why": ""}
+    frames.channel.close()
 
 
 def test_input_reaches_the_command_while_output_waits(flood: tuple[Frames, str, int]) -> None:

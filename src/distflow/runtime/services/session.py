@@ -84,8 +84,8 @@ def serve(root: str, umask: int) -> None:
         session.run()
     except _TaskEnded:
         session.why = "the task has ended, so the command was killed"
-    except (OSError, TypeError, ValueError):
-        pass  # the connection ended, or sent an invalid size of the terminal
+    except OSError:
+        pass  # the connection ended
     session.end()
 
 
@@ -331,7 +331,10 @@ class _Session:
             if kind == INPUT and self._input >= 0:
                 self._waiting += content
             elif kind == RESIZE and self._has_terminal:
-                _resize(self._input, decode_object(content))
+                try:
+                    _resize(self._input, decode_object(content))
+                except (OverflowError, TypeError, ValueError):
+                    raise OSError(errno.EPROTO, "this is not the size of a terminal") from None
             elif kind == END_OF_INPUT:
                 self._input_ends = True
         self._write_input()
