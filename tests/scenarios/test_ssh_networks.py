@@ -106,10 +106,11 @@ def test_a_gang_behind_a_bastion_uses_addresses_that_only_the_bastion_reaches(
         workflow, let_go = _two(lab, PLATFORMS)
         cli.await_running(workflow)
         for task in ("master", "worker"):
-            cli.await_log(workflow, f"[{task}] {inner[first].address} eth0\n")
+            log = cli.await_log(workflow, f"[{task}] {inner[first].address} eth0\n")
         let_go()
         cli.await_status(workflow, "COMPLETED")
         assert cli.tasks(workflow)["master"]["node_name"] == first
+        assert log.count(f"] {inner[first].address} eth0\n") == 2
     assert "Accepted publickey" in bastion.sshd.log.read_text()
     lab.await_nothing_left()
 

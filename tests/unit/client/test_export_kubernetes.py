@@ -116,8 +116,8 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
         (({"name": "a", "lead": True}, {"name": "b"}), "tasks that are stopped when the lead has completed"),
         (({"name": "a", "inputs": [{"url": "https://example.com/x"}]},), "inputs or outputs at URLs"),
         (
-            ({**RANKS[1], "lead": True}, {**RANKS[1], "name": "c", "image": "other"}),
-            "task c has other resources, another image or other mounts",
+            ({**RANKS[0]}, {**RANKS[1], "image": "other"}),
+            "task b has other resources, another image or other mounts",
         ),
         (({"name": "a", "credentials": {"c": "/secret"}},), "credentials"),
         (
@@ -125,13 +125,12 @@ def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
             "`checkpoint` or `shared`",
         ),
         (({"name": "a", "privileged": True},), "`privileged`"),
-        (({"name": "a", "exitActions": {"RESCHEDULE": "3"}},), "RESCHEDULE of `exitActions` in an Indexed Job"),
     ],
 )
 def test_specs_that_manifests_cannot_express_are_errors(
     tasks: tuple[dict[str, Any], ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes", "--indexed-job"]) == 2
+    assert run(["workflow", "export", spec_of(*tasks), "--to", "kubernetes"]) == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert "spec.yaml:1: error: " in shown
@@ -154,6 +153,12 @@ def test_parts_of_workflows_that_manifests_cannot_express_are_errors(
 ) -> None:
     assert run(["workflow", "export", spec_of({"name": "a"}, workflow=workflow), "--to", "kubernetes"]) == 2
     assert f"spec.yaml:1: error: a manifest {message}" in capsys.readouterr().err
+
+
+def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", spec_of(*RANKS), "--to", "kubernetes", "--indexed-job"]) == 2
+    message = "spec.yaml:1: error: a manifest cannot express this part of task a: RESCHEDULE of `exitActions` in an Indexed Job"
+    assert message in capsys.readouterr().err
 
 
 def test_a_manifest_can_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
