@@ -67,7 +67,7 @@ def manifest_objects(
     if kind == "trainjob" and len(plan.groups) > 1:
         message = f"a TrainJob has one group of tasks, but this workflow has {len(plan.groups)}"
         raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
-    _require_expressible(spec)
+    _require_expressible_workflow(spec)
     specs = {group.name: group for group in spec.groups}
     found: list[dict[str, Any]] = []
     for group in plan.groups:
@@ -76,7 +76,7 @@ def manifest_objects(
     return found
 
 
-def _require_expressible(spec: WorkflowSpec) -> None:
+def _require_expressible_workflow(spec: WorkflowSpec) -> None:
     """Raise ``ProblemsFound`` if manifests cannot express a part of the workflow outside of its groups."""
     message, hint = f"a manifest cannot express this part of workflow {spec.name}", "run it with distflow"
     if spec.notify:

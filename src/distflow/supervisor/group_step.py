@@ -391,10 +391,10 @@ class GroupStep:
 
     def _finish(self) -> None:
         ended = max((task.ended_at or self.now for task in self.group.tasks), default=self.now)
+        unread = [task for task in self.group.tasks if not task.log_complete]
         # A node that is found again may report an end that is hours old. Its output follows.
-        found = [view.since for task in self.group.tasks if not task.log_complete and (view := self._node(task)) is not None]
-        patient_until = max([ended, *found]) + LOG_DRAIN_S
-        if self.now < patient_until and not all(task.log_complete for task in self.group.tasks):
+        patient_until = max([ended, *(view.since for task in unread if (view := self._node(task)) is not None)]) + LOG_DRAIN_S
+        if unread and self.now < patient_until:
             self.decision.wake(patient_until)
             return
         saving = self._save_checkpoints()

@@ -33,7 +33,7 @@ from distflow.layout.drawing import draw, rank_text
 from distflow.layout.ranks import TaskRanks, World
 from distflow.structs import replace
 
-__all__ = ["contradictions", "spans_world"]
+__all__ = ["contradictions", "spans_world", "undefined_size"]
 
 
 def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tuple[World | None, list[Problem]]:
@@ -146,17 +146,15 @@ def _missing(members: Sequence[Member]) -> list[Problem]:
                 message += ", as in the other tasks of this group" if has_example else ""
                 problems.append(Problem(where=member.where, message=message, hint=f"add {flags}"))
             elif (claim := member.flags["size"]).known is Known.COMPUTED:
-                problems.append(_undefined_size(member, claim))
+                problems.append(undefined_size(member, claim, f"add {ranks_field(member.claims.gpus or 'N')} to the task"))
         cursor = (cursor if offset is None else offset) + size
     return problems
 
 
-def _undefined_size(member: Member, claim: Claim) -> Problem:
-    return Problem(
-        where=claim.where,
-        message=f"{member.name}: distflow cannot compute {claim.text}, because the task's number of ranks is not defined",
-        hint=f"add {ranks_field(member.claims.gpus or 'N')} to the task",
-    )
+def undefined_size(member: Member, claim: Claim, hint: str) -> Problem:
+    """Return the problem that a token stands for a number of ranks that the task does not define."""
+    message = f"{member.name}: distflow cannot compute {claim.text}, because the task's number of ranks is not defined"
+    return Problem(where=claim.where, message=message, hint=hint)
 
 
 def _sizes(members: Sequence[Member]) -> list[int | None]:

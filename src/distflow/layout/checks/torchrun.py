@@ -28,7 +28,7 @@ from distflow.layout.checks.members import (
     token_for,
     unknown_warning,
 )
-from distflow.layout.checks.spans import contradictions, spans_world
+from distflow.layout.checks.spans import contradictions, spans_world, undefined_size
 from distflow.layout.claims.task_claims import Claim, Known
 from distflow.layout.drawing import draw
 from distflow.layout.ranks import TaskRanks, World
@@ -130,10 +130,7 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
         elif size is None and claim is not None:
             size = claim.number
             if size is None and claim.known is Known.COMPUTED:
-                message = f"{member.name}: distflow cannot compute {claim.text}, "
-                message += "because the task's number of ranks is not defined"
-                hint = f"give the task {ranks_field(member.claims.gpus or 'N')}"
-                problems.append(Problem(where=claim.where, message=message, hint=hint))
+                problems.append(undefined_size(member, claim, f"give the task {ranks_field(member.claims.gpus or 'N')}"))
             elif size is None:
                 size = member.claims.gpus or None if claim.value in {"gpu", "auto"} else None
                 if size is None:

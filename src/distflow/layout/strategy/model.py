@@ -177,11 +177,12 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
         for name in MESH_SIZES:
             if name in options:
                 draft.add(draft.options[name].path, f"`{name}` cannot be combined with a mesh", "remove one of them")
-        mesh = regular_mesh(kind, dict(zip(draft.names, draft.shape, strict=True)), options)
+        given = dict(zip(draft.names, draft.shape, strict=True))
+        mesh = regular_mesh(kind, given, options)
         if (places := prod(draft.shape)) != world:
             product = " × ".join(map(str, draft.shape))
             message = f"the mesh has {product} = {places} places, but the group has {_ranks(sizes)}"
-            regular = dict(zip(draft.names, draft.shape, strict=True)) if isinstance(mesh, Misfit) else mesh
+            regular = given if isinstance(mesh, Misfit) else mesh
             draft.add(draft.mesh_path, message, _other_shape(tuple(regular), tuple(regular.values()), world))
     if isinstance(mesh, Misfit):
         path = draft.mesh_path or (draft.options[mesh.name].path if mesh.name in draft.options else draft.path)

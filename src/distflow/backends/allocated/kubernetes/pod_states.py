@@ -313,7 +313,7 @@ def _why_deleted(pod: Pod) -> Reason | None:
 def _starting(pod: Pod) -> PodState:
     found = pod.container("waiting") or {}
     word, detail = _text(found.get("reason")), plain(_text(found.get("message")))[:_LONGEST]
-    reason, text, is_final = WAITING.get(word, (None, "its container is being created", False))
+    reason, text, is_final = WAITING.get(word, WAITING["ContainerCreating"])
     if reason is None:
         return PodState(phase=Phase.STARTING, message=f"{text} on {pod.node}")
     if reason is Reason.START_ERROR and _NO_PROGRAM.search(detail):
