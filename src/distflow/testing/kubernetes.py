@@ -32,7 +32,9 @@ from urllib.parse import urlsplit
 
 from distflow.testing.waiting import is_alive, wait_until
 
-__all__ = ["IMAGE", "ApiProxy", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template"]
+__all__ = [
+    "IMAGE", "ApiProxy", "KubernetesCluster", "KubernetesSource", "find_kubernetes", "pod_template", "remove_killed_cluster",
+]  # fmt: skip
 
 IMAGE = "docker.io/local/skel:1"
 """An image without programs, which each node of a cluster on this machine has. Its pods mount the host's ``/usr``."""
@@ -227,9 +229,12 @@ class KubernetesCluster:
 
     def _up(self, script: Path) -> None:
         # The processes that the script starts inherit this lock, which is therefore held until they have ended.
-        lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
+            if os.fstat(lock).st_uid != os.geteuid():
+                raise RuntimeError(f"{_LOCK} belongs to another user, who could name any directory in it")
             _await_other_cluster(script, lock)
+            remove_killed_cluster(script, lock)
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"pid": os.getpid(), "folder": str(self.folder)}).encode(), 0)
             self.folder.mkdir()
@@ -349,6 +354,20 @@ def _await_other_cluster(script: Path, lock: int) -> None:
         return True
 
     wait_until(is_free, 900, "no other test cluster runs on this machine")
+
+
+def remove_killed_cluster(script: Path, lock: int) -> None:
+    """Remove what is left of the cluster in the file ``lock`` if its test run was killed with all daemons.
+
+    Its network bridges have the addresses of the next cluster, whose nodes could therefore not reach each other.
+    """
+    try:
+        folder = Path(json.loads(os.pread(lock, 4096, 0))["folder"])
+        (folder / "pids").write_text("")  # the daemons have ended, and other processes may have their ids now
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # it was removed
+    _down(script, folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _down(script: Path, folder: Path) -> None:
