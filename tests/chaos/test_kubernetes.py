@@ -73,9 +73,11 @@ class KubernetesTrouble:
                 threading.Event().wait(3.0)
                 self._kubectl("delete", "resourcequota", "none", *namespace)
             case "cordon":
-                self._kubectl("cordon", "node1", "node2")
-                threading.Event().wait(3.0)
-                self._kubectl("uncordon", "node1", "node2")
+                try:
+                    self._kubectl("cordon", "node1", "node2")
+                    threading.Event().wait(3.0)
+                finally:
+                    self._kubectl("uncordon", "node1", "node2")
             case "owner":
                 self._kubectl("delete", "configmap", allocation, *namespace)
             case "delete":
@@ -83,8 +85,7 @@ class KubernetesTrouble:
             case "evict":
                 self._evict(self._pod(allocation))
             case "resident":
-                for pid in wait_until(lambda: _residents(allocation), 60, "the resident program runs")[-1:]:
-                    os.kill(pid, signal.SIGKILL)
+                os.kill(wait_until(lambda: _residents(allocation), 60, "the resident program runs")[-1], signal.SIGKILL)
             case _:
                 raise ValueError(fault)
 
@@ -118,14 +119,18 @@ class KubernetesTrouble:
 
 
 def _residents(allocation: str) -> list[int]:
-    """Return the resident programs in the pods of an allocation."""
-    found = []
+    """Return the resident programs in the pods of an allocation.
+
+    Each is a grandchild of its pod's first process. Its own children have the same command line until they execute a command.
+    """
+    parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if b"pod" in words and allocation.encode() in words:
-                found.append(int(folder.name))
-    return found
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid for pid, parent in parents.items() if parents.get(parent) in parents]
+    return sorted(pid for pid in found if parents[parents[parents[pid]]] not in parents)
 
 
 @pytest.fixture
