@@ -101,7 +101,8 @@ def flood(here: NodeUnderTest) -> Iterator[tuple[Frames, str, int]]:
 @pytest.mark.parametrize("size", [b"no JSON", b'{"rows": [1]}', b'{"rows": 1e400}'])
 def test_an_invalid_size_of_the_terminal_ends_the_command(here: NodeUnderTest, size: bytes) -> None:
     attempt = here.start(here.connect(), ["sleep", "600"])
-    frames = Frames(here, attempt, ["sleep", "600"], {"rows": 24, "columns": 80, "term": "dumb"})
+    frames = Frames(here, attempt, ["sh", "-c", "echo up; exec sleep 600"], {"rows": 24, "columns": 80, "term": "dumb"})
+    assert frames.next()[0] == OUTPUT  # until the command runs, it has no process group to hang up
     frames.send(RESIZE, size)
     assert frames.end() == {"code": 129, "why": ""}
     frames.channel.close()
