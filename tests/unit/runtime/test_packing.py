@@ -29,8 +29,9 @@ def test_files_that_disappear_during_packing_are_left_out(tmp_path: Path, monkey
         return listed
 
     real = os.scandir
-    monkeypatch.setattr(os, "scandir", scandir)
-    packed = packing.pack_place(str(tmp_path), attempt, "models", lambda done, of: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", scandir)
+        packed = packing.pack_place(str(tmp_path), attempt, "models", lambda done, of: None)
     with tarfile.open(path_of(str(tmp_path), packed["hash"])) as tar:
         assert sorted(tar.getnames()) == ["models", "models/step-1.pt", "models/step-2"]
 
