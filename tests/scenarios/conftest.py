@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from scenarios.raypool import RayPool
 
 __all__ = ["Cli", "Done"]
 
+_POOL = pytest.StashKey[KubernetesPool]()
 _COMMAND_EVERY_S = 3.0
 """Seconds between two commands while a test waits for a status."""
 
@@ -77,8 +78,19 @@ class Cli:
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")
 
     def run(self, *arguments: str, timeout: float = 240.0, cwd: Path | None = None) -> Done:
-        """Run one command to its end."""
-        return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
+        """Run one command to its end. If it takes too long, the error has its output, and the events and logs of workflows."""
+        try:
+            return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{late}\n{late.stdout.decode()}\n{late.stderr.decode()}\n{self._reports()}") from None
+
+    def _reports(self) -> str:
+        """Return the events and the last lines of output of each workflow."""
+        with Store(StateDirectory(self.state).store) as store:
+            names = [record.id for record in store.list()]
+        commands = [("workflow", kind, name, *more) for name in names for kind, *more in (("events",), ("logs", "-n", "50"))]
+        found = [self._commands.run(words, self.environment, self.folder, 60.0) for words in commands]
+        return "\n".join(f"{' '.join(words)}:\n{done.out}{done.err}" for words, done in zip(commands, found, strict=True))
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Begin one command."""
@@ -288,11 +300,21 @@ def any_cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.fixture
-def kubernetes_pool(cli: Cli, kubernetes: KubernetesCluster) -> Iterator[KubernetesPool]:
+def kubernetes_pool(cli: Cli, kubernetes: KubernetesCluster, request: pytest.FixtureRequest) -> Iterator[KubernetesPool]:
     """A pool ``pods``: a namespace of a real Kubernetes cluster."""
     made = KubernetesPool(cli, kubernetes)
+    request.node.stash[_POOL] = made
     yield made
     made.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the nodes, pods and events of Kubernetes to the report of a failed test."""
+    report = yield
+    if report.failed and _POOL in item.stash:
+        report.sections.append(("Kubernetes", item.stash[_POOL].state()))
+    return report
 
 
 @pytest.fixture

@@ -52,6 +52,11 @@ class KubernetesPool:
         found = self.cluster.objects("configmaps", self.namespace, "-l", "app.kubernetes.io/managed-by=distflow")
         return [str(one["metadata"]["name"]) for one in found]
 
+    def state(self) -> str:
+        """Return the nodes, and the pods and events of the namespace, for people."""
+        kinds = (("nodes",), ("pods", "-o", "wide", "-n", self.namespace), ("events", "-n", self.namespace))
+        return "\n".join(self.cluster.kubectl("get", *words, check=False) for words in kinds)
+
     def await_nothing(self) -> None:
         """Wait until no object of distflow is left."""
         wait_until(lambda: not self.owners() and not self.pods(), 90, "no object of distflow is left in the namespace")
