@@ -27,14 +27,14 @@ _LIBRARY = re.compile(r"^<frozen |/(?:site|dist)-packages/|/lib(?:64)?/python3")
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A rule that matches, and the lines that it matches."""
+    """A rule that matches, the lines that it matches, and the details that it finds in them."""
 
     rule: Rule
     hits: tuple[Hit, ...]
     details: str
 
     def is_from(self, task: str) -> bool:
-        """Whether that task printed one of the lines."""
+        """Whether one of the lines is from that task's output or from its node's kernel log."""
         return any(hit.outcome.task == task for hit in self.hits)
 
     def explains(self, first: FirstFailure) -> bool:
@@ -48,11 +48,12 @@ class _Match:
 
 
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
-    """Return the diagnoses of a case, the most specific first; empty if no rule matches.
+    """Return the diagnoses of a case; empty if nothing shows a cause.
 
-    Lines that name a cause come before lines about waiting. Lines about a lost peer come last. The task that failed first comes
-    before all others. If no rule matches its output, its exception or other end is the cause. The other tasks only lost the
-    connection to it.
+    If memory ran out and the kernel killed a process of the task that failed first, this is the only diagnosis. Otherwise,
+    lines about waiting count only if no line names a cause, and lines about a lost peer only if there are neither. Of lines of
+    the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that task, its
+    exception or other end is the cause: the other tasks only lost the connection to it.
     """
     killed = by_kernel(case)
     if killed is not None:
@@ -78,7 +79,7 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
 
 
 def _matches(case: Case) -> list[_Match]:
-    """Return the rules that match. Each line counts only for the most specific rule."""
+    """Return the rules that match. Each line counts only for the first rule that it shows."""
     found: list[_Match] = []
     taken: set[tuple[str, str]] = set()
     for rule in RULES:
@@ -94,7 +95,7 @@ def _matches(case: Case) -> list[_Match]:
 
 def _diagnosis(case: Case, match: _Match) -> Diagnosis:
     first = case.first.task if case.first else None
-    # Quote the last line of the task that failed first, or else the first line of another task.
+    # Quote the last matching line of the task that failed first, or else the first matching line.
     hit = next((hit for hit in reversed(match.hits) if hit.outcome.task == first), match.hits[0])
     rule = match.rule
     return Diagnosis(
@@ -103,7 +104,7 @@ def _diagnosis(case: Case, match: _Match) -> Diagnosis:
 
 
 def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagnosis:
-    """Return a diagnosis with the rank or task, its exception, and the last line of code outside libraries."""
+    """Return a diagnosis with the rank or task, its exception, and the ranks or tasks that lost it."""
     raised = _raised_text(first.traceback)
     logs = f"logs <id> --rank {first.rank}" if first.rank.isdigit() else "logs <id>"
     return Diagnosis(
@@ -117,7 +118,7 @@ def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagno
 
 
 def _raised_text(traceback: str) -> str:
-    """Return the first line of a traceback's last message, and the last frame outside libraries."""
+    """Return the first line of a traceback's last message, and the last frame outside libraries (else the last frame)."""
     lines = traceback.splitlines()
     frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
     after = lines[frames[-1][0] + 1 :] if frames else lines
@@ -160,7 +161,7 @@ def _cut(line: str) -> str:
 # -- the case ---------------------------------------------------------------------------------------------------------
 
 _LINES = 300
-"""The number of lines at the end of each task's output that the rules search, without those of torchrun."""
+"""The maximum number of lines at the end of each task's output that the rules search. Those of torchrun do not count."""
 
 
 def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
@@ -193,7 +194,10 @@ def _hidden_failure(missing: MissingRanks, lines: Sequence[str]) -> FirstFailure
 
 
 def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
-    """Return a message about ranks that failed unnoticed, whether others still wait for them or the group has ended."""
+    """Return a message about ranks that failed although their task ended with code 0; empty if there are none.
+
+    Other ranks may still wait for them, or the group has ended.
+    """
     if missing is not None:
         return missing.message
     blamed = any(task.hidden_failure is not None for task in tasks if cause is not None and task.name == cause.task)
@@ -240,7 +244,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
 
 
 def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
-    """Return the last report about a silent gang, unless it made progress again or the report is from another attempt."""
+    """Return the last report of this attempt that the gang is silent; empty if the gang made progress after it."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     silence = ""

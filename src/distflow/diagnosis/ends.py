@@ -32,7 +32,7 @@ LOST = Rule(
     shows="the reason NODE_LOST",
     cause="a node was rebooted, or was unreachable for too long",
     remedy="Check whether the node runs and answers: `distflow pool check`. Processes that still run there are stopped when "
-    "the node is back. `retry:` in the spec restarts the gang automatically.",
+    "the node is back. `exitActions: {RESCHEDULE: 3001}` of its tasks restarts the gang automatically.",
 )
 TOO_LONG = Rule(
     key="too-long",
@@ -96,7 +96,8 @@ GUARD_DIED = Rule(
     shows="the reason INTERNAL",
     cause="distflow's processes or files for a task were removed on its node",
     remedy="Find out who removed them: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in "
-    "the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or let `retry` do that.",
+    "the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or let "
+    "`exitActions: {RESCHEDULE: 3002}` of its tasks restart the gang.",
 )
 NO_TURN = Rule(
     key="queue-timeout",
@@ -130,7 +131,10 @@ _NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
-    """Return a diagnosis if memory ran out and the kernel killed a process of the task that failed first."""
+    """Return a diagnosis if memory ran out and the kernel killed a process of the task that failed first.
+
+    If the first failure is not known, any task counts.
+    """
     for outcome in _suspects(case):
         if outcome.reason is Reason.OOM_KILLED:
             message = case.first.message if case.first else ""
@@ -193,7 +197,10 @@ def _suspects(case: Case) -> Iterator[TaskOutcome]:
 
 
 def _signal(case: Case, outcome: TaskOutcome) -> int:
-    """Return the number of the signal that ended a task, or its rank that failed first; 0 without a signal."""
+    """Return the number of the signal that ended a task, or the rank of it that failed first; 0 if none is known.
+
+    For a rank, and for an exit code such as 137, only SIGKILL and the signals of crashes count.
+    """
     if outcome.signal is not None:
         return outcome.signal
     named = case.first.rank_signal if case.first and case.first.task == outcome.task else None

@@ -1,4 +1,4 @@
-"""Describe a cause in one sentence, from the lines that show it; ``None`` if the lines mean another cause. Pure."""
+"""Describe the details of a cause, from the lines that show it; ``None`` if the lines mean another cause. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def printed_by(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def mismatch(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the collective that each rank called, or the two sizes of a message that did not match."""
+    """Return the collectives that ranks called, or the two sizes of a message that did not match.
+
+    If the lines have neither, return the ranks or tasks that printed them.
+    """
     for hit in hits:
         calls = list(_CALL.finditer(hit.line))
         if len(calls) > 1:
@@ -39,7 +42,10 @@ def mismatch(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return both sizes. A timeout of torch counts only if it waits for more or fewer ranks than the layout has."""
+    """Return both sizes, or the rank that the layout does not have.
+
+    A timeout of torch counts only if it waits for such a rank, or for another number of ranks or machines than in the layout.
+    """
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("one"):
@@ -67,7 +73,10 @@ def duplicate_rank(case: Case, hits: Sequence[Hit]) -> str | None:
 
 
 def absent_ranks(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the missing ranks with their tasks. A rank that only a key of gloo names is not missing if it waits itself."""
+    """Return the missing ranks with their tasks, if they are known, the ranks that waited, and how many arrived.
+
+    A rank that only a key in gloo's store names is not missing if this rank waits, too.
+    """
     waiting = {hit.rank for hit in hits if hit.rank is not None}
     named = [int(rank) for hit in hits for rank in re.findall(r"\d+", hit.match.groupdict().get("ranks") or "")]
     keyed = [int(key) for hit in hits if (key := hit.match.groupdict().get("key"))]
@@ -87,7 +96,7 @@ def mesh(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def unused(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the numbers or names of the parameters, if torch printed them."""
+    """Return the ranks or tasks, and the numbers or names of the parameters, if torch printed them."""
     named = re.compile(r"[Pp]arameter(?:s| indices) which did not receive grad for rank \d+: (.+?)\s*$")
     for line in hits[0].outcome.lines:
         match = named.search(line)
@@ -98,7 +107,7 @@ def unused(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def gpu_memory(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the requested and the available memory."""
+    """Return the requested and the available memory, if the lines have them, else the ranks or tasks that printed the lines."""
     hit = next((one for one in hits if one.match.groupdict().get("wanted")), hits[0])
     found = hit.match.groupdict()
     if not found.get("wanted"):
@@ -108,7 +117,7 @@ def gpu_memory(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def host_memory(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the requested memory."""
+    """Return the requested memory, if a line has it, else the ranks or tasks that printed the lines."""
     hit = next((one for one in hits if one.match.re.groups), hits[0])
     return f"{hit.who} tried to allocate {bytes_text(int(hit.match[1]))}" if hit.match.re.groups else f"on {_who(hits)}"
 
@@ -122,7 +131,7 @@ def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:
     """Return the missing interface, or the loopback address that a rank announced to another node.
 
-    On a single node, the address 127.0.0.1 is correct.
+    On a single node, such an address is correct, so the result is ``None``.
     """
     for hit in hits:
         found = hit.match.groupdict()
@@ -159,7 +168,7 @@ def master(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def timeout(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the ranks that waited, and how long."""
+    """Return the ranks that waited, how long, and the tasks that did not wait."""
     found = next((hit.match.groupdict() for hit in hits if hit.match.groupdict().get("ms")), {})
     what = found.get("op") or ""
     # gloo reports only "send" or "recv", one side of a transfer, and not the name of the collective.

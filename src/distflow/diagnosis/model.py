@@ -36,7 +36,7 @@ class TaskOutcome:
     ranks: range = range(0)
     """The task's global ranks; empty without a world."""
     lines: tuple[str, ...] = ()
-    """The last lines of its output, and the message in its error file."""
+    """The last lines of its output, without those of torchrun, and then the message in its error file."""
     kernel: tuple[str, ...] = ()
     """Lines of its node's kernel log."""
     reason: Reason | None = None
@@ -71,9 +71,9 @@ class Case:
     """All tasks of the attempt, in the order of the spec."""
     first: FirstFailure | None = None
     silence: str = ""
-    """The supervisor's report that the gang is silent; empty if it was not silent at the end."""
+    """The report that the gang is silent; empty if it was not silent at the end."""
     missing: str = ""
-    """The supervisor's report of ranks that failed although their task ended with code 0; otherwise empty."""
+    """The report of ranks that failed although their task ended with code 0; empty if there are none."""
 
     @cached_property
     def world_size(self) -> int:
@@ -81,7 +81,7 @@ class Case:
         return max((outcome.ranks.stop for outcome in self.outcomes), default=0)
 
     def holder(self, rank: int) -> TaskOutcome | None:
-        """Return the task that holds a rank."""
+        """Return the task that holds a rank; ``None`` if no task does."""
         return next((outcome for outcome in self.outcomes if rank in outcome.ranks), None)
 
     def rank_words(self, rank: int) -> str:
@@ -100,7 +100,7 @@ class Hit:
 
     @property
     def rank(self) -> int | None:
-        """The rank that wrote the line, if it is known."""
+        """The rank that wrote the line, or the only rank of its task; ``None`` if it is not known."""
         own = _RANK.match(self.line)
         if own:
             return int(own[1])
@@ -108,7 +108,7 @@ class Hit:
 
     @property
     def who(self) -> str:
-        """The rank or task that wrote the line, such as ``rank 9 (worker on gpu2)`` or ``worker on gpu2``."""
+        """The rank or task to which the line belongs, such as ``rank 9 (worker on gpu2)`` or ``worker on gpu2``."""
         return self.outcome.place if self.rank is None else f"rank {self.rank} ({self.outcome.place})"
 
 
@@ -125,9 +125,9 @@ class Diagnosis:
     remedy: str
     """The remedy. ``<id>`` stands for the id of the workflow."""
     task: str = ""
-    """The task whose output or end shows the cause."""
+    """The task whose output or end shows the cause; empty for a silent gang. For findings about resources, the first task."""
     line: str = ""
-    """The line that shows the cause; empty if an end, an event or a traceback shows it."""
+    """The line that shows the cause; empty if there is none."""
     traceback: str = ""
     """The traceback of the Python exception that is the cause; empty for other causes."""
 

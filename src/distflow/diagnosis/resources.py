@@ -21,7 +21,7 @@ __all__ = ["RESOURCE_RULES", "RankPace", "ResourceUse", "find_inefficiencies"]
 
 _GPU = re.compile(r"system/gpu(\d+)/utilization")
 _WARM_UP_S = 60.0
-"""Seconds at the beginning of a run that do not count, because programs first import packages and load data."""
+"""Seconds at the beginning of a run that most rules ignore, because programs first import packages and load data."""
 _WINDOW_S = 1800.0
 """The maximum duration of the part at the end of a run that most rules use."""
 _LEAST_S = 120.0
@@ -33,14 +33,14 @@ _IDLE_PERCENT = 5.0
 _BUSY_PERCENT = 70.0
 _FULL_CPU = 0.85
 _ONE_CORE = (0.85, 1.3)
-"""CPU time for each GPU in cores if only the main process of each rank works."""
+"""The range of the busy CPU cores for each GPU if only the main process of each rank works."""
 _THROTTLED_SHARE = 0.1
 _SLOW_GPU_RATIO = 0.85
 _LONG_STEP_RATIO = 1.15
 _GROWTH = 0.05
-"""The minimum growth of memory, as a fraction of the memory at the beginning."""
+"""The minimum growth of memory, as a fraction of the memory after the first quarter of the run."""
 _SOON_S = 7 * 86400.0
-"""A later time at which memory would be full is not shown."""
+"""The time until the memory is full is shown only if it is shorter than these seconds."""
 _MOST_SHOWN = 4
 
 IDLE = Rule(
@@ -240,7 +240,7 @@ def _input_bound(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
 
 
 def _unequal(gpus: Sequence[_Gpu]) -> Iterator[tuple[str, str]]:
-    """Yield GPUs that are much slower than the median, each with its task and a message. Idle GPUs are not compared."""
+    """Yield the task and a message for each GPU that is much slower than the median. Idle GPUs are not compared."""
     busy = [gpu for gpu in gpus if max(gpu.values["utilization"]) >= _IDLE_PERCENT]
     for name, unit in (("clock", " MHz"), ("utilization", "%")):
         known = [(gpu, mean) for gpu in busy if (mean := gpu.mean(name)) is not None]
@@ -288,7 +288,7 @@ def _growth(use: ResourceUse) -> Iterator[str]:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Divide the points into equal parts, and return the mean time and value of each part."""
+    """Divide the points into equal parts, and return the mean time and value of each part; nothing for too few points."""
     if len(points) < 2 * _BINS:
         return []
     edges = [number * len(points) // _BINS for number in range(_BINS + 1)]

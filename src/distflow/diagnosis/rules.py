@@ -1,7 +1,8 @@
 """The table of causes: the symptom in the output of ranks, the cause in plain words, and the remedy.
 
-The patterns match messages that processes with torch 2.13 and gloo printed (``tests/train/faults.py``), messages of
-``distflow.train``, and messages from the sources of CUDA and NCCL. The most specific rules come first.
+Most patterns match messages that processes with torch 2.13 and gloo printed (``tests/train/faults.py``), messages of
+``distflow.train``, and messages from the sources of CUDA and NCCL. Others match messages of Python, shells and the kernel. The
+most specific rules come first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _RAISED = r"^(?:\[[^\]]*\]:? ?)*"
 """Prefixes of a launcher or of torch that mark the rank, before the name of an exception."""
 
 _KEY = r"wait timeout after \d+ms, keys: \S*default_pg/\S*//cpu//\d+/(?P<key>\d+)\s*$"
-"""A key in gloo's store for the world of all ranks. It ends with the missing rank. Other groups count their own ranks."""
+"""A timeout for a key in gloo's store. The key ends with the missing rank.
+
+Only keys of the default process group match: it contains all ranks, and other process groups number their ranks differently.
+"""
 
 HOST_MEMORY = Rule(
     key="host-memory",

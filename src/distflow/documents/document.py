@@ -47,9 +47,9 @@ class Place:
     key: Mark
     """The beginning of the key; for an item of a list, the beginning of the item."""
     raw: str | None = None
-    """A scalar as written, without quotes; ``None`` for lists, mappings and missing values."""
+    """The text of a scalar, without quotes and escapes; ``None`` for lists, mappings and missing values."""
     plain: bool = False
-    """True for a scalar without quotes, whose type YAML guesses."""
+    """Whether YAML guesses the type of the scalar: it has no quotes, no tag, and is not a block."""
     lines: tuple[Mark, ...] = ()
     """One mark for each line of a scalar of several lines; empty if all lines are at ``mark``."""
 

@@ -53,7 +53,7 @@ class NotifyTarget:
 
     @property
     def label(self) -> str:
-        """The target's name for people: the given name, the credential, the command, or the host of the URL."""
+        """The target's name for people: the given name, the credential, the program, or the host of the URL."""
         if self.name:
             return self.name
         return self.credential or (self.command[0] if self.command else parse_url(self.url).profile)

@@ -38,7 +38,7 @@ class Severity(str, Enum):
     ERROR = "error"
     """The document cannot be used."""
     WARNING = "warning"
-    """The document can be used, but does not mean what a reader would expect."""
+    """The document can be used, but the user should check it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class Problem:
     hint: str = ""
     """The remedy; empty if the message implies it."""
     path: str = ""
-    """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty for the whole document."""
+    """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty if the finding is not about one key."""
     drawing: str = ""
-    """A picture in text (the rank layout), printed below the finding; empty for none."""
+    """A picture in text, such as the rank layout, printed below the finding; empty for none."""
     severity: Severity = Severity.ERROR
 
     def as_text(self) -> str:

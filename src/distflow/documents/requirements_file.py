@@ -1,7 +1,7 @@
 """Read a requirements file of pip, with the files that it includes, so that nodes can install the same packages.
 
-Nodes get the lines, not the files, so a line must name a package of an index, a URL or a file on the node. Lines with files of
-this machine are therefore errors. URLs with passwords are errors, too, because plans show all lines.
+Nodes get the lines, not the files. Lines that name files of this machine are therefore errors. URLs with passwords are errors,
+too, because plans show all lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distflow.documents.source import read_text
 __all__ = ["parse_requirements", "read_requirements"]
 
 _LIMIT = 1 << 20
-"""The maximum size of each file, and of all lines together, in bytes."""
+"""The maximum size of each file in bytes, and of all lines together in characters."""
 _MOST_FILES = 50
 _KIND = "requirements file"
 
@@ -112,7 +112,10 @@ class _Reader:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each requirement with its line number: lines that end with a backslash are joined, and comments are removed."""
+    """Yield each requirement with the number of its first line.
+
+    Lines that end with a backslash are joined, and comments are removed.
+    """
     joined, began = "", 0
     for number, line in enumerate([*text.split("\n"), ""], start=1):
         began = began or number
@@ -138,7 +141,7 @@ def _secrets(line: str) -> Iterator[str]:
 
 
 def _problem_of(line: str, where: Mark) -> Problem | None:
-    """Return why a line cannot be used on another machine; ``None`` if it can."""
+    """Return the problem of a line that names a file of this machine, or a URL with a password; ``None`` for other lines."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
         hint = "put the password into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
         return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)

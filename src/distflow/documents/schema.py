@@ -43,7 +43,7 @@ def schema_text(package: str, name: str) -> str:
 
 
 def load_schema(package: str, name: str) -> dict[str, Any]:
-    """Return a schema that ships with a package of distflow, for documents whose templates are rendered."""
+    """Return a schema that ships with a package of distflow, for documents whose templates have been rendered."""
     schema: dict[str, Any] = _without_templates(json.loads(schema_text(package, name)))
     return schema
 

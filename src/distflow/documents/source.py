@@ -72,7 +72,7 @@ def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: 
 def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:
     """Return the text of ``data``, which is UTF-8, without a byte order mark and with all line ends as line feeds.
 
-    Raises ``ProblemsFound``, also for binary data.
+    Raises ``ProblemsFound`` if ``data`` is too large, binary or not UTF-8.
     """
     if len(data) > limit:
         raise _too_large(shown, len(data), limit, kind)

@@ -5,7 +5,7 @@ or of libyaml, each part has a known line, and aliases are counted before they u
 duplicate keys with different values, keys that are lists or mappings, unsupported tags, several documents, and aliases that
 contain themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
 
-Scalars have the types of YAML 1.1, without conversions that surprise users.
+Scalars have the types of YAML 1.1, except that dates, times of day and whole numbers such as ``010`` stay text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Node:
     raw: str | None = None
     plain: bool = False
     lines: tuple[int, ...] = ()
-    """The line in the text of each line of a scalar of several lines."""
+    """For a scalar of several lines, the number of the line in the text for each line of its value."""
     items: list[_Node] = field(default_factory=list)
     keys: list[_Node] = field(default_factory=list)
     """Keys of a mapping; its values are in ``items``."""
@@ -194,7 +194,7 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
 
 
 def _close(node: _Node, above: int) -> None:
-    """Compute and check the size of a list or mapping with its aliases expanded, which may be much larger than the text."""
+    """Compute and check the size and depth of a list or mapping. With aliases expanded, it may be much larger than the text."""
     node.open = False
     node.size += sum(item.size for item in node.items)
     node.depth = 1 + max((item.depth for item in node.items), default=0)
@@ -330,7 +330,7 @@ def _first_forbidden(text: str) -> int:
 
 
 def _drawn(text: str, starts: Sequence[int], index: int) -> str:
-    """Return the line of the text with a caret below the position; empty for lines of more than 200 characters."""
+    """Return the line of the text with a caret below the position; empty for blank lines and more than 200 characters."""
     line = bisect.bisect_right(starts, index)
     content = text[starts[line - 1] :].split("\n", 1)[0].replace("\t", " ")
     column = index - starts[line - 1]
@@ -352,7 +352,10 @@ def _content_lines(text: str, start: int, end: int, style: str, value: str, firs
 
 
 def _folded(source: list[str], first: int) -> list[int]:
-    """Return the lines of a ``>`` scalar: lines of equal indentation are joined, but not empty and deeper lines."""
+    """Return the line number of each line in the value of a ``>`` scalar.
+
+    YAML joins lines of equal indentation, but not empty and deeper lines.
+    """
     filled = [len(line) - len(line.lstrip(" ")) for line in source if line.strip()]
     if not filled:
         return [first + position for position in range(len(source))]
@@ -370,7 +373,10 @@ def _folded(source: list[str], first: int) -> list[int]:
 
 
 def _flow(source: list[str], first: int) -> list[int]:
-    """Return the lines of a plain or quoted scalar: each empty line is a line break, and all other lines are joined."""
+    """Return the line number of each line in the value of a plain or quoted scalar.
+
+    YAML joins lines, except that each empty line is a line break.
+    """
     found = [first]
     for position, line in enumerate(source[1:], start=1):
         if not line.strip():
@@ -422,7 +428,7 @@ def resolve(raw: str) -> str:
 
 
 def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
-    """Return the value of a scalar of a known type. Raises ``ValueError`` if its text does not have this type."""
+    """Return the value of a scalar of a known type. Raises ``ValueError`` for an invalid Boolean or number."""
     if kind == "str":
         return raw
     if kind == "null":

@@ -31,7 +31,7 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dum
 
 
 def yaml_text(document: Mapping[str, Any]) -> str:
-    """Return a document as YAML in the order of its keys."""
+    """Return a document as YAML in the order of its keys. Raises ``InputError`` for values that YAML cannot express."""
     try:
         text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:

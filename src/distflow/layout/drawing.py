@@ -41,7 +41,7 @@ class Bar:
     place: str = ""
     """``file:line`` of the claim."""
     marked: bool = False
-    """Whether the line has to change."""
+    """Whether the line of the spec at ``place`` has to change."""
 
     @property
     def end(self) -> int:
@@ -121,7 +121,10 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 
 
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
-    """Return the lines to draw. Of many: the first two, the last and those around mistakes. ``None``: lines are left out."""
+    """Return the lines to draw; ``None`` stands for lines that are left out.
+
+    Of more than 24 lines, these are the first two, the last, and the first eight mistakes with the lines around them.
+    """
     if len(bars) <= _MANY:
         return list(bars)
     wanted = {0, 1, len(bars) - 1}

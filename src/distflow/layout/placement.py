@@ -64,7 +64,7 @@ class Free:
     platform: str | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     all_gpus: int | None = None
-    """The resources of the idle node; ``None`` if they equal the free ones."""
+    """The resources of the idle node; ``None`` if they are not known or not given."""
     all_cpus: int | None = None
     all_memory: int | None = None
     closed: str = ""
@@ -74,7 +74,7 @@ class Free:
 
     @classmethod
     def whole(cls, node: Node) -> Free:
-        """Return an idle node of a pool."""
+        """Return all resources of a node of a pool as free."""
         return cls(
             node=node.name, gpus=node.gpus, cpus=node.cpus, memory=node.memory, platform=node.platform, labels=node.labels
         )  # fmt: skip
@@ -129,7 +129,7 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence
     held: set[tuple[int, str]] = set()
     start = 0
     for task, demand in enumerate(demands):
-        # Nodes that were too full for the previous task are too full for an equal one.
+        # Nodes that did not fit the previous task do not fit an equal one.
         if task and asks[task] != asks[task - 1]:
             start = 0
         for at in range(start, len(state)):
@@ -146,7 +146,7 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence
 
 
 def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
-    """Return the largest matching if all tasks need different nodes; otherwise return nothing.
+    """Return the node of each task in the largest matching; empty unless all tasks need different nodes.
 
     The algorithm is Kuhn's (augmenting paths). A loop replaces recursion, because a path may be as long as the number of tasks.
     """
@@ -179,9 +179,12 @@ def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]
 
 
 def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
-    """Search for a complete placement, beginning with tasks that fit on the fewest nodes; empty if none was found."""
+    """Search for a complete placement, beginning with the tasks that fit on the fewest nodes; empty if none was found.
+
+    If all tasks need different nodes, the result is also empty.
+    """
     if len({demand.spread for demand in demands}) == 1 and demands[0].spread is not None:
-        return {}  # the matching was exact
+        return {}  # `_matched` is exact
     fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]
     order = sorted(range(len(demands)), key=lambda task: (len(fitting[task]), -demands[task].gpus, task))
     state = list(nodes)
@@ -294,7 +297,10 @@ _Wish = tuple[str, str]
 
 
 def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Place tasks like ``place``, and satisfy their topology requests. A single node satisfies all of them."""
+    """Place tasks like ``place``, and satisfy their topology requests; preferred ones only if possible.
+
+    A single node satisfies all of them.
+    """
     wishes = _wishes(demands)
     if not wishes or len(nodes) == 1:
         return place(demands, nodes, shared=shared)

@@ -234,7 +234,7 @@ def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
 
 
 def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each resource whose tasks have more ranks than GPUs, unless ``before`` reports their size."""
+    """Return a problem for each resource and size of tasks with more ranks than GPUs, unless ``before`` reports the size."""
     over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
     for member in members:
         claim = member.literal("size") or member.literal("nproc_per_node")
@@ -365,7 +365,10 @@ def _check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
 
 
 def _addresses(member: Member) -> Iterator[Claim]:
-    """Yield the claims of the master's address that apply: the command's flag, else the settings in environment or scripts."""
+    """Yield the claims of the master's address that apply: the command's flag, else the settings in environment or scripts.
+
+    torchrun ignores these settings.
+    """
     flags = [member.flags[key] for key in ("rdzv_endpoint", "master_addr") if key in member.flags]
     if flags:
         yield flags[0]

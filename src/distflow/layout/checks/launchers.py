@@ -58,7 +58,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
-    """Return the problems of the first task that its launcher or framework cannot start, or whose launcher restarts ranks."""
+    """Return the problems with the first task that a launcher or framework cannot start, or else with restarts of ranks."""
     problems = _launcher_and_framework(group)
     for item in claims:
         starter = _starter(group, item.task)

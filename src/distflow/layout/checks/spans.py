@@ -105,7 +105,7 @@ def _row(member: Member, size: int) -> Row:
 
 
 def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem if several replicas claim the same offset, because one line of the spec states it for all."""
+    """Return a problem for each line of the spec that states one offset for several replicas."""
     lines: dict[tuple[object, str], list[Member]] = {}
     for member in members:
         claim = member.literal("offset")
@@ -160,7 +160,8 @@ def undefined_size(member: Member, claim: Claim, hint: str) -> Problem:
 def _sizes(members: Sequence[Member]) -> list[int | None]:
     """Return each task's size, ``None`` if unknown.
 
-    If only one size is missing, it is the rest of the stated world size. Otherwise a missing size is the number of GPUs.
+    A ``ranks`` field without a size means one rank for each GPU, or one rank without GPUs. If then one size is missing and the
+    tasks state one world size, the missing size is the rest. Otherwise each missing size is the number of GPUs.
     """
     sizes: list[int | None] = []
     for member in members:

@@ -53,9 +53,9 @@ class Word:
     parts: tuple[str | _Variable, ...]
 
     def expanded(self, variables: Mapping[str, str | None], unknown: str | None = None) -> str | None:
-        """Return the word as a shell would expand it; ``None`` if one of its variables is not known.
+        """Return the word as a shell would expand it; ``None`` if the value of one of its variables is not known.
 
-        ``unknown`` replaces each variable that is not known.
+        A variable that ``variables`` does not contain has its default. If ``unknown`` is given, it replaces each unknown value.
         """
         text = ""
         for part in self.parts:
@@ -84,7 +84,10 @@ class Word:
         return any(isinstance(part, _Variable) for part in self.parts)
 
     def divided(self, variables: Mapping[str, str | None]) -> tuple[Word, ...]:
-        """Return the words that an unquoted variable or an array expands to; the word itself if the value is not known."""
+        """Return the words that an unquoted variable or an array expands to.
+
+        Other words, and variables with unknown values, are returned as they are.
+        """
         names = [part.name for part in self.parts if isinstance(part, _Variable)]
         is_alone = len(names) == 1 and not any(part for part in self.parts if isinstance(part, str))
         is_divided = is_alone and (self.raw[:1] == "$" or names[0].endswith("[@]"))
@@ -94,9 +97,9 @@ class Word:
         return tuple(replace(self, parts=(_Variable("") if _UNKNOWN in piece else piece,)) for piece in value.split())
 
     def value_of(self, name: str, variables: Mapping[str, str | None]) -> tuple[str, str | None]:
-        """Return the variable that the assignment of this word to ``name`` sets, and its value.
+        """Return the name and the value of the variable that is set if this word is assigned to ``name``.
 
-        The value of an array is its words, separated by spaces.
+        The name of an array ends with ``[@]``. Its value is its words, separated by spaces.
         """
         plain, is_array, more = name.partition("[@]")
         if not is_array:

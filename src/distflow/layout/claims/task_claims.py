@@ -16,7 +16,8 @@ These commands claim ranks:
   torchrun's node rank and number of nodes.
 
 distflow computes the value of a token (``{{rank_offset}}``) and of its own variables (``$NODE_RANK``). A variable with one
-literal value in the environment and the scripts has that value. Any other variable is known only when the task runs.
+literal value in the environment and the scripts has that value, and a variable without any has its default (``${N:-8}``). Any
+other variable is known only when the task runs.
 
 Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorch_dist_training`` sample.
 """
@@ -57,7 +58,7 @@ _TEXT_PROGRAMS = frozenset(
 
 
 class Known(str, Enum):
-    """How a claimed value is known before anything runs."""
+    """Whether a claimed value is known before anything runs, and how."""
 
     LITERAL = "literal"
     """A number or a text in the spec."""
@@ -278,7 +279,7 @@ def _numbered(
 ) -> Invocation | None:
     """Return the rank and the world size that a task states by flags or variables; ``None`` unless it states both.
 
-    A world of one rank is a single task, unless the task has a ``ranks`` field.
+    A task without a ``ranks`` field that states a world size of 1 shares no world, so the result is ``None``, too.
     """
     found = _stated_rank(task, lines, variables, gpus)
     is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
@@ -333,7 +334,7 @@ _MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master
 def _settings(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
 ) -> Iterator[Claim]:
-    """Yield the settings of these variables, under their keys. Those of scripts replace those of the environment."""
+    """Yield the settings of the variables in ``names``. Settings in scripts replace those in the environment."""
     found: set[str] = set()
     for line in lines:
         for name, word in line.command.assignments:

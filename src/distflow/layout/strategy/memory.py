@@ -46,12 +46,12 @@ class Line:
     formula: str
     """The formula with its numbers."""
     bytes: int
-    """Bytes for each rank."""
+    """Bytes of GPU memory for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One strategy, and the memory that a rank needs under it."""
+    """One strategy, and the GPU memory that a rank needs under it."""
 
     kind: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Advice:
 
 
 def guess_model(parameters: int, layers: int | None = None, hidden: int | None = None) -> Model:
-    """Return a model of this size. Missing values follow from 12·layers·hidden² parameters and hidden = 128·layers.
+    """Return a model of this size. Missing values follow from parameters = 12·layers·hidden², and hidden = 128·layers.
 
     >>> guess_model(7_000_000_000)
     Model(parameters=7000000000, layers=33, hidden=4224)
@@ -145,7 +145,10 @@ class _Sizes:
     """Tokens of a micro-batch on one rank."""
 
     def lines(self, *, shards: int = 1, parts: int = 1, recompute: bool = False, offload: bool = False) -> tuple[Line, ...]:
-        """Return the memory of a rank's GPU if states are divided into shards × parts, and matrices into parts."""
+        """Return the memory of a rank's GPU if each matrix is divided into ``parts``.
+
+        Parameters, gradients and optimizer states are also divided into ``shards``; with ``offload`` the node keeps them.
+        """
         parameter, gradient, copy = PRECISIONS[self.precision]
         count, cut = self.model.parameters, shards * parts
 

@@ -88,7 +88,10 @@ def _report(draft: Draft, found: Iterable[Misfit]) -> None:
 
 
 def _values(draft: Draft) -> dict[str, Any]:
-    """Return the options in their normal form; those with wrong values become problems."""
+    """Return the options in their normal form.
+
+    Report wrong values, an unknown kind, and an option without effect.
+    """
     options: dict[str, Any] = {}
     for name, given in draft.options.items():
         try:
@@ -108,7 +111,7 @@ def _values(draft: Draft) -> dict[str, Any]:
 
 
 def _kind(draft: Draft, world: int) -> str:
-    """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ddp, or none for one rank."""
+    """Return the kind of the block, or the one that its mesh or ``stages`` implies; else ``ddp``, or ``none`` for one rank."""
     active = {name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1}
     implied = "none"
     if active:
@@ -143,7 +146,7 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:
-    """Report a placement that differs from the placement of the tasks: each task of a world has its own node."""
+    """Report a requested placement that contradicts the tasks: each task of a world has its own node."""
     wanted = draft.placement
     if wanted is None:
         return
@@ -169,7 +172,7 @@ def _ranks(sizes: Sequence[int]) -> str:
 
 
 def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, int]:
-    """Return axis → size of the mesh: that of the block, or from the kind and the sizes of its axes."""
+    """Return axis → size of the mesh: that of the block, or from the kind and the sizes of its axes; empty after an error."""
     world = sum(sizes)
     if not draft.mesh_path:
         mesh = default_mesh(kind, world, options, sizes[0] if len(set(sizes)) == 1 else None)
