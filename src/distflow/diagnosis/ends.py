@@ -30,9 +30,9 @@ CRASHED = Rule(
 LOST = Rule(
     key="node-lost",
     shows="the reason NODE_LOST",
-    cause="a node was rebooted, or was unreachable for too long",
+    cause="a node was rebooted, was unreachable for too long, or its allocation ended",
     remedy="Check whether the node runs and answers: `distflow pool check`. Processes that still run there are stopped when "
-    "the node is back. `exitActions: {RESCHEDULE: 3001}` of its tasks restarts the gang automatically.",
+    "the node is back. `exitActions: {RESCHEDULE: 3001}` of the tasks restarts the gang automatically.",
 )
 TOO_LONG = Rule(
     key="too-long",
@@ -68,7 +68,7 @@ NOT_STARTED = Rule(
     key="start-error",
     shows="the reason START_ERROR without an exit code of the command",
     cause="a task could not be started on its node",
-    remedy="Correct the problem in the message. `distflow pool check` makes the same checks on every node of the pool.",
+    remedy="Correct the problem in the message. `distflow pool check` checks every node of the pool.",
 )
 MEMORY_LIMIT = Rule(
     key="memory-limit",
@@ -97,7 +97,7 @@ GUARD_DIED = Rule(
     cause="distflow's processes or files for a task were removed on its node",
     remedy="Find out who removed them: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in "
     "the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or let "
-    "`exitActions: {RESCHEDULE: 3002}` of its tasks restart the gang.",
+    "`exitActions: {RESCHEDULE: 3002}` of the tasks restart the gang.",
 )
 NO_TURN = Rule(
     key="queue-timeout",
