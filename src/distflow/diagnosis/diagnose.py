@@ -51,9 +51,9 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     """Return the diagnoses of a case; empty if nothing shows a cause.
 
     If memory ran out and the kernel killed a process of the task that failed first, this is the only diagnosis. Otherwise,
-    lines about waiting count only if no line names a cause, and lines about a lost peer only if there are neither. Of lines of
-    the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that task, its
-    exception or other end is the cause: the other tasks only lost the connection to it.
+    lines about waiting count only if no line names a cause, and lines about a lost peer only if nothing else shows one. Of
+    lines of the same kind, those of the task that failed first exclude all others. If no rule explains the failure of that
+    task, its exception or other end is the cause: the other tasks only lost the connection to it.
     """
     killed = by_kernel(case)
     if killed is not None:
@@ -244,7 +244,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
 
 
 def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
-    """Return the last report of this attempt that the gang is silent; empty if the gang made progress after it."""
+    """Return the last report of this attempt that the gang is silent; empty if there is none, or if it is over."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     silence = ""

@@ -197,7 +197,7 @@ def _suspects(case: Case) -> Iterator[TaskOutcome]:
 
 
 def _signal(case: Case, outcome: TaskOutcome) -> int:
-    """Return the number of the signal that ended a task, or the rank of it that failed first; 0 if none is known.
+    """Return the number of the signal that ended a task, or its rank that failed first; 0 if none is known.
 
     For a rank, and for an exit code such as 137, only SIGKILL and the signals of crashes count.
     """

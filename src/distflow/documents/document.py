@@ -47,7 +47,7 @@ class Place:
     key: Mark
     """The beginning of the key; for an item of a list, the beginning of the item."""
     raw: str | None = None
-    """The text of a scalar, without quotes and escapes; ``None`` for lists, mappings and missing values."""
+    """The text of a scalar, without quotes and with escapes replaced; ``None`` for lists, mappings and missing values."""
     plain: bool = False
     """Whether YAML guesses the type of the scalar: it has no quotes, no tag, and is not a block."""
     lines: tuple[Mark, ...] = ()

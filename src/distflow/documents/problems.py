@@ -52,7 +52,7 @@ class Problem:
     hint: str = ""
     """The remedy; empty if the message implies it."""
     path: str = ""
-    """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty if the finding is not about one key."""
+    """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty if the finding is not about one part."""
     drawing: str = ""
     """A picture in text, such as the rank layout, printed below the finding; empty for none."""
     severity: Severity = Severity.ERROR

@@ -1,6 +1,6 @@
-"""Durations, times and amounts of memory: parse them in specs, and format them for people and programs.
+"""Durations, times and amounts of memory: parse them, and format them for people and programs.
 
-The format is OSMO's. Unlike in OSMO, signs, Booleans and values with two units are errors.
+The format is OSMO's. Unlike in OSMO, signs, Booleans and values with two units (``1h30m``) are errors.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ def _first_forbidden(text: str) -> int:
 
 
 def _drawn(text: str, starts: Sequence[int], index: int) -> str:
-    """Return the line of the text with a caret below the position; empty for blank lines and more than 200 characters."""
+    """Return the line of the text with a caret below the position; empty for a blank or very long line."""
     line = bisect.bisect_right(starts, index)
     content = text[starts[line - 1] :].split("\n", 1)[0].replace("\t", " ")
     column = index - starts[line - 1]
@@ -428,7 +428,10 @@ def resolve(raw: str) -> str:
 
 
 def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
-    """Return the value of a scalar of a known type. Raises ``ValueError`` for an invalid Boolean or number."""
+    """Return the value of a scalar of a known type. Raises ``ValueError`` for an invalid Boolean or number.
+
+    The types of lists and mappings also raise it.
+    """
     if kind == "str":
         return raw
     if kind == "null":

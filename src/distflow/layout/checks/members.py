@@ -58,7 +58,7 @@ class Member:
         return claim if claim is not None and claim.number is not None else None
 
     def number(self, key: str) -> int | None:
-        """Return the number claimed for ``key``; ``None`` if the spec does not state it."""
+        """Return the number claimed for ``key``; ``None`` if it is not a number in the spec."""
         claim = self.literal(key)
         return claim.number if claim else None
 

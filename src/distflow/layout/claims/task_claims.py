@@ -16,7 +16,7 @@ These commands claim ranks:
   torchrun's node rank and number of nodes.
 
 distflow computes the value of a token (``{{rank_offset}}``) and of its own variables (``$NODE_RANK``). A variable with one
-literal value in the environment and the scripts has that value, and a variable without any has its default (``${N:-8}``). Any
+literal value in the environment and the scripts has that value. A variable without a value has its default (``${N:-8}``). Any
 other variable is known only when the task runs.
 
 Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorch_dist_training`` sample.
