@@ -7,10 +7,10 @@ rule the lowest ``member_id`` is the master, so the master is the task with rank
 knows one address of a member, so its public and its local address are equal. Format: the samples and the parser of
 https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 
-OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. OSMO's specs pass it to ``nslookup``,
-``getent hosts``, ``dig`` or ``host``, which fail for an address. If a task's texts contain such an address and mention one of
-these programs, distflow puts a script of that name into a directory at the beginning of the task's PATH. The script answers for
-the addresses in these texts in the format of the real program, and passes all other calls to the real program.
+OSMO: ``{{host:<task>}}`` is a DNS name in OSMO, and an address in distflow. Some specs pass it to ``nslookup``,
+``getent hosts``, ``dig`` or ``host``, which may fail for an address. If a task's texts contain such an address and mention one
+of these programs, distflow puts a script of that name into a directory at the beginning of the task's PATH. The script answers
+for the addresses in these texts in the format of the real program, and passes all other calls to the real program.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
 
 @lru_cache(maxsize=4)
 def _members(members: tuple[tuple[int, str], ...]) -> tuple[list[dict[str, Any]], str]:
-    """Return all members, and their part of the YAML file. The cache helps because all tasks share it and YAML is slow."""
+    """Return all members, and their part of the YAML file. They are cached, because all tasks need them and YAML is slow."""
     import yaml  # noqa: PLC0415  as above
 
     described = [_member(number, name) for number, name in members]
@@ -155,7 +155,10 @@ exit 127
 
 
 def name_tools(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
-    """Return the scripts of a task; empty unless its texts contain a placeholder for an address and one of these programs."""
+    """Return a script for each of ``nslookup``, ``getent``, ``dig`` and ``host`` that the texts of a task mention.
+
+    The result is empty if the texts do not contain a placeholder for an address.
+    """
     known = list(texts)
     found = (one for text in known for one in PLACEHOLDER.finditer(text) if one.group(1) in ("ADDRESS", "MASTER_ADDR"))
     addresses = sorted({one.group(0) for one in found})

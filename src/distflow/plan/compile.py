@@ -38,7 +38,8 @@ def compile_plan(
 ) -> Plan:
     """Return the plan of a spec.
 
-    ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: the stored files, by ``FileSpec.bundle``.
+    ``worlds`` comes from ``layout.checks``, and ``bundles`` from ``spec.files``: the stored files, by ``FileSpec.bundle`` or
+    ``LIBRARY``.
     ``secret_names`` are the variables of ``--set-env``, and ``datasets`` is the URL of the directory of all datasets.
     ``venv`` are the packages of the tasks' Python environment.
     """
@@ -77,7 +78,7 @@ def with_previous_outputs(plan: Plan, fetched: Mapping[tuple[str, str], FetchedO
 
 
 def demands(group: GroupPlan) -> tuple[Demand, ...]:
-    """Return the demands of a group's tasks, in rank order. Tasks of one world need different nodes."""
+    """Return the demands of a group's tasks, in rank order. Tasks without ranks come last."""
     order = [item.task for item in group.world.tasks] if group.world else []
     ranked = sorted(group.launches, key=lambda launch: order.index(launch.task) if launch.task in order else len(order))
     return tuple(
@@ -223,7 +224,10 @@ def _launch(
 
 
 def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
-    """Return the launch with its member number and Valohai's variables, unless it has no number or the spec sets them."""
+    """Return the launch with its member number and Valohai's variables.
+
+    It is unchanged without a number, or if the spec sets variables that begin with ``VH_``.
+    """
     given = distributed_environment(launch.task, launch.environment) if launch.task in numbers else {}
     if not given:
         return launch
@@ -256,7 +260,7 @@ def _file(
     else:
         bundle = bundles[file.bundle]
         text = bundle.text
-    # The text of a local file is sent by its digest if it has no tokens and injected paths.
+    # A local file is sent by its digest unless its text contains tokens or injected paths.
     if text is not None and (bundle is None or rewrite(text) != text):
         text = rewrite(text)
         mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600
@@ -270,7 +274,7 @@ def _file(
 
 
 def strategy_environment(strategy: Strategy | None) -> dict[str, str]:
-    """Return the variable that passes a strategy to the tasks of a group."""
+    """Return the variable that passes a strategy to the tasks of a group; empty without a strategy."""
     return {"DISTFLOW_STRATEGY": json.dumps(strategy.normalized())} if strategy is not None else {}
 
 

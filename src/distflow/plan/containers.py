@@ -1,4 +1,4 @@
-"""The container of a task on its node, and warnings about specs whose tasks run without one.
+"""The container or Python environment of a task on its node, and warnings about keys without effect and shared paths.
 
 In OSMO each task has its own ``/tmp``. Without containers ``/tmp`` belongs to the node, so a task can read the files of another
 task, even of one that ended long ago. distflow therefore warns if two tasks of one node use the same temporary path.
@@ -54,7 +54,7 @@ def _has_own_tmp(runtime: str) -> bool:
 
 
 def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return a warning for each key that needs a container, if a node runs tasks without containers.
+    """Return a warning for each key of the spec that needs a container, if a node runs tasks without containers.
 
     The warning is at the first task that has the key.
     """
@@ -85,7 +85,10 @@ def _ignored_keys(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def venv_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:
-    """Return a warning if the spec has a Python environment and a task that may run in a container, where it has no effect."""
+    """Return a warning if the spec has a Python environment and a task that may run in a container.
+
+    In a container, a task does not use the environment.
+    """
     if spec.venv is None or all(node.container == "none" for node in nodes):
         return ()
     images = [(task.name, task.image) for group in spec.groups for task in group.tasks if task.image is not None]

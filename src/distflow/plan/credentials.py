@@ -1,4 +1,4 @@
-"""The credentials of a task. The plan has the names of their variables and keys; ``given_secrets`` adds the values."""
+"""The credentials of a task. The plan has the names of their variables and keys; ``given_secrets`` returns the values."""
 
 from __future__ import annotations
 

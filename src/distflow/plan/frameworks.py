@@ -61,7 +61,7 @@ class WorldTask:
 
     @property
     def python(self) -> PythonCommand:
-        """The parts of the command. ``layout.checks.launchers`` has refused commands that do not run Python."""
+        """The parts of the command, for launchers that need Python. ``layout.checks.launchers`` has refused other commands."""
         found = python_command(self.argv)
         if isinstance(found, PythonCommand):
             return found
@@ -177,8 +177,9 @@ _HOLD = ("sh", "-c", "echo 'this node is reserved: the lead task starts the proc
 def _mpi(task: WorldTask) -> StartCommand:
     """Return the command under Open MPI's ``mpirun``, which passes the spec's variables, MASTER_ADDR and MASTER_PORT on.
 
-    The lead starts all processes through its own SSH connections; the other tasks reserve their nodes. The lead's node must
-    therefore be able to log in to the other nodes without a password, and the program must have the same path on all nodes.
+    The lead starts the processes on the other nodes through its own SSH connections. The other tasks only reserve their nodes.
+    The lead's node must be able to log in to the other nodes without a password, and the program must have the same path on all
+    nodes.
 
     Options: https://docs.open-mpi.org/en/main/man-openmpi/man1/mpirun.1.html
     """
@@ -216,7 +217,7 @@ def _tensorflow(task: WorldTask) -> StartCommand:
 def _jax(task: WorldTask) -> StartCommand:
     """Return the command unchanged, with JAX's coordinator in its environment: one process for each task, with all its GPUs.
 
-    ``jax.distributed.initialize()`` reads only the address by itself. The script passes the other two values::
+    ``jax.distributed.initialize()`` reads only the address by itself. The script must pass the other two values::
 
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
@@ -271,7 +272,10 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
 
 
 def start_command(framework: str | None, task: WorldTask) -> StartCommand:
-    """Return the command that a task runs: under its launcher if it has one, else as its framework requires."""
+    """Return the command that a task runs: under its launcher if it has one, else as its framework requires.
+
+    Without both, the command is unchanged.
+    """
     if task.launcher.starts_ranks or framework is None:
         return LAUNCHERS[task.launcher.kind].start(task)
     return FRAMEWORKS[framework].start(task)

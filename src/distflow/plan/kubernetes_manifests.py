@@ -1,7 +1,7 @@
 """Write a plan as manifests of Kubernetes that run without distflow.
 
-Each group becomes a ConfigMap, and a JobSet or a plain Indexed Job. A single group of torchrun may become a TrainJob of
-Kubeflow Trainer.
+Each group becomes a ConfigMap, and a JobSet or an Indexed Job with a Service. A single group of torchrun may become a TrainJob
+of Kubeflow Trainer.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _require_expressible_workflow(spec: WorkflowSpec) -> None:
     if spec.max_log is not None:
         raise _refusal(spec.mark, f"{message}: `max_log`", hint)
     for key in spec.labels:
-        # Kubernetes requires that each part of a prefix between two dots is a name.
+        # In Kubernetes, each part of a prefix between dots begins and ends with a letter or a digit.
         if re.search(r"[.-]\.|\.-", key.rpartition("/")[0]):
             raise _refusal(spec.mark, f"{message}: the label `{key}`", hint)
 
@@ -338,7 +338,7 @@ class _Group:
         }
 
     def _environment(self, launches: Sequence[Launch]) -> dict[str, str]:
-        """Return the variables that the script needs."""
+        """Return the variables of the script that are known before the pods exist."""
         world, tasks = self.group.world, [launch.task for launch in launches]
         found = {
             "run_dir": _RUN,

@@ -16,7 +16,7 @@ Values that are known only when an attempt begins are placeholders of the form `
 ``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
 =====================  ====================================================
 
-Only exported scripts contain ``TASK_NAME``, ``NODE_RANK`` and ``RANK_OFFSET`` (``plan.slurm_tasks``).
+``TASK_NAME``, ``NODE_RANK`` and ``RANK_OFFSET`` are placeholders only during an export (``plan.slurm_tasks``).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class PlannedFile:
     path: str
     """Relative to the attempt's directory, such as ``files/tmp/entry.sh``."""
     shown: str
-    """The path in the spec, such as ``/tmp/entry.sh``."""
+    """The path in the spec, such as ``/tmp/entry.sh``; for a file that is not in the spec, a description."""
     text: str | None = None
-    """The content, if the plan contains it. Its placeholders are filled in."""
+    """The content, if the plan contains it. ``bind`` fills in its placeholders."""
     blob: str | None = None
     """Otherwise the SHA-256 of its content in the blob store."""
     size: int = 0
@@ -115,7 +115,7 @@ class PlannedCredential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCheckpoint:
-    """A directory of a task that is copied while it runs, and given to its next attempt."""
+    """A directory of a task, which is copied while the task runs and after its end, and given to the task's next attempt."""
 
     place: str
     """Relative to the attempt's directory, such as ``files/tmp/models``."""
@@ -124,12 +124,12 @@ class PlannedCheckpoint:
     url: str
     """The URL to upload the directory to, under its own name. It may contain ``{{workflow_id}}``. Empty for ``shared``."""
     every_s: float
-    """Seconds from the end of one copy to the beginning of the next."""
+    """Seconds from the start of the task, or from the end of a copy and its upload, to the beginning of the next copy."""
     regex: str = ""
 
     @property
     def is_shared(self) -> bool:
-        """Whether every task of the group gets its files."""
+        """Whether all tasks of the group get the files of the directory."""
         return not self.url
 
 
@@ -155,7 +155,7 @@ class Launch:
     """``None`` for a task without ranks."""
     resource: ResourceSpec = ResourceSpec()
     rewritten: tuple[tuple[str, str], ...] = ()
-    """Injected absolute paths, and their paths on the node: ``("/train.py", "files/train.py")``."""
+    """Injected absolute paths, and their paths below the attempt's directory: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
     url_outputs: tuple[DataSpec, ...] = ()
     """The destinations of its output, which is uploaded after the task has completed and before its group is COMPLETED."""
@@ -212,7 +212,7 @@ class GroupPlan:
     """Whether to stop the group if a task ended with code 0 although its ranks failed, and other tasks wait for these ranks.
     ``None``: only if the ranks failed before they can have met at the rendezvous (``docs/diagnosis.md``)."""
     ends_with_lead: bool = False
-    """Whether its other tasks only serve the lead, and are stopped when the lead has completed. Their failures count."""
+    """Whether its other tasks only serve the lead, and are stopped when the lead has completed."""
     smaller: tuple[GroupPlan, ...] = ()
     """Plans with fewer tasks, the largest first. The group may run as one of them while there is no room for all tasks."""
     smaller_after_s: float = 0.0
@@ -281,11 +281,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLink:
-    """The connection by which tasks of a gang report failures to each other, without a supervisor. One task is the hub."""
+    """A task's part in the connections by which the tasks of a gang report failures to each other without a supervisor.
+
+    One of the tasks is the hub.
+    """
 
     task: str
     others: tuple[str, ...]
-    """The tasks that it is connected to: all other tasks for the hub, and the hub for every other task."""
+    """The tasks that this task is connected to: all other tasks if it is the hub, otherwise only the hub."""
     address: str | None = None
     """The address of the hub on the training network; ``None`` for the hub itself."""
     port: int | None = None

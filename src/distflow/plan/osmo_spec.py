@@ -99,7 +99,7 @@ def _heading(warnings: Sequence[Problem]) -> str:
 
 
 def _dumped(document: Mapping[str, Any]) -> str:
-    """Return a document as YAML that OSMO's template engine does not change."""
+    """Return a document as YAML in which OSMO replaces only its own tokens."""
     return _NOT_A_TOKEN.sub(lambda match: f"{{{{ '{match[0]}' }}}}", yaml_text(document))
 
 
@@ -132,7 +132,7 @@ class _Notes:
 
 
 def _edited(text: str, file: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the file with a few edits (see the module's docstring); ``None`` if the result differs from ``wanted``."""
+    """Return the file with a few edits (see the module's docstring); ``None`` if that does not result in ``wanted``."""
     try:
         rendered = render(text, file)
         document = parse_yaml(rendered.text, file, rendered.line_map)
@@ -207,7 +207,7 @@ class _Conversion:
         *,
         is_written_again: bool = False,
     ) -> None:
-        # When the document is written again, `on` must stay a text. YAML would write it as `true`.
+        # When the document is written again, a variable's value `on` must stay a text. YAML would write it as `true`.
         self._is_written_again = is_written_again
         self._spec, self._worlds, self._document, self._notes = spec, worlds, document, notes
         self._tasks = [(group, task) for group in spec.groups for task in group.tasks]
@@ -238,7 +238,7 @@ class _Conversion:
         found = self._without(raw, _OF_GROUP, group.name)
         found = {key: value for key, value in found.items() if key not in _CONVERTED_OF_GROUP}
         if group.name in self._worlds and group.ignore_nonlead_status is None and len(group.tasks) > 1:
-            # This is distflow's default for a world. With OSMO's default, tasks would wait for the ranks of a failed task.
+            # `false` is distflow's default for a world. With OSMO's default, tasks would wait for the ranks of a failed task.
             tasks = found.pop("tasks")
             found |= {_STRICT: False, "tasks": tasks}
         found["tasks"] = self._replicas(raw["tasks"], ("workflow", "groups", number, "tasks"))
@@ -290,7 +290,10 @@ class _Conversion:
         return {key: value if key in kept else _mapped(value, fill) for key, value in found.items()}
 
     def _written(self, path: Path, name: str, text: str) -> Any:
-        """Return the value of a variable in the document, which may be a number, if its text has not changed; else the text."""
+        """Return a variable's text, or its value in the document, which may be a number.
+
+        The value is returned if the text is unchanged and the document is not written again.
+        """
         place = (*path, "environment", name)
         is_kept = self._document.raw_at(place) == text and not self._is_written_again
         return self._document.value_at(place) if is_kept else text
@@ -304,7 +307,7 @@ class _Conversion:
         argv: tuple[str, ...],
         fill: Callable[[str], str],
     ) -> StartCommand:
-        """Return the command of a task of a world, with the variables of its framework, launcher and strategy."""
+        """Return the command of a task of a world, with the files and variables of its framework, launcher and strategy."""
         resource = self._spec.resources[task.resource]
         given = {name: text.value for name, text in task.environment.items()}
         framework = group.framework.value if group.framework is not None else None
@@ -328,7 +331,8 @@ class _Conversion:
     def _variables(self, group: GroupSpec, task: TaskSpec, ranks: TaskRanks | None, given: Mapping[str, str]) -> dict[str, str]:
         """Return ``given`` and other variables that distflow would set.
 
-        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks unless the spec passes the ranks itself.
+        These are ``DISTFLOW_*`` if the task's texts use them, and those of its ranks and of ``debug`` unless the spec passes
+        ranks and addresses itself.
         """
         world = self._worlds.get(group.name) if ranks is not None else None
         resource = self._spec.resources[task.resource]
@@ -434,5 +438,5 @@ _ONLY_HERE = frozenset(
         "DISTFLOW_OUTPUT",
     }
 )  # fmt: skip
-"""Variables that are not part of a world. The converted spec sets the ``DISTFLOW_*`` among them only for tasks whose texts use
-them, and the others never."""
+"""Variables that are not part of a world. The conversion adds the ``DISTFLOW_*`` among them only to tasks whose texts use them,
+and never adds the others."""

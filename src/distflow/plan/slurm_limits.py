@@ -122,7 +122,7 @@ def _all_texts(plan: Plan, contents: Mapping[str, bytes]) -> Iterator[bytes]:
         yield " ".join(launch.argv).encode()
         yield from ((file.text or "").encode() for file in launch.files)
         for file in launch.files:
-            if file.blob is not None and file.path != "lib":  # distflow.train itself reads these files
+            if file.blob is not None and file.path != "lib":  # the library for tasks contains these words, too
                 content = contents[file.blob]
                 try:
                     yield gzip.decompress(content) if file.is_tar else content

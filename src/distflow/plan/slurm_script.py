@@ -50,7 +50,10 @@ class SlurmScript:
     warnings: tuple[Problem, ...]
     """The parts of the workflow that the script leaves out or runs in another way than distflow."""
     files: Mapping[str, str]
-    """The digest of each file that does not fit into the script, by the name that it must have in ``NAME.files`` next to it."""
+    """The digest of each file that does not fit into the script, by the name that it must have in the directory ``NAME.files``.
+
+    ``NAME`` is the name of the script. By default, the script expects the directory where the job is submitted.
+    """
 
 
 def slurm_script(
@@ -64,7 +67,7 @@ def slurm_script(
         pool: The settings of jobs (``slurm``) and of nodes (``template``).
         contents: The content of each blob of the plan, by its digest.
         name: The name of the script's file.
-        files_next_to_it: Whether files that are too large for the script can be written to a directory next to it.
+        files_next_to_it: Whether files that are too large for the script can be written to a directory next to the script.
 
     Raises:
         InputError: if the files are too large, if one ``srun`` cannot start all tasks of a group, or if a variable of the spec
@@ -130,7 +133,10 @@ class _Group:
 
     @property
     def image(self) -> str | None:
-        """The image that Pyxis runs the tasks in. Raises ``InputError`` if they have different images."""
+        """The image that Pyxis runs the tasks in; ``None`` without Pyxis or images.
+
+        Raises ``InputError`` if the tasks have different images, or if only some of them have one.
+        """
         images = {launch.image for launch in self.launches}
         if self.settings.container != "pyxis" or images == {None}:
             return None
@@ -236,12 +242,12 @@ def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> 
 
 
 def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequence[Problem]) -> list[str]:
-    """Return the comment at the top of a script: how to submit it, the paths of its files, and the warnings."""
+    """Return the comment at the top of a script: how to submit it, the variables that it reads, and the warnings."""
     lines = [
         f"# Submit it:  {command}",
         "# Variables that it reads:",
-        f"#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: {plan.name}-<job id> in this",
-        "#            directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.",
+        f"#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: {plan.name}-<job id> in the",
+        "#            current directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.",
     ]
     needed = {name: text for group in groups for name, text in _needed(group.launches)}
     lines += [f"#   {name}  {text} (required)" for name, text in needed.items()]
@@ -285,7 +291,7 @@ def _memory(size: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time limit of Slurm, in whole minutes.
+    """Return a time limit of Slurm, rounded up to whole minutes.
 
     >>> _time(90061)
     '1-01:02:00'

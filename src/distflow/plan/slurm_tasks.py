@@ -39,7 +39,9 @@ _VARIABLES = {
     "NODE": "SLURMD_NODENAME", "RETRY_ID": "retry_id", "TASK_NAME": "task", "NODE_RANK": "node_rank",
     "RANK_OFFSET": "rank_offset",
 }  # fmt: skip
-"""The shell variables for placeholders, except addresses. The last three replace values that differ between equal tasks."""
+"""The shell variables for placeholders of scripts, except ``@@ADDRESS:<task>@@``.
+
+The last three replace values that differ between equal tasks."""
 _OWN = frozenset({"run_dir", "retry_id", "status", "nodes", "address", *_VARIABLES.values()})
 _REGEX_COPY = """\
 # Copy the files whose relative path matches REGEX, anchored at its start: copy_matching REGEX FROM TO
@@ -97,7 +99,7 @@ def without_member_files(group: GroupPlan) -> GroupPlan:
 
 
 def shared_files(plan: Plan) -> dict[str, str]:
-    """Return a file name for each blob of a plan, by its digest. Equal names get a number."""
+    """Return a file name for each blob of a plan, by its digest. A number is put before a name that is already in use."""
     names: dict[str, str] = {}
     for group in plan.groups:
         for file in (file for launch in group.launches for file in launch.files):
@@ -129,8 +131,8 @@ def task_script(
     """Return the script that runs once on each node.
 
     ``position`` and ``restarts`` are the variables with the position of the node and the number of earlier attempts.
-    ``files`` are the names of blobs in the directory of the run, by digest. Raises ``InputError`` if a variable of the spec has
-    the name of a variable of the script.
+    ``files`` are the names of blobs in ``files`` of the directory of the run, by digest. Raises ``InputError`` if a variable of
+    the spec has the name of a variable of the script.
     """
     launches = ordered(group)
     _check_names(launches)
@@ -189,9 +191,9 @@ def _identity(launches: Sequence[Launch], position: str) -> list[str]:
 
 
 def kinds_of(launches: Sequence[Launch]) -> list[tuple[Launch, list[str]]]:
-    """Merge equal tasks, and return each result with the names of its tasks.
+    """Merge equal tasks, and return each merged or remaining task with the names of the tasks that it stands for.
 
-    Placeholders replace a task's name and ranks, so tasks that differ only in these are equal.
+    Tasks are equal if they differ only in their names and ranks. Placeholders replace these in a merged task.
     """
     alike: dict[object, list[Launch]] = {}
     for launch in map(_prepared, launches):
@@ -364,7 +366,7 @@ def _end(group: GroupPlan, launches: Sequence[Launch]) -> list[str]:
 def _test(codes: Codes, *, zero_only: bool = False) -> str:
     """Return a shell condition that is true if ``status`` is one of ``codes``; empty if ``codes`` has no possible status.
 
-    With ``zero_only``, only the status 0 is tested, because every other status already counts as a failure.
+    With ``zero_only``, the condition can be true only for the status 0, because every other status already counts as a failure.
     """
     tests = []
     most = 0 if zero_only else 255

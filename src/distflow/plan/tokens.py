@@ -1,8 +1,8 @@
-"""Replace the spec's tokens and injected paths by numbers, and by paths and addresses with placeholders.
+"""Replace the spec's tokens by numbers, paths and addresses, and injected paths by paths on the node, with placeholders.
 
-``{{host:master}}`` becomes a placeholder for the address of that task's node, ``{{rank_offset}}`` a number. Without a
-container, a file cannot be created at ``/train.py``. It is created below the attempt's directory, and exactly this path is
-replaced in the command, the arguments, the environment and the injected files.
+``{{host:master}}`` becomes a placeholder for the address of the node of the task ``master``, ``{{rank_offset}}`` a number.
+Without a container, a file cannot be created at ``/train.py``. It is created below the attempt's directory, and its path is
+replaced in the command, the arguments, the environment and the injected files, among others.
 
 In OSMO's containers a task starts in ``/``, so ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are the same
 file. In distflow a task starts in ``work``. If a path is injected or used in its relative form, distflow therefore puts it into
@@ -89,9 +89,10 @@ def place_of(path: str, in_work: Container[str] = ()) -> str:
 def paths_in_work(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
     """Return the absolute paths that are in ``work``, and whether each is a directory.
 
-    These are the relative paths of ``injected``, with ``/`` before them, and absolute paths whose relative form is used in a
-    text. A path that is injected in both forms is left out. ``injected`` has each path and whether it is a directory. ``texts``
-    has the texts of the task, each with the path of its file or ``""``. The path of a file in its own text does not count.
+    These are the relative paths of ``injected``, with ``/`` before them, and its absolute paths whose relative form is used in
+    a text. A path that is injected in both forms is left out. ``injected`` has each path and whether it is a directory.
+    ``texts`` has the texts of the task, each with the path of its file or ``""``. The path of a file in its own text does not
+    count.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}
@@ -115,7 +116,10 @@ _TMP = re.compile(r"(?<![\w./-])(?:\./)?tmp/")
 
 
 def _relative(path: str, tree: bool) -> re.Pattern[str]:
-    """Return a pattern for the relative form of an absolute path; for a directory ``/data``, ``data/``, not the word alone."""
+    """Return a pattern for the relative form of an absolute path.
+
+    For a directory such as ``/data``, it matches ``data`` only before a ``/``, because ``data`` alone may be any word.
+    """
     plain = tree and path.count("/") == 1
     return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if plain else _end(tree)))
 

@@ -1,4 +1,4 @@
-"""Find and load the configuration, and measure this machine for the built-in configuration.
+"""Find and load the configuration, and measure this machine for pools with ``backend: local``.
 
 The configuration is ``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the
 home directory), else in the user's configuration directory. ``DISTFLOW_CONFIG`` names another file. Without a file there is one
@@ -118,14 +118,14 @@ def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
 
 
 def load_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile. Raises ``ProblemsFound`` with all findings."""
+    """Return the hosts of a hostfile. Raises ``ProblemsFound`` with the findings of ``parse_hostfile``."""
     hosts, problems = parse_hostfile(read_text(path, limit=_HOSTFILE_LIMIT, kind="hostfile"), path)
     raise_errors(problems)
     return hosts
 
 
 def read_hosts(hosts: str | os.PathLike[str] | Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile, given as its path or its lines. Raises ``ProblemsFound`` with all findings."""
+    """Return the hosts of a hostfile, given as its path or its lines. Raises ``ProblemsFound`` as ``load_hostfile`` does."""
     if isinstance(hosts, str | os.PathLike):
         return load_hostfile(os.fspath(hosts))
     found, problems = parse_hostfile("\n".join(hosts), "<hosts>")
@@ -136,8 +136,8 @@ def read_hosts(hosts: str | os.PathLike[str] | Sequence[str]) -> tuple[Host, ...
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine, names_only: bool = False) -> Configuration:
     """Return the configuration in ``text``. ``root`` is the default ``root`` of a node that is this machine.
 
-    The hostfiles of pools are read. Their paths are relative to the directory of ``file``. ``names_only`` omits the check
-    against the schema. Raises ``ProblemsFound`` with all findings.
+    Hostfiles, requirements and pod templates of pools are read. Their paths are relative to the directory of ``file``.
+    ``names_only`` omits the checks against the schema and for NUL bytes. Raises ``ProblemsFound`` with the findings.
     """
     document = parse_yaml(text, file)
     problems = [*document.warnings]
@@ -426,7 +426,7 @@ _CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
     {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman", "apptainer": "apptainer"}
 )
 _POOL_KEYS = ("root", "python", "setup", "lease_dir", "container")
-"""Keys of a node that a pool may also have."""
+"""Keys of a node that a pool may also have, in addition to ``environment`` and keys with true or false."""
 
 
 def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> str | None:

@@ -55,7 +55,7 @@ class Node:
     identity_file: str | None = None
     """A private key of this machine that SSH tries first."""
     address: str | None = None
-    """The address on the training network; ``None``: the address of the SSH connection."""
+    """The address on the training network; ``None``: distflow chooses one, usually that of the SSH connection."""
     root: str
     """The directory of distflow on the node. The node expands ``~`` in it."""
     python: str
@@ -108,7 +108,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Settings that the options of a command give to all nodes. They override the configuration and the hostfile."""
+    """Settings for all nodes from the options of a command or the Python API.
+
+    They override the configuration and the hostfile.
+    """
 
     python: str | None = None
     setup: str | None = None
@@ -152,7 +155,9 @@ class SlurmSettings:
     extra: tuple[str, ...] = ()
     """Further arguments of ``sbatch``."""
     container: Literal["pyxis"] | None = None
-    """How Slurm starts images, unless the nodes have a ``container`` runtime. Exported scripts always use it."""
+    """How Slurm starts images, unless the nodes have a ``container`` runtime; ``None``: Slurm does not start images.
+
+    Exported scripts always use it."""
     idle_release_s: float = 600.0
     """The time without tasks and supervisor after which the job ends by itself."""
     platforms: Mapping[str, SlurmPlatform] = field(default_factory=lambda: MappingProxyType({}))

@@ -11,9 +11,11 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
-    """Return why other users could change a file; empty if only this user and root can. Raises ``OSError``.
+    """Return why other users could change a file; empty if only trusted users can. Raises ``OSError``.
 
-    The private group of a user, which has no other members, counts as that user.
+    Trusted users are this user, root, and for root also the user that called ``sudo``.
+
+    A user's private group, which has no other members, counts as that user.
     """
     stranger, found = owned_by_stranger(path, environ), os.stat(path)
     if stranger is not None:
@@ -56,7 +58,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Return whether a group belongs to one user, as Debian and Fedora create it for every user, with a umask of 002."""
+    """Return whether a group is the private group of a user. Debian and Fedora create such a group for every user."""
     import grp  # noqa: PLC0415  only where files are writable for their group
     import pwd  # noqa: PLC0415
 

@@ -3,8 +3,8 @@
 #
 # Submit it:  sh graph.sh
 # Variables that it reads:
-#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: graph-<date> in this
-#            directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
+#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: graph-<date> in the
+#            current directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
 #
 # A job starts when the jobs before it have succeeded:
 # * serving

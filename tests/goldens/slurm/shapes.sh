@@ -3,8 +3,8 @@
 #
 # Submit it:  sbatch shapes.sbatch
 # Variables that it reads:
-#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: shapes-<job id> in this
-#            directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
+#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: shapes-<job id> in the
+#            current directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
 #   TOKEN  `token` of the credential `hub` (required)
 #   CREDENTIAL_deploy  a directory with a file for each key of the credential `deploy` (required)
 #   INPUT_s3_bucket_mnist  a directory with the data of s3://bucket/mnist (required)

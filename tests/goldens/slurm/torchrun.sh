@@ -3,8 +3,8 @@
 #
 # Submit it:  sbatch finetune.sbatch
 # Variables that it reads:
-#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: finetune-<job id> in this
-#            directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
+#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: finetune-<job id> in the
+#            current directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.
 #
 # Node 0 runs the task node-0, ranks 0-7 of 24.
 # Node 1 runs the task node-1, ranks 8-15 of 24.
