@@ -40,7 +40,7 @@ def task_environment(
     debug: bool = False,
     checkpoint: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables of one task. Variables of the spec (``given``) override the other variables.
+    """Return the variables of one task. Those in ``given`` (of the spec, its framework and its strategy) override the others.
 
     RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE are set only for a task of one rank. Otherwise ``python train.py`` in a
     task of eight ranks would join the world as one process, and all processes would wait for the other seven. ``checkpoint`` is
