@@ -16,7 +16,7 @@ __all__ = ["slurm_limits"]
 
 
 def slurm_limits(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes]) -> tuple[Problem, ...]:
-    """Return a warning for each part that the script leaves out or runs in another way, with its tasks or groups."""
+    """Return warnings about parts that the script leaves out or runs in another way, with their tasks or groups."""
     found: dict[tuple[str, str], list[str]] = {}
     for key, name in _limits(plan, spec, pool, contents):
         names = found.setdefault(key, [])
