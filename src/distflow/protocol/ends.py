@@ -22,7 +22,7 @@ class EndReason(str, enum.Enum):
     EXITED = "exited"
     """The command ended by itself: with an exit code, or by a signal that distflow did not send."""
     STOPPED = "stopped"
-    """The keeper stopped it: on request, or because the keeper received SIGTERM."""
+    """The attempt was stopped on request, or because its keeper received SIGTERM."""
     START_ERROR = "start_error"
     """The command, or its container, could not be started."""
     START_TIMEOUT = "start_timeout"
@@ -88,8 +88,9 @@ def signal_name(number: int) -> str:
 def counts_as_failure(reason: EndReason, code: Optional[int], success: Ranges, failure: Ranges) -> bool:
     """Return whether the end of an attempt is a failure by the spec's ``exitActions``.
 
-    Only an end by itself, an eviction or a start error can be a failure. ``code`` is the result of ``code_of``. ``success`` and
-    ``failure`` are the codes in the spec's ``exitActions``. Of all other codes, only 0 is a success.
+    Only an end by itself, an eviction or a start error can be a failure. ``code`` is the result of ``code_of``. If it is None,
+    only an eviction can be a failure. ``success`` and ``failure`` are the codes in the spec's ``exitActions``. Of all other
+    codes, only 0 is a success.
     """
     if reason not in (EndReason.EXITED, EndReason.EVICTED, EndReason.START_ERROR):
         return False

@@ -31,7 +31,7 @@ class ErrorReport(NamedTuple):
     rank: Optional[int] = None
     pid: Optional[int] = None
     raised_at: Optional[float] = None
-    """The latest possible time of the failure, in seconds since the epoch by the clock of its node."""
+    """The time of the failure, in seconds since the epoch by the clock of its node. If only the second is known: its end."""
 
 
 def error_file(message: str, callstack: str, raised_at: float, more: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ def parse_error_file(content: object) -> Optional[ErrorReport]:
 
 
 def is_symptom(text: str) -> bool:
-    """Return whether an error of gloo, TCPStore or NCCL (torch 2.13) only reports that another process was gone or silent."""
+    """Return whether a text contains words with which gloo, TCPStore or NCCL (torch 2.13) report a lost or silent process."""
     return _SYMPTOM.search(text) is not None
 
 
@@ -72,7 +72,7 @@ def _integer(value: object) -> Optional[int]:
 
 
 def _seconds(exact: object, whole: object) -> Optional[float]:
-    """Return the time in distflow's field, or else the end of the second in torch's field."""
+    """Return the time in distflow's field, or else the end of the second in torch's field; None if it is invalid."""
     if isinstance(exact, float):
         return exact if math.isfinite(exact) else None
     return int(whole) + 1.0 if isinstance(whole, str) and re.fullmatch(r"[0-9]{1,12}", whole) else None

@@ -22,7 +22,7 @@ ErrorKind = Literal[
     "bad_request", "busy", "conflict", "damaged", "image_pull", "internal", "no_container", "no_mount", "no_space", "no_venv",
     "not_found", "not_prepared", "not_running", "permission", "port_taken", "timeout", "venv_failed",
 ]  # fmt: skip
-"""The field ``kind`` of the error in a reply to a refused request."""
+"""The field ``kind`` of an error."""
 
 
 _UUID = r"[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"

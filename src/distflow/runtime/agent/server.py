@@ -38,7 +38,7 @@ _LOCK_TRIES = 1200
 
 
 def serve(root: str, umask: int) -> None:
-    """Serve the connection on standard input and output until it ends.
+    """Serve the connection on standard input and output until it ends or the supervisor stays silent. Does not return.
 
     ``umask`` is the umask of the login, which commands get.
     """
@@ -172,7 +172,7 @@ class _Agent:
             answer.refuse(OpError("bad_request", "a field of the request is missing or has the wrong type: {!r}".format(error)))
         except OSError as error:
             answer.refuse(OpError.from_os(error, "`{}` failed".format(request.get("op"))))
-        except Exception as error:  # one request must not end the agent, which serves every attempt on the node
+        except Exception as error:  # one request must not end the agent, which serves many attempts
             sys.excepthook(type(error), error, error.__traceback__)
             answer.refuse(OpError("internal", "`{}` failed: {!r}".format(request.get("op"), error)[:_MAX_TEXT]))
 
@@ -240,7 +240,7 @@ class _Agent:
             else:
                 answer(_lease_of(state))
 
-        # A reachable pair without a state is just starting. This agent forked it, or an agent that was killed.
+        # A reachable pair without a state is just starting. This agent or another one forked it.
         if not attempts.is_reachable(directory):
             self._loop.children.add(attempts.create(self._root, request, self._umask))
         self._watches.expect(attempt, on_up)
@@ -290,7 +290,7 @@ class _Agent:
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known_watch(request)
         if watch.is_unresponsive and self._watches.status(watch)["started_at"] is None:
-            # for a short time, or because the processes are gone
+            # Either they are busy for a short time, or they are gone.
             raise attempts.TaskIsLocked("runner and keeper of the attempt do not respond")
 
         def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
@@ -405,7 +405,7 @@ class _Agent:
         return watch
 
     def _is_starting(self, watch: Watch) -> bool:
-        """Return whether the attempt has a pair that has not sent its first notification yet."""
+        """Return whether the attempt has a pair that has not written its state yet."""
         return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
 
     def _ask(self, watch: Watch, request: Json, on_answer: Callable[[Optional[Json], Optional[OpError]], None]) -> None:

@@ -40,7 +40,7 @@ class Watch:
         self.heartbeat_at = 0.0
         """Modification time of the heartbeat file when it was last reported, in seconds since the epoch."""
         self.keeper: Optional[int] = None
-        """The keeper's process id, from the first notification on."""
+        """The keeper's process id, once this agent has connected to the pair."""
         self.on_up: List[Callable[[], None]] = []
         """Called when the pair has sent its first notification, or has ended without one."""
         self.on_gone: List[Callable[[], None]] = []
@@ -110,7 +110,7 @@ class Watches:
         return status
 
     def report_heartbeats(self) -> None:
-        """Report every running attempt whose heartbeat was touched since the last call."""
+        """Report every attempt with a connected pair whose heartbeat has changed since its last report."""
         for watch in self._watches.values():
             if watch.link is None:
                 continue

@@ -77,7 +77,7 @@ def _survey_venvs(root: str) -> List[Json]:
 
 
 def _used_venvs(root: str) -> Optional[Set[str]]:
-    """Return the keys of the environments of living attempts; None if an attempt is about to start and may use any of them.
+    """Return the keys of the environments of living attempts; None if one of them, such as a starting attempt, may use any.
 
     The keys are read from the attempts' files and not computed, because this agent may have another interpreter than the tasks.
     """
@@ -201,7 +201,7 @@ def _allow_access(folder: str) -> None:
 
 
 def _measure(top: str) -> Tuple[int, float]:
-    """Return the bytes on disk of ``top`` and the files below it, and the time of the last change of one of them."""
+    """Return the bytes on disk of ``top`` and the files below it, and when one of them was last modified (epoch seconds)."""
     info = os.lstat(top)
     size, modified = info.st_blocks * 512, info.st_mtime
     for folder, _, names in os.walk(top):
@@ -270,7 +270,10 @@ def _no_builds(root: str) -> Iterator[None]:
 
 
 def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
-    """Remove this user's free lock files. A process that is just locking a file notices that it was removed."""
+    """Remove this user's free lock files, and the directory if it is then empty.
+
+    A process that is just locking a file notices that the file was removed.
+    """
     try:
         directory = lease_files.open_directory(path)
     except OpError as error:

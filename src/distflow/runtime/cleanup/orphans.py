@@ -40,7 +40,9 @@ def may_live(directory: str) -> bool:
 
 
 def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
-    """Kill the remaining processes of an attempt without a pair, and record its end. Does nothing for other attempts.
+    """Kill the remaining processes of an attempt that has neither a pair nor a recorded end, and record its end.
+
+    Does nothing for other attempts.
 
     If the attempt's directory was removed while it ran, its processes are found by their environment, and nothing is recorded.
     ``stopped`` has the cause (``why``) and the time (``stopped_at``) of a stop request that may not be recorded yet.

@@ -239,7 +239,7 @@ class _Leftovers:
 
 
 def _is_guarded(process: Process) -> bool:
-    """Return whether a process is a runner or keeper, or descends from one."""
+    """Return whether a process is a runner or keeper of this user, or descends from one."""
     current: Optional[Process] = process
     for _ in range(64):
         if current is None:

@@ -36,7 +36,7 @@ GpuUser = Dict[str, object]
 
 
 def list_gpu_users() -> List[GpuUser]:
-    """Return every visible process on a GPU; empty if ``nvidia-smi`` is missing or fails."""
+    """Return the compute processes that ``nvidia-smi`` shows, once for each of their GPUs; empty without ``nvidia-smi``."""
     smi = nvidia_smi()
     return _users(smi, _gpus(smi)) if smi is not None else []
 
@@ -97,7 +97,7 @@ def _belongs_to(pid: int, attempt: str) -> bool:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether the driver's process ids are valid in this namespace. In a container, they are not."""
+    """Return whether the driver's process ids are valid here. In a container with its own process ids, they are not."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
     except OSError:

@@ -1,7 +1,7 @@
 """Leases of a node's GPUs, ports, CPUs and memory, as file locks that end with the processes that hold them.
 
-A share of the CPUs or of the memory is a locked file in the lease directory. Shares only prevent workflows of all users from
-leasing more in total than the node has. This package neither measures nor limits what tasks really use.
+A share of the CPUs and the memory is a locked file in the lease directory. Shares only prevent workflows of all users from
+leasing more in total than the node has. The real use of CPUs and memory is neither measured nor limited here.
 """
 
 from __future__ import annotations

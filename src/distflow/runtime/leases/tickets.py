@@ -5,8 +5,8 @@ node. A task whose lease is refused writes a ticket with the amounts that it nee
 would leave less than these amounts.
 
 All users of the machine write tickets, so their effect is limited. A ticket is valid while its file is fresh, and only if its
-name contains the id of the file's owner. Only the oldest gang of each user counts. A gang that has itself waited for
-``_RESPECT_S`` ignores all tickets, so no ticket can delay a gang longer.
+name contains the id of the file's owner. Only the oldest gang of each user counts. A task that has itself waited for
+``_RESPECT_S`` ignores all tickets.
 """
 
 from __future__ import annotations

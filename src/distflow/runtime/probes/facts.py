@@ -24,7 +24,7 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def user_name(uid: Optional[int] = None) -> str:
-    """Return the name of the user ``uid``, or of the current user."""
+    """Return the name of the user ``uid`` (default: the current user); the id if the user has no name."""
     uid = os.getuid() if uid is None else uid
     try:
         return pwd.getpwuid(uid).pw_name
@@ -33,7 +33,7 @@ def user_name(uid: Optional[int] = None) -> str:
 
 
 def gather_facts(root: str) -> Json:
-    """Return the facts that do not depend on the agent. Runs ``nvidia-smi``, which may take seconds, if the node has it."""
+    """Return the facts. Runs ``nvidia-smi``, which may take seconds, if the node has it."""
     gpus = _gpus()
     return {
         "hostname": socket.gethostname(),

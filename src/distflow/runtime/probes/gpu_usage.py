@@ -148,7 +148,7 @@ class AmdGpus(GpuReader):
     """GPUs of AMD, in the order of their PCI addresses."""
 
     def __init__(self, ids: Sequence[int], drm: str = _DRM) -> None:
-        """Find the devices. Raises ``OSError`` if there are none."""
+        """Find the devices. Raises ``OSError`` if none of them exists."""
         cards = [os.path.join(drm, name, "device") for name in os.listdir(drm) if re.fullmatch(r"card\d+", name)]
         found = sorted((one for one in cards if os.path.exists(os.path.join(one, "gpu_busy_percent"))), key=os.path.realpath)
         self._devices = [(gpu, found[gpu], _sensors(found[gpu])) for gpu in ids if gpu < len(found)]

@@ -31,7 +31,10 @@ class _Stat(NamedTuple):
 
 
 class HostUsage:
-    """Measures the descendants of the process ``root``, and a container. Rates are averages since the previous ``read``."""
+    """Measures the descendants of the process ``root``, and a container. Rates are averages since the previous ``read``.
+
+    The rates of CPU and disk include those of ``root`` itself.
+    """
 
     def __init__(self, root: int, command: int, container: str = "") -> None:
         """``command`` is the descendant whose network counters are read. ``container``: id of the task's container, if any."""

@@ -296,8 +296,8 @@ def _checksums(paths: List[str]) -> Dict[str, Json]:
     """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
 
     The digest covers the names below the path and the sizes, but not the contents, which may be large. The search below a path
-    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. If the path cannot
-    be read, there is only ``error``.
+    ends after half a minute or a million files. Then the numbers cover only a part, and there is no digest. If the path or a
+    file below it cannot be read, there is only ``error``.
     """
     return {path: _checksum(os.path.expanduser(path), time.monotonic() + _CHECKSUM_S) for path in paths}
 

@@ -102,8 +102,9 @@ _BACKLOG = 1024
 def listen_on(address: str) -> Tuple[socket.socket, Optional[bool]]:
     """Return a non-blocking listening socket on a free port, and whether ``address`` belongs to this node.
 
-    The socket listens on all addresses if ``address`` does not belong to this node, because the network may translate it. The
-    same holds for a host name. The second value is then ``None``, because resolving a name may take long. Raises ``OpError``.
+    The socket listens on all addresses if ``address`` does not belong to this node, because the network may translate it. For
+    a host name, it also listens on all addresses, and the second value is ``None``, because resolving a name may take long.
+    Raises ``OpError``.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address):

@@ -359,7 +359,7 @@ def _connect_to(address: str) -> Optional[socket.socket]:
     try:
         caller.connect(address)
         return caller
-    except OSError:  # its process is gone
+    except OSError:  # its process is gone, or accepts no connections now
         caller.close()
         return None
 

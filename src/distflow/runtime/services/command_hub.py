@@ -11,7 +11,8 @@ print other lines before. Then both sides send frames: ``HEADER`` (kind, number 
 * The hub answers ``DIAL`` with ``CONNECTED`` or ``REFUSED`` (text). It sends ``OUTPUT`` and ``ERRORS`` (empty at their ends),
   ``EXIT`` (``>B``), ``CREDIT``, and ``INPUT_CLOSED`` if the command accepts no more input.
 
-A command is over when both outputs and the command itself have ended. Frames for channels that are over are ignored.
+A command is over when both outputs and the command itself have ended; after ``CLOSE`` or ``KILL``, when the command itself
+has ended. Frames for channels that are over are ignored.
 
 Each side may send ``WINDOW`` bytes of input or output to a channel, and more after ``CREDIT`` has reported bytes as processed.
 So a channel whose data is not read does not block other channels. Standard error needs no credit, because the submitter always
@@ -453,7 +454,7 @@ class _Hub:
             self._drop(channel, fd)
 
     def _flush_inputs(self) -> None:
-        """Write the input that the submitter sent before it ended."""
+        """Write the remaining input to the commands. Stop after ``_FLUSH_S``."""
         until = time.monotonic() + _FLUSH_S
         while time.monotonic() < until:
             waiting = [channel for channel in self._channels.values() if channel.input >= 0 and channel.pending]

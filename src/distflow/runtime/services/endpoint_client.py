@@ -24,7 +24,7 @@ _READ = 65536
 _CONNECT_S = 15.0
 _LONGEST_NONCE = 128
 _NO_CONNECTION = 255
-"""The exit code of a connection that failed, or ended before the command sent anything; the same as that of ``ssh``."""
+"""The exit code of a connection that failed or broke, or ended before the command sent anything. ``ssh`` has the same."""
 
 
 def main() -> int:

@@ -160,7 +160,10 @@ class _Wire:
         return waiting < _MAX_INPUT and time.monotonic() - self._received_at > _TRICKLE_S
 
     def check(self, waiting: int = 0) -> None:
-        """Raise ``OSError`` if the submitter was silent for too long. With too much ``waiting`` input, it is not read."""
+        """Raise ``OSError`` if the submitter was silent for too long.
+
+        With ``_MAX_INPUT`` or more ``waiting`` bytes, the submitter is not read, so its silence is ignored.
+        """
         if waiting < _MAX_INPUT and time.monotonic() - self._received_at > SILENCE_S:
             raise OSError(errno.ETIMEDOUT, "the submitter sent nothing for {:g} s".format(SILENCE_S))
 
