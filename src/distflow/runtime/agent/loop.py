@@ -165,7 +165,7 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
 
 
 def _read_result(text: bytes) -> Json:
-    """Decode a child's result. Raises the ``OpError`` with which the work failed."""
+    """Decode a child's result. Raises the ``OpError`` with which the work failed; ``internal`` if there is no result."""
     try:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:

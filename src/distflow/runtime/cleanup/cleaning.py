@@ -169,7 +169,7 @@ def _remove_all_but_output(directory: str) -> None:
             continue
         path = entry.path
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(_REMOVED):
-            # Otherwise a new attempt could take over a directory whose files are being removed.
+            # Otherwise a new attempt could take over files from a directory that is being removed (`reusable`).
             path = os.path.join(directory, "{}{}-{}".format(_REMOVED, os.getpid(), entry.name))
             with contextlib.suppress(FileNotFoundError):  # another agent has moved it
                 os.rename(entry.path, path)

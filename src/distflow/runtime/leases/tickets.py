@@ -1,8 +1,8 @@
 """Tickets in the lease directory: a gang that waits for a node keeps its place in the queue before later gangs.
 
 Without tickets, a gang that needs several nodes at once could wait forever behind short gangs that follow one another on each
-node. A task whose lease is refused writes a ticket with the amounts that it needs. A lease for a later gang is refused if it
-would leave less than these amounts.
+node. A task whose lease is refused as ``busy`` writes a ticket with the amounts that it needs. A lease for a later gang is
+refused if it would leave less than these amounts.
 
 All users of the machine write tickets, so their effect is limited. A ticket is valid while its file is fresh, and only if its
 name contains the id of the file's owner. Only the oldest gang of each user counts. A task that has itself waited for

@@ -5,10 +5,11 @@ in one step of the job, and ends the job when no node has had a process or a con
 decide this: while another node is busy, the supervisor may still collect this node's output. A supervisor that no longer needs
 the job ends it earlier, with the exit code of its gang. In a container, the command is ``pod``, and each node ends on its own.
 
-Commands that ``node`` starts belong to the step of the job, so they have its GPUs, survive every connection, and end with the
-job. ``node`` listens on an abstract Unix socket whose name ends with random digits: other users cannot occupy the name, and
-nothing remains in a file system. Both sides check that the other side belongs to the same user. A relay (``relay.py``) connects
-and sends the command with descriptors for its standard input, output and errors. The reply is the command's exit code.
+Commands that ``node`` starts belong to the step of the job, so they have its GPUs and end with the job. They survive their
+connection, unless they have a time limit. ``node`` listens on an abstract Unix socket whose name ends with random digits:
+other users cannot occupy the name, and nothing remains in a file system. Both sides check that the other side belongs to the
+same user. A relay (``relay.py``) connects and sends the command with descriptors for its standard input, output and errors. The
+reply is the command's exit code.
 
 On engines that may end processes without a signal, such as Ray's actors, the command is ``tied``, which ends with its standard
 input.
