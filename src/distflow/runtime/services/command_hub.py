@@ -180,7 +180,7 @@ class _Hub:
             elif fd == self._wakeup:
                 self._reap()
             else:
-                # Another channel may have the descriptor since this turn began. That is harmless, because it is non-blocking.
+                # The number may belong to a newer channel by now. That is harmless, because all descriptors are non-blocking.
                 self._serve_fd(fd)
         if time.monotonic() - self._received_at > _SILENCE_S:
             raise _Gone
