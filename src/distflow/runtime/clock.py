@@ -18,11 +18,11 @@ def now() -> float:
 def file_system_now(root: str) -> float:
     """Return the time of the clock that sets the times of files below ``root``.
 
-    A file server's clock may differ from this machine's.
+    A file server's clock may differ from this machine's. If the marker file in ``root`` cannot be touched, this is ``now``.
     """
     marker = os.path.join(root, MARKER)
     try:
         os.utime(marker)
         return os.stat(marker).st_mtime
     except OSError:
-        return now()  # the disk is full or read-only
+        return now()  # for example, the disk is full or read-only

@@ -1,6 +1,6 @@
-"""SHA-256 and keyed hashes of short texts, without ``hashlib`` and ``hmac``.
+"""SHA-256 and keyed hashes of short texts, without ``hashlib`` and ``hmac`` if Python is CPython.
 
-Those two modules load OpenSSL, which takes 8 ms of CPU time at the start of every agent. This module uses CPython's built-in
+Those two modules load OpenSSL, which takes 8 ms of CPU time at the start of every agent. This module uses CPython's internal
 implementations instead. Hash large files with ``hashlib``, which is faster for them.
 """
 
@@ -27,5 +27,5 @@ def sha256_hex(data: bytes) -> str:
 
 
 def keyed_hash(key: bytes, data: bytes) -> bytes:
-    """Return a message authentication code as 64 hexadecimal digits: BLAKE2b with a key (RFC 7693) of at most 64 bytes."""
+    """Return a message authentication code as 64 hexadecimal digits: keyed BLAKE2b (RFC 7693). The key has at most 64 bytes."""
     return blake2b(data, key=key, digest_size=32).hexdigest().encode()

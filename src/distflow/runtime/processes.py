@@ -51,7 +51,7 @@ _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class Process(NamedTuple):
-    """One line of /proc/PID/stat. ``start`` is in clock ticks since boot; ``pid`` and ``start`` together are unique."""
+    """Fields of /proc/PID/stat. ``start`` is in clock ticks since boot; ``pid`` and ``start`` are unique within a boot."""
 
     pid: int
     ppid: int
@@ -101,7 +101,7 @@ def die_with_parent(signum: int, parent: int) -> bool:
 
 
 def rename_self(name: str) -> None:
-    """Set the name that ``ps -o comm`` and ``top`` show (15 bytes)."""
+    """Set the name that ``ps -o comm`` and ``top`` show. It is cut at 15 bytes."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
@@ -121,7 +121,7 @@ def _limit_files(soft: int) -> None:
 
 
 def reset_signals() -> None:
-    """Reset all signals to their defaults: Python ignores SIGPIPE and SIGXFSZ, and exec would pass that on."""
+    """Reset all signals to their defaults, and unblock them. Python ignores SIGPIPE and SIGXFSZ, and exec would keep that."""
     for number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             try:
@@ -143,7 +143,7 @@ def close_all_but(keep: AbstractSet[int]) -> None:
 
 
 def find_program(name: str, path: str) -> Optional[str]:
-    """Return the first program of this name in ``path``, as a shell would find it."""
+    """Return the path of the first program of this name in ``path``, as a shell would find it, or None."""
     for directory in path.split(":"):
         candidate = os.path.join(directory or ".", name)
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
@@ -272,7 +272,7 @@ def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet
 def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset()) -> bool:
     """Return whether ``process`` descends from ``root``, and neither it nor a process in between is in ``spare``.
 
-    This reads only the ancestors of ``process``.
+    This reads only the ancestors of ``process``, at most 64 of them.
     """
     current: Optional[Process] = process
     for _ in range(64):

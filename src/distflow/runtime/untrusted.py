@@ -23,7 +23,7 @@ _TOKENS = rb'(?s)"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]'
 
 
 def decode_json(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
-    """Return the value of a JSON document (RFC 8259) in UTF-8.
+    """Return the value of a JSON document (RFC 8259). Bytes must be UTF-8.
 
     Raise ``ValueError``, and nothing else, when the document is longer than ``max_bytes``, is nested deeper than ``max_depth``
     arrays and objects, is not JSON, or has a number that does not fit into a signed 64-bit integer or a finite float.

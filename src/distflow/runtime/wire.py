@@ -1,4 +1,4 @@
-"""JSON lines in both directions: a reader of byte streams, and a queue in which replies overtake bulk data."""
+"""JSON lines in both directions: a reader of byte streams, and a queue in which urgent lines overtake bulk data."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class OutQueue:
             self._urgent.append(line)
 
     def write_to(self, fd: int) -> None:
-        """Write as much as ``fd`` accepts now. Raises ``OSError`` if the other side is gone."""
+        """Write as much as ``fd`` accepts now. Raises ``OSError``, for example if the other side is gone."""
         while self:
             if not self._current:
                 if self._urgent:

@@ -43,7 +43,7 @@ LAUNCH = "launch.json"
 MEMO = "workflow.json"
 """A note of the submitter about the attempt. The node does not interpret it."""
 SECRETS_ON_DISK = "credentials"
-"""Directory for files of credentials if the node has no file system in memory."""
+"""Directory for files of credentials if they cannot be stored in memory."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
 _RESERVED = _RECORDS | {"placed", "control", "pair.log", "packed.json", "container.id", SECRETS_ON_DISK}
 _RESERVED |= {output.RANKS, output.RANK_PYTHON}
@@ -53,7 +53,7 @@ _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 
 
 def is_quick(launch: Json) -> bool:
-    """Return whether the files can be placed without a child process: the launch contains them, and mounts no directories.
+    """Return whether the files can be placed without a child process: no blobs, no archives and no mounted directories.
 
     A directory to mount may be on a file system that does not respond, which must not block the agent.
     """
@@ -121,7 +121,7 @@ def _link_output(directory: str, place: str) -> None:
 
 
 def _write_launch(directory: str, launch: Json) -> None:
-    """Write ``launch.json`` without the secrets."""
+    """Write ``launch.json`` without the secrets and the gang link, which has a token."""
     path = os.path.join(directory, LAUNCH)
     public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files", "gang")}
     public["secret_env_names"] = sorted(launch.get("secret_env") or {})
@@ -142,7 +142,7 @@ def _rewrite(path: str, text: str) -> None:
 
 
 def has_secrets(directory: str) -> bool:
-    """Return whether the attempt in ``directory`` has secrets. True if this is unknown."""
+    """Return whether the attempt in ``directory`` has secrets: False without ``launch.json``, True if it is unreadable."""
     try:
         with open(os.path.join(directory, LAUNCH), "rb") as file:
             launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
@@ -214,7 +214,7 @@ def _not_staged(file: Json) -> OpError:
 
 
 def _place_by_link(root: str, file: Json, path: str) -> bool:
-    """Place the blob itself as the file, by a link. Returns False if it must be copied."""
+    """Place the blob itself as the file, by a hard link. Returns False if that is not possible."""
     if file.get("blob") is None or not is_complete(path_of(root, file["blob"])):
         return False
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -320,7 +320,7 @@ def _in_memory(directory: str) -> str:
 
 
 def _is_private(path: str) -> bool:
-    """Return whether this user created the directory and no other user can change it."""
+    """Return whether this user owns the directory and its mode gives no other user access."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -36,7 +36,7 @@ _TRIES = 100
 
 
 class TaskIsLocked(OpError):
-    """Another process is changing the task, or runner and keeper do not respond yet: try again."""
+    """Another process is changing the task, or its runner and keeper do not respond: try again."""
 
     def __init__(self, message: str) -> None:
         super().__init__("busy", message)
@@ -65,7 +65,8 @@ def workflows(root: str) -> List[str]:
 def workflow_directories(root: str, workflow: str) -> List[str]:
     """Return a workflow's directories: in the private directory, and in the directory that earlier versions used.
 
-    A marker or a record proves that distflow created them. No other directory may be removed.
+    A record proves that distflow created them; in the private directory, a marker does so, too. Directories without a proof
+    are left out and must not be removed. Raises ``bad_request`` for a malformed uuid.
     """
     if not is_uuid(workflow):
         raise OpError("bad_request", "{!r} is not the uuid of a workflow".format(workflow))
@@ -132,7 +133,7 @@ def read_status(directory: str) -> Json:
 
 
 def _has_files(directory: str) -> Optional[bool]:
-    """Return whether the task's output directory contains files; None if that is not known."""
+    """Return whether the task's output directory contains anything; None if it cannot be read."""
     try:
         with os.scandir(os.path.join(directory, "output")) as entries:
             return any(True for _ in entries)
@@ -141,7 +142,7 @@ def _has_files(directory: str) -> Optional[bool]:
 
 
 def is_reachable(directory: str) -> bool:
-    """Return whether a process of the attempt's pair accepts connections."""
+    """Return whether a process of the attempt's pair has the socket ``control`` open. It may not answer."""
     try:
         control.connect(directory).close()
     except BlockingIOError:

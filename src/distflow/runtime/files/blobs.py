@@ -1,7 +1,7 @@
 """Files that are sent once and used by many attempts: ``<root>/blobs/<sha256>``.
 
-The agent reports missing blobs, and ``receiver`` receives them. Incomplete blobs are kept under a ``.part`` name, so that an
-interrupted transfer can be resumed.
+The agent reports missing blobs, and ``services.receiver`` receives them. Incomplete blobs are kept under a ``.part`` name, so
+that an interrupted transfer can be resumed.
 
 One attempt at a time has the blob's file itself, by a hard link, and other attempts get a copy. Tasks may change their files.
 Therefore the modification time of a complete blob has a certain fraction of a second as a mark, which any write
@@ -82,7 +82,7 @@ def _adopt_earlier(root: str, name: str) -> None:
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
-    """Return the hashes of the missing blobs, after old parts were removed. Raises ``no_space`` if the blobs would not fit."""
+    """Return the hashes of the missing blobs, after old parts were removed. Raises ``no_space`` if they would not fit."""
     directory = os.path.join(root, BLOBS)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _sweep(directory)
@@ -131,7 +131,7 @@ def link_blob(path: str, new: str) -> bool:
 
 
 class Part:
-    """An incomplete blob, locked by the process that receives it."""
+    """An incomplete blob, locked by the process that receives or packs it."""
 
     def __init__(self, path: str) -> None:
         """Open or create the part of the blob at ``path``. ``fd`` is at its start."""
@@ -148,7 +148,7 @@ class Part:
         self.size = os.fstat(fd).st_size
 
     def finish(self, path: Optional[str] = None) -> None:
-        """Sync the complete part, mark it, and rename it to its final path, or to ``path`` if that was not known before."""
+        """Sync, mark and close the complete part, and rename it to ``path``, by default the path of its blob."""
         os.fsync(self.fd)  # after a power cut, a name without the content would count as a complete blob
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
         final = path or self._final
@@ -158,7 +158,7 @@ class Part:
         os.close(self.fd)
 
     def drop(self) -> None:
-        """Remove a damaged part."""
+        """Remove and close a part that cannot be completed."""
         os.unlink(self.path)
         os.close(self.fd)
 
@@ -179,7 +179,7 @@ def _size_of(path: str) -> int:
 
 
 def _sweep(directory: str) -> None:
-    """Remove old parts that no process is receiving."""
+    """Remove parts that have not changed for a day, unless a process has locked them."""
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
         if not entry.endswith(_PART) or _age(path) < _STALE_S:

@@ -85,12 +85,12 @@ def surplus(found: List[Segment]) -> List[Segment]:
 
 
 def segment_bytes(segment: Segment, max_log: int) -> int:
-    """Return how large a file may become: half of ``max_log`` is for the head, the other half for the kept segments."""
+    """Return how many bytes a file may have: half of ``max_log`` is for the head, the other half for the kept segments."""
     return max(1, max_log // 2 // (KEPT if segment.start else 1))
 
 
 def end_of(directory: str) -> int:
-    """Return how many bytes an attempt has written, including dropped bytes."""
+    """Return how many bytes of output are or were in the attempt's log, including bytes of removed segments."""
     found = segments(directory, "log")
     if not found:
         return 0

@@ -144,7 +144,10 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def clean_error(directory: str, mask: Optional[Mask]) -> None:
-    """Mask the attempt's error file in place, and cut it at 4 MiB. If it cannot be rewritten, it is removed."""
+    """Mask the attempt's error file in place, and cut it at 4 MiB. If it cannot be rewritten, it is removed.
+
+    Does nothing if ``mask`` is None.
+    """
     if mask is None:
         return
     path = os.path.join(directory, "error.json")
@@ -187,13 +190,13 @@ def encoded(launch: Json) -> bytes:
 
 
 def share(shared: mmap.mmap, launch: Json) -> Optional[Mask]:
-    """Return the mask for a launch's secrets, and store the secrets for the other process. Returns None if there are none."""
+    """Store a launch's secrets in the shared memory, for the runner. Returns their mask, or None if there are none."""
     data = encoded(launch)
     shared[: len(data) + 1] = data + b"\0"
     return read_shared(shared)
 
 
 def read_shared(shared: mmap.mmap) -> Optional[Mask]:
-    """Return the mask for the secrets that the other process stored; None if there are none."""
+    """Return the mask for the secrets in the shared memory; None if there are none."""
     data = shared[: shared.find(b"\0", 0)]
     return Mask(json.loads(data.decode())) if data else None

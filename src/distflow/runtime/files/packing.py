@@ -1,6 +1,6 @@
 """Packing a task's files into a blob: a tar that depends only on names, contents, times and x bits, named by its SHA-256.
 
-The blob is stored like all other blobs, so it never has to be sent to the node that packed it. ``packed.json`` records the
+The blob is stored like all other blobs, so it need not be sent to the node that packed it. ``packed.json`` records the
 packed output of an ended attempt, which is not packed again. A checkpoint is packed while its task runs. Files that change
 meanwhile are left out, so that no file is inconsistent.
 """
@@ -41,10 +41,11 @@ OnProgress = Callable[[int, int], None]
 
 
 def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
-    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` (the number of entries) and ``left_out``.
+    """Pack an attempt's output.
 
-    ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone. Other errors name a file
-    that cannot be read, or a link that leads out of the output but not to a file.
+    Returns ``hash`` and ``size`` of the blob, ``files`` (the number of entries), and ``left_out`` (names of sockets, pipes and
+    devices). ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone, and ``OpError``
+    for a file that cannot be read, or a link that leads out of the output but not to a file.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -59,7 +60,7 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
 
 
 def check_output(root: str, attempt: str) -> str:
-    """Return the directory of an attempt's output. Raises the errors of ``pack_output``, except for unreadable files."""
+    """Return the directory of an attempt's output. Raises ``OpError`` like ``pack_output``, but not for unreadable files."""
     output = output_of(attempts.directory_of(root, attempt))
     for name, info in walk(output, ""):
         if stat.S_ISLNK(info.st_mode):
@@ -68,11 +69,12 @@ def check_output(root: str, attempt: str) -> str:
 
 
 def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> Json:
-    """Pack a directory of an attempt that may still run. Returns the same as ``pack_output``.
+    """Pack a directory of an attempt that may still run. Returns the same keys as ``pack_output``.
 
     ``place`` is the path of the directory below the attempt's directory, and its last part begins all names in the archive. If
-    there is nothing to pack, ``files`` is 0, ``hash`` is empty and there is no blob. Raises ``busy`` if all files of the
-    directory keep changing, or if other files change in each pass.
+    there is no file to pack, ``files`` is 0, ``hash`` is empty and there is no blob. ``left_out`` also names files that change
+    meanwhile, and links to directories outside. Raises ``busy`` if all files of the directory keep changing, or if different
+    files change in each pass.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)
@@ -82,7 +84,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     unstable: Set[str] = set()
     for number in range(_PASSES):
         if number:
-            select.select([], [], [], _PAUSE_S)  # no event reports that a file is no longer written
+            select.select([], [], [], _PAUSE_S)  # inotify does not report all writes, such as those to mapped memory
         began = file_system_now(root)
         entries = _below(top, base)
         unpackable = {name for name, info in entries if not _is_packable(info) or _leads_out(top, name, info)}
@@ -137,7 +139,7 @@ def link_target(output: str, name: str) -> Tuple[str, bool]:
 
 
 def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
-    """Return whether an entry is a link out of ``top`` that leads to a directory, such as a dataset, or to nothing."""
+    """Return whether an entry is a link out of ``top`` to anything but a file, such as a dataset's directory."""
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:
@@ -200,7 +202,9 @@ def _record_packed(directory: str, packed: Json) -> None:
 
 
 def walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
-    """Yield everything below ``top`` by its relative name, directories before their contents, sorted by the names' bytes.
+    """Yield everything in the folder ``below`` of ``top``, with its path relative to ``top``.
+
+    Directories come before their contents. The entries of a directory are sorted by the bytes of their names.
 
     Entries that disappear meanwhile, such as files that are written and then renamed, are left out.
     """

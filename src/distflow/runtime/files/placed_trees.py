@@ -23,7 +23,7 @@ from distflow.runtime.wire import OpError
 __all__ = ["FOLDER", "is_in_output", "record", "take_over"]
 
 FOLDER = "placed"
-"""The directory of an attempt with the records of its archives, which are named by the archives' digests."""
+"""The directory below an attempt's directory with the records of its archives, which are named by the archives' digests."""
 _USERS = ".users"
 """The suffix of the file next to a blob that lists the attempts with a record of it."""
 _TAKEN = ".taken"
@@ -34,7 +34,7 @@ _MOST_USERS = 64
 _TICK_S = 0.05
 """File times are only as fine as a clock tick. A write that is this much later certainly changes them."""
 _MOST_ENTRIES = 200_000
-"""Directories with more entries are not searched for links."""
+"""If an attempt's directory has this many entries, its files are not taken over: the search for links would take too long."""
 _UNRECORDED = ""
 
 State = str
@@ -76,7 +76,7 @@ def record(root: str, directory: str, relative: str, digest: str, states: Dict[s
     """Record the state of the files of an archive that was unpacked to ``relative`` in the directory of an attempt.
 
     The attempt must not have started. ``states`` has the state of each file and directory of the archive, or ``None`` if it is
-    not known yet. Nothing is recorded for small archives, or if the file system cannot show changes.
+    not known yet. Nothing is recorded for small archives, if the file system cannot show changes, or if writing fails.
     """
     unknown = [name for name, state in states.items() if state is None]
     try:
@@ -148,7 +148,10 @@ def _is_settled(directory: str) -> bool:
 
 
 def _is_in_use(attempt: str, directory: str, top: str) -> bool:
-    """Return whether a process works in ``directory``, has a file in ``top`` open, or was started by the attempt."""
+    """Return whether a visible process has its working directory in ``directory`` or an open file in ``top``.
+
+    Processes with the attempt's name in their environment count, too.
+    """
     mark, home, inside = "DISTFLOW_ATTEMPT=" + attempt, os.path.realpath(directory) + os.sep, os.path.realpath(top) + os.sep
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -1,7 +1,7 @@
 """The two records of an attempt: ``runner.json`` (its current state) and ``exit.json`` (its end).
 
-Both use space that was allocated at ``lease`` and are written in place, so that a full disk does not prevent writing them. They
-are the authoritative state of an attempt.
+Both use space that was allocated at ``lease`` and are written in place. On most file systems, a full disk therefore does not
+prevent writing them. They are the authoritative state of an attempt.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def write_state(fd: int, state: Json) -> None:
         # Only the variables of a container can need more than the allocated space: see ``containers.identify``.
         os.pwrite(fd, data.ljust(max(STATE_BYTES, os.fstat(fd).st_size)), 0)
     except OSError:
-        return  # a full copy-on-write file system: the attempt continues, and the record of its end contains the same data
+        return  # a full copy-on-write file system: the attempt continues, but readers of its state miss this change
 
 
 def read_state(directory: str) -> Optional[Json]:
@@ -134,7 +134,7 @@ def read_state(directory: str) -> Optional[Json]:
 
 
 def _checked_state(state: Json) -> Json:
-    """Return the state if every nested record and process id has the right type; raise ``ValueError`` otherwise.
+    """Return the state if nested records, process ids and start times have the right types; raise ``ValueError`` otherwise.
 
     The attempt's processes run as the same user and can write the file, so its content must not make readers fail.
     """
@@ -149,7 +149,7 @@ def _checked_state(state: Json) -> Json:
 
 
 def _read(directory: str, name: str) -> bytes:
-    """Return a record's bytes, at most as many as can be decoded. Opening a file that is not regular does not block."""
+    """Return a record's bytes; of a record that is too large, one byte more than is accepted. Opening a FIFO does not block."""
     fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
         return file.read(MAX_BYTES + 1)
@@ -165,7 +165,7 @@ def read_end(directory: str) -> Optional[Json]:
 
 
 def read_text(directory: str, name: str) -> str:
-    """Return a short text file of an attempt's directory; empty if it does not exist."""
+    """Return the beginning of a text file in an attempt's directory, at most 4096 characters; empty if it cannot be read."""
     try:
         with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
@@ -176,8 +176,8 @@ def read_text(directory: str, name: str) -> str:
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """Return the attempt's error file (torch's format), shortened to fit into the record.
 
-    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote. None
-    if there is no error file, or if it is not a JSON object.
+    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote.
+    Returns None if there is no readable error file, or if it is not a JSON object.
     """
     clean_error(directory, mask)
     try:

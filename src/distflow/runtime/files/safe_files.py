@@ -64,9 +64,10 @@ def open_locked(path: str) -> Optional[int]:
 
 
 def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
-    """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside.
+    """Return the path of ``relative`` below ``top``.
 
-    Links in its parents are followed; the path itself may be a link.
+    Raises ``bad_request`` if ``relative`` is empty or absolute, if it contains NUL or the component ``..``, or if links in its
+    parent directories lead outside. The last component may be a link to anywhere.
 
     ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """
@@ -85,7 +86,7 @@ def path_inside(top: str, relative: str, known: Optional[Set[str]] = None) -> st
 
 
 def check_mounts(sources: Iterable[str]) -> None:
-    """Check that the directories of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
+    """Check that the source paths of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
     for source in sources:
         if not os.path.exists(source):
             raise OpError("no_mount", "`volumeMounts`: `{}` does not exist on this node".format(source))

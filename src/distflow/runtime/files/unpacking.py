@@ -27,11 +27,12 @@ _EXTENDED = (
 def unpack(
     archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True, present: Container[str] = ()
 ) -> Optional[List[str]]:
-    """Unpack files, directories and links that stay inside ``top``. Can be repeated over existing files.
+    """Unpack files, directories and links below ``top``. Can be repeated over existing files.
 
-    ``only`` is a regular expression: only files and links whose relative path it matches from the start are unpacked, with
-    their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and nothing outside of it is
-    written. ``compressed``: whether the archive may be compressed. ``present``: names that are not unpacked.
+    A path or a link that leads outside of ``top`` is an error. ``only`` is a regular expression: only files and links whose
+    relative path it matches from the start are unpacked, with their directories. ``within`` names one directory of ``top``:
+    only its contents are unpacked, and nothing outside of it is written. ``compressed``: whether the archive may be compressed.
+    ``present``: names that are not unpacked.
 
     Returns the names of the unpacked files and directories, or ``None`` if a link was unpacked or replaced. Raises only
     ``OpError`` and ``OSError``.
@@ -68,7 +69,7 @@ class _Member(tarfile.TarInfo):
 def _unpack_members(
     tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]], within: str, present: Container[str], names: List[str]
 ) -> bool:
-    """Unpack all members, append their names to ``names``, and return whether links were made or replaced."""
+    """Unpack the wanted members, append their names to ``names``, and return whether links were made or replaced."""
     known: Set[str] = set()
     has_links = False
     for member in tar:
@@ -84,7 +85,7 @@ def _unpack_members(
             path = _prepared_path(top, name, known)
         names.append(name)
         if member.issym() or member.islnk() or os.path.islink(path):
-            # Directories that were checked before may now be links.
+            # Directories that were checked before may be links after this.
             known.clear()
             has_links = True
         if member.isdir():

@@ -46,7 +46,10 @@ _MAX_RECORD = 4096
 
 
 def directory_of(root: str, digest: object) -> str:
-    """Return the directory of the environment for ``digest`` (SHA-256 of the requirements) and this interpreter."""
+    """Return the directory of the environment for ``digest`` (SHA-256 of the requirements) and this interpreter.
+
+    Raises ``bad_request`` for a malformed digest.
+    """
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise OpError("bad_request", "`venv` must be a SHA-256 in hexadecimal")
     system = os.uname()
@@ -91,7 +94,7 @@ def touch(directory: str) -> None:
 
 
 def activated(root: str, launch: Json) -> Json:
-    """Return the launch with its environment on PATH, as after ``activate``. Raises ``no_venv`` as ``require`` does."""
+    """Return the launch with its Python environment, if any, on PATH, as after ``activate``. Raises as ``require`` does."""
     if not launch.get("venv"):
         return launch
     env = os.path.join(require(root, launch["venv"]), ENV)

@@ -51,7 +51,7 @@ class Spawned(NamedTuple):
     failure: int
     """Gives end of file if the exec succeeded, and the cause of the failure otherwise (see ``read_failure``)."""
     cgroup: Optional[str]
-    """Path of the cgroup that contains the command and its descendants; None if this user may not create one."""
+    """Path of the cgroup in which the command starts; None if it could not be created."""
 
     @property
     def record(self) -> Json:
@@ -82,9 +82,11 @@ def fill_placeholders(launch: Json, directory: str) -> Json:
 def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     """Return the command's environment.
 
-    The launch's variables override the node's, and distflow's variables (``DISTFLOW_ATTEMPT`` and others) override both. Only
-    ``TORCHELASTIC_ERROR_FILE`` keeps a given value. With a container, PATH is based on the node's PATH, which is used to find
-    the container program. The launch's own PATH applies inside the container.
+    The launch's variables override the node's, and ``DISTFLOW_ATTEMPT``, ``DISTFLOW_ATTEMPT_DIR`` and ``DISTFLOW_HEARTBEAT``
+    override both. distflow sets ``TORCHELASTIC_ERROR_FILE`` only if neither sets it.
+
+    With a container, PATH is based on the node's PATH, which is used to find the container program. The launch's own PATH
+    applies inside the container.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
@@ -104,7 +106,7 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
 
 
 def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -> List[str]:
-    """Return a command line that runs the prelude, if any, in bash (or in sh without bash), and then execs ``argv``."""
+    """Return a command line that runs the prelude, if any, in bash (in sh if bash is missing), and then execs ``argv``."""
     if not prelude:
         return list(argv)
     shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
@@ -189,7 +191,7 @@ def prepare_exec(streams: Sequence[int], keep: AbstractSet[int], umask: int, par
 
 
 def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, str]:
-    """Execute the program in ``cwd``. Returns only on failure: the exit code that a shell would return, and a message."""
+    """Execute the program in ``cwd``. Returns only on failure: the exit code 126 or 127, as in shells, and a message."""
     try:
         os.chdir(cwd)
     except OSError as error:
@@ -202,7 +204,8 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
             os.execve(candidate, argv, env)
         except (FileNotFoundError, NotADirectoryError):
             if os.path.isfile(candidate):
-                return 127, "`{}`: the interpreter in its first line (`#!`) does not exist on this node".format(candidate)
+                cause = "the interpreter in its first line (`#!`), or the loader of this binary, does not exist on this node"
+                return 127, "`{}`: {}".format(candidate, cause)
         except PermissionError:
             refused = candidate
         except OSError as error:
@@ -220,7 +223,7 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
 
 
 def _why_refused(path: str) -> str:
-    """Return why the kernel refused to execute ``path``, and the remedy."""
+    """Return why the kernel refused to execute ``path``, and the remedy if it is known."""
     try:
         is_directory, flags = stat.S_ISDIR(os.stat(path).st_mode), os.statvfs(path).f_flag
     except OSError as error:
@@ -233,7 +236,7 @@ def _why_refused(path: str) -> str:
 
 
 def read_failure(fd: int) -> Optional[Json]:
-    """Return the exit code and the message of a failed exec, or None if it succeeded. Call it when ``failure`` is readable."""
+    """Return the exit code and the message of a failed exec; None without a failure. Call it after the child has ended."""
     text = b""
     while True:
         try:

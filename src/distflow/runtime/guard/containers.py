@@ -45,7 +45,7 @@ _CLIENT_PREFIXES = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", 
 
 
 def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
-    """Pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
+    """Check the mounts, and pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
 
     Returns ``program``, and ``was_there``: whether the node already had the image. Raises ``OpError``, for example of the kind
     ``image_pull``, ``no_container``, ``no_mount`` or ``timeout``.
@@ -172,7 +172,7 @@ def engines() -> List[Tuple[str, Dict[str, str]]]:
 def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
     """Return all containers of attempts, including ended containers: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
 
-    The list is empty if the program fails.
+    The list is empty if the program cannot list containers.
     """
     env = dict(os.environ, **env)
     fields = (
@@ -265,7 +265,10 @@ def _is_docker(program: str) -> bool:
 
 
 def _user_options(program: str, launch: Json, cwd: str) -> List[str]:
-    """Return the options that make the node's user own the task's files. podman needs none: it maps root to that user."""
+    """Return the options that make the node's user own the task's files.
+
+    podman needs none: it maps the container's root to that user.
+    """
     if not _is_docker(program) or os.getuid() == 0:
         return []
     home = [] if "HOME" in launch["env"] else ["--env", "HOME=" + cwd]
@@ -313,7 +316,7 @@ def _is_apptainer(program: str) -> bool:
 
 
 def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str], login: Optional[Json]) -> Json:
-    """Pull the image to a file below ``root``, or check that it exists if ``image`` is a path. Raises ``OpError``."""
+    """Pull the image to a file below ``root``. If ``image`` is a path, check that it exists. Raises ``OpError``."""
     path = _image_path(image, root)
     if os.path.exists(path):
         return {"program": program, "was_there": True}
@@ -349,8 +352,8 @@ def _run_with_apptainer(
 ) -> List[str]:
     """Return the command line that runs the launch in its image.
 
-    ``names`` are the variables of the task. Their values are never in the command line: they are added to ``env`` with the
-    prefix that makes Apptainer pass them on.
+    ``names`` are the variables to pass on, in addition to PATH. Their values are never in the command line: they are added to
+    ``env`` with the prefix that makes Apptainer pass them on. Raises ``no_container`` for ``privileged``.
     """
     container = launch["container"]
     if container.get("privileged"):
@@ -374,7 +377,7 @@ def _is_image_file(image: str) -> bool:
 
 
 def _image_path(image: str, root: str) -> str:
-    """Return the path of the image: ``image`` itself if it is a path, or the pulled file, whose name is a digest of it."""
+    """Return the path of the image: ``image`` itself if it is a path, or the pulled file, named by a digest of ``image``."""
     if _is_image_file(image):
         return os.path.expanduser(image)
     return os.path.join(root, "images", sha256_hex(image.encode())[:32] + ".sif")

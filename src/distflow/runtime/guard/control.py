@@ -1,8 +1,7 @@
 """The connection between agents and a pair (runner and keeper): inherited descriptors, later the ``control`` socket.
 
-A socket has four advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only
-the first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are
-gone.
+A socket has advantages over two FIFOs. It transfers long messages and replies. It wakes every connected agent, not only the
+first reader (there may be two agents while an old connection ends). It refuses connections only if runner and keeper are gone.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class GangLink:
         self._peers: List[_Peer] = []
         """In the hub: all connections, even unproven ones. In the others: the connection to the hub, even if not complete."""
         self._done: Set[str] = set()
-        """Tasks that are not notified: they ended normally, knew the failure when they disconnected, or refused connections."""
+        """Tasks that need no notification: they ended before a failure, knew it when they disconnected, or the hub is gone."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -88,7 +88,7 @@ class GangLink:
         self._spread_failure({"task": str(self._gang["task"]), "why": why[:_MAX_TEXT]})
 
     def tick(self) -> None:
-        """Disconnect peers that have not proved themselves in time, and reconnect to the hub."""
+        """Disconnect peers that have not proved themselves in time. Keepers other than the hub then reconnect to it."""
         self.due_at = _NEVER
         now = time.monotonic()
         for peer in [peer for peer in self._peers if not peer.is_proven]:
@@ -100,7 +100,11 @@ class GangLink:
             self._connect()
 
     def finish(self) -> None:
-        """Wait until all keepers have the failure, at most ``_LINGER_S``, or report the normal end. The keeper then exits."""
+        """Call this before the keeper exits.
+
+        After a failure, the hub waits until all other keepers know it, and another keeper waits until the hub knows it, but at
+        most ``_LINGER_S``. Without a failure, report the normal end.
+        """
         until = time.monotonic() + _LINGER_S
         while self._failure is not None and not self._are_all_informed() and time.monotonic() < until:
             if time.monotonic() >= self.due_at:

@@ -1,8 +1,9 @@
 """The keeper: the inner process of the pair, and the parent of the command.
 
-One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. The keeper exits after the
-command has ended, no process of the attempt that this user can kill remains, and the record is written. Requests may be
-repeated: the keeper answers them from its current state. A repeated ``stop`` can only shorten the grace period.
+One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. If the command was started,
+the keeper exits after the command has ended, no process of the attempt that this user can kill remains, and the record is
+written. Requests may be repeated: the keeper answers them from its current state. A repeated ``stop`` can only shorten the
+grace period.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class _Keeper:
                 self._note_container_end(self._exit)
                 self._report_to_gang(self._exit)
                 self._remove_container()
-                # The remaining processes get TERM, and at most two seconds of the grace period.
+                # The remaining processes get TERM, and are killed after two seconds, or at an earlier deadline of a stop.
                 self._deadline = min(self._deadline, time.monotonic() + _REMAINING_GRACE_S)
                 if are_left and not self._killing:
                     self._killer.signal(self._killer.find(), signal.SIGTERM)
@@ -231,7 +232,7 @@ class _Keeper:
             self._remove_container()
 
     def _remove_container(self) -> None:
-        """Remove the container, whose processes are not descendants of the keeper."""
+        """Remove the container, because its processes may not be descendants of the keeper."""
         if self._container is not None:
             from distflow.runtime.guard import containers
 
@@ -401,7 +402,7 @@ class _Keeper:
             if not lost:
                 self._agents.notify("status")
         if got > 0 and self._notify_at == _NEVER:
-            # Output after a pause is reported immediately, continuous output 100 times a second.
+            # Output after a pause is reported immediately, continuous output at most 100 times a second.
             self._notify_at = max(time.monotonic(), self._notified_at + _NOTIFY_INTERVAL_S)
 
     def _notify_of_output(self) -> None:

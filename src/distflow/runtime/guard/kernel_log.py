@@ -1,7 +1,8 @@
 """Entries of the kernel's log about a failed attempt: kills for lack of memory, and GPU errors.
 
-The log is readable with ``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups. Otherwise no entries are found. Reading
-the log raises no errors and takes less than a second, unless ``journalctl`` hangs and cannot be killed.
+The log is readable if ``kernel.dmesg_restrict`` is 0, the user has CAP_SYSLOG, or the user is in one of journald's groups.
+Otherwise no entries are found. Reading the log raises no errors. It takes less than a second, unless ``journalctl`` hangs and
+cannot be killed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def find_entries(
 
 
 def gpu_errors() -> List[str]:
-    """Return the last GPU errors since the boot; empty if the log is not readable."""
+    """Return the last GPU errors since the boot, at most 8; empty if the log is not readable."""
     try:
         found = [line.text[:_MAX_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
         return found[-_MAX_LINES:]
@@ -134,7 +135,7 @@ def kills(lines: List[Line]) -> Iterator[Kill]:
 def select_entries(
     lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
 ) -> Optional[Json]:
-    """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
+    """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None. Only its first kill is included.
 
     A kill belongs to the attempt if ``pids`` contains its process. If there is no such kill, a kill for which ``is_likely``
     returns True belongs to it, because shells such as dash do not report the id of a killed child. A GPU error is included
@@ -200,7 +201,7 @@ def _syslog() -> str:
 
 
 def _journal() -> str:
-    """Return journald's copy of the kernel's log; empty if there is none or it is not readable."""
+    """Return the last 4000 lines of the kernel's log in the journal; empty if there is none or it is not readable."""
     program = processes.find_program("journalctl", os.environ.get("PATH", ""))
     if program is None:
         return ""

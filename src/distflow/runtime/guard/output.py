@@ -1,6 +1,7 @@
 """The output of a command: read from pipes, and written to the log and its index. A full disk does not block the command.
 
-Each rank has its own pipe, a FIFO ``ranks/<rank>`` in the attempt's directory, so that the log shows which rank wrote a line.
+If the launch names the ranks, each rank has its own pipe: a FIFO ``ranks/<rank>`` in the attempt's directory. So the index of
+the log shows which rank wrote a line.
 Ranks of distflow's launcher open their pipes by themselves (``distflow.train.launcher``). For torchrun, and launchers that use
 it, a small shell script redirects the output: ``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is
 already redirected, such as by torchrun's ``--tee``, is not redirected again.
@@ -25,7 +26,7 @@ __all__ = ["RANKS", "RANK_PYTHON", "READ", "Output", "Source", "open_rank_pipes"
 READ = 65536
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
-"""The lower bits of a stamp's integer hold the offset in the log, the upper bits the source: 0, or a rank plus 1."""
+"""The lower 48 bits of a stamp's integer hold the offset in the log, the upper 16 the source: a rank plus 1, or else 0."""
 _MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
 _DRAIN = 4 * 1024 * 1024
 _HELD_S = 0.5
@@ -55,7 +56,7 @@ class Output:
         return source
 
     def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[Source]:
-        """Apply the launch's settings for output, and create the pipes of its ranks. Returns them as sources."""
+        """Apply the launch's settings for output, and create the pipes of its ranks. Returns the pipes as sources."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
         return self.add_ranks(_make_rank_pipes(directory, launch.get("ranks")))
@@ -84,7 +85,7 @@ class Output:
         self._log.max_log = max_log
 
     def mask(self, mask: Optional[Mask]) -> None:
-        """Mask these secrets from now on."""
+        """Mask these secrets from now on; None for no secrets."""
         self._mask = mask
         for source in self._sources:
             source.mask(mask)
@@ -138,7 +139,7 @@ class Source:
         return len(data)
 
     def flush(self, at: float = _NEVER) -> None:
-        """Write output that was held back until ``at`` or an earlier time; by default, all of it."""
+        """Write held output whose maximum time ends at ``at`` or earlier (monotonic clock); by default, all held output."""
         if at >= self._secret_at:
             self._secret_at = _NEVER
             if self._stream is not None:
@@ -149,7 +150,7 @@ class Source:
             self._log.write(line, self._number)
 
     def drain(self) -> None:
-        """Read the available output, at most 4 MiB, and write everything that was held back."""
+        """Read the available output, about 4 MiB at most, and write everything that was held back."""
         taken = 0
         while taken < _DRAIN:
             got = self.pump()
@@ -203,7 +204,7 @@ class _Log:
                 return
 
     def _fitting(self, data: bytes) -> int:
-        """Return how many bytes fit into this file, up to the end of a line if not all fit; 0 if the next file must begin."""
+        """Return how many bytes fit into this file, whole lines if possible; 0 if the next file must begin."""
         if self.max_log is None:
             return len(data)
         limit, used = log_files.segment_bytes(self._segment, self.max_log), self.size - self._segment.start
@@ -238,7 +239,7 @@ class _Log:
         return written
 
     def _begin_next_file(self) -> bool:
-        """Begin the next file, and remove segments that are no longer kept."""
+        """Begin the next file, and remove segments that are no longer kept. Returns False if the file cannot be opened."""
         try:
             if self._lines is None:
                 written = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)

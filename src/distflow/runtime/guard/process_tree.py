@@ -166,7 +166,7 @@ _REMOVED_ERRORS = (errno.ENOENT, errno.ENODEV)
 def enclose(pid: int, directory: str) -> Optional[str]:
     """Move a process without children into the cgroup of its attempt, which is created if necessary.
 
-    Returns the cgroup's path, or None if this user cannot create it or move the process. ``directory`` is the attempt's.
+    Returns the cgroup's path, or None if that is not possible. ``directory`` is the attempt's.
     """
     base = _own_cgroup()
     if base is None:
@@ -205,7 +205,7 @@ def kill_cgroup(command: Json) -> None:
 
 
 def remove_cgroup(command: Json) -> None:
-    """Remove a command's cgroup when it is empty. The kernel may count a process for a moment after it was reaped."""
+    """Remove a command's cgroup if it is empty within 0.1 s. The kernel may count a process shortly after it was reaped."""
     if cgroup_name(command):
         for _ in range(_REMOVE_TRIES):
             if _remove_empty(command["cgroup"]):
@@ -214,7 +214,7 @@ def remove_cgroup(command: Json) -> None:
 
 
 def sweep_cgroups() -> None:
-    """Remove empty cgroups that attempts left. The kernel refuses to remove a cgroup with processes."""
+    """Remove empty cgroups of attempts in this process's cgroup. The kernel refuses to remove a cgroup with processes."""
     base = _own_cgroup()
     if base is None:
         return
@@ -224,7 +224,7 @@ def sweep_cgroups() -> None:
 
 
 def _remove_empty(path: str) -> bool:
-    """Remove a cgroup. Returns False if it still contains processes."""
+    """Remove a cgroup. Returns False if it still contains processes or other cgroups."""
     try:
         os.rmdir(path)
     except OSError as error:

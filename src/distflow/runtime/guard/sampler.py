@@ -1,4 +1,4 @@
-"""The sampler: a process that records the use of CPU, memory, disk, network and GPUs by one attempt.
+"""The sampler: a process that records the use of CPU, memory and disk by one attempt, of its GPUs, and of the node's network.
 
 The runner forks it. It is a separate process because a call of a GPU's driver may hang or crash, which must not disturb the
 task. It continues while no agent is connected, and ends with the runner.
@@ -102,7 +102,11 @@ def _serve(handles: AttemptHandles, keeper: int) -> None:
 def record(
     dir_fd: int, keeper: int, command: int, gpu_ids: List[int], container: str = "", interval_s: float = INTERVAL_S
 ) -> NoReturn:
-    """Record samples of the descendants of ``keeper`` in the directory ``dir_fd`` until the process is killed."""
+    """Record samples in the directory ``dir_fd`` until this process is killed.
+
+    The samples cover the descendants of ``keeper``, the container with the id ``container``, and the GPUs ``gpu_ids``. Network
+    counters are those of the process ``command``.
+    """
     from distflow.runtime.probes import gpu_usage, host_usage
 
     host = host_usage.HostUsage(keeper, command, container)
@@ -157,7 +161,7 @@ def _text(value: object) -> str:
 
 
 def _short(value: Optional[float]) -> Optional[float]:
-    """Return a value without its fraction if it is at least 1000, or else with four significant digits."""
+    """Return a value without its fraction if it is at least 1000, or else with at most four significant digits."""
     if value is None or value == int(value):
         return value if value is None else int(value)
     return int(value) if abs(value) >= 1000 else float("{:.4g}".format(value))
