@@ -63,7 +63,7 @@ def is_quick(launch: Json) -> bool:
 
 
 def checked(launch: Json) -> Json:
-    """Return the launch if it is well-formed. Raises ``bad_request``."""
+    """Return the launch. Raises ``bad_request`` if its command, variables or secrets are malformed."""
     argv = launch["argv"]
     if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
         raise OpError("bad_request", "`argv` must be a list of strings with the program first")
@@ -175,7 +175,11 @@ def _place(root: str, directory: str, file: Json) -> None:
 
 
 def _place_tree(root: str, directory: str, file: Json, path: str) -> None:
-    """Unpack an archive. If ``reusable``, take over files of an ended attempt, and record all files for later attempts."""
+    """Unpack an archive.
+
+    If it is ``reusable``, unpacked in full and not in the output, take over files of an ended attempt, and record the files for
+    later attempts.
+    """
     from distflow.runtime.files import placed_trees
     from distflow.runtime.files.unpacking import unpack
 

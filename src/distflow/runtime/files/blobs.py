@@ -82,7 +82,7 @@ def _adopt_earlier(root: str, name: str) -> None:
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
-    """Return the hashes of the missing blobs, after old parts were removed. Raises ``no_space`` if they would not fit."""
+    """Remove old parts, and return the hashes of the missing blobs. Raises ``no_space`` if they would not fit."""
     directory = os.path.join(root, BLOBS)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _sweep(directory)

@@ -2,8 +2,8 @@
 
 Tasks may change their files, so two attempts never share a file. But an ended attempt no longer needs the files that were sent
 to it. The files that it did not change are moved to the next attempt with the same archive. Files that it changed or created
-stay. After unpacking, a record in the attempt's directory contains the state of each file. A write, ``chmod``, ``utime`` or new
-link changes that state.
+stay. After a large archive was unpacked, a record in the attempt's directory contains the state of each of its files. A write,
+``chmod``, ``utime`` or new link changes that state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ State = str
 
 
 def take_over(root: str, digest: str, top: str) -> Optional[Tuple[Dict[str, Optional[State]], Set[str]]]:
-    """Move the unchanged files of an ended attempt that unpacked this archive to the new directory ``top``.
+    """Move the unchanged files of an ended attempt with the same archive to the new directory ``top``.
 
     Returns the names that are now in ``top``, with their states if the move did not change them, and the other names of the
     archive. ``None`` if the whole archive must be unpacked: there is no such attempt, ``top`` is not empty, or the move failed.

@@ -7,8 +7,8 @@ hash covers random numbers that both sides chose for this connection, so no line
 module is imported only for gangs of several tasks.
 
 Each side first sends a line with its random number. Every line after that is the hash in hexadecimal, a space, and a JSON
-object. The hash covers the bytes of the object as they were received. A line is parsed only after its hash was verified, so a
-host without the token cannot reach the parser.
+object. The hash covers the bytes of the object as they were received. The object is parsed only after its hash was verified,
+so a host without the token cannot reach the JSON parser.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class _Peer:
             self._on_message(self, None)
 
     def _handle_line(self, line: bytes) -> None:
-        """Handle a line. Raises ``ValueError`` if no keeper of the gang wrote it."""
+        """Handle a line. Raises ``ValueError`` if it is malformed or its hash is wrong."""
         if not self._peer_number:
             if not re.fullmatch(_NUMBER, line):
                 raise ValueError("a greeting is 32 hexadecimal digits")

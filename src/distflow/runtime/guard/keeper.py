@@ -284,7 +284,7 @@ class _Keeper:
                 known["message"] = "; ".join(filter(None, [known["message"], "processes left on its GPUs: " + left]))
 
     def _kernel_entries(self, known: Json) -> Optional[Json]:
-        """Return entries of the kernel's log for a command that failed by itself."""
+        """Return entries of the kernel's log for a command that failed by itself; None for other ends."""
         code, number = known.get("exit_code"), known.get("signal")
         if self._reason is not None or self._command is None or code == 0:
             return None
@@ -356,7 +356,7 @@ class _Keeper:
         if self._launch.get("memory") and self._container is None:
             self._memory = process_tree.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
-        # Drop the rest of the launch: only the command needs its secrets now.
+        # Drop the rest of the launch: only the command needs its environment now.
         self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}
         self._change(phase="running", started_at=now(), command=spawned.record)
         try:

@@ -1,10 +1,10 @@
 """The output of a command: read from pipes, and written to the log and its index. A full disk does not block the command.
 
 If the launch names the ranks, each rank has its own pipe: a FIFO ``ranks/<rank>`` in the attempt's directory. So the index of
-the log shows which rank wrote a line.
-Ranks of distflow's launcher open their pipes by themselves (``distflow.train.launcher``). For torchrun, and launchers that use
-it, a small shell script redirects the output: ``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is
-already redirected, such as by torchrun's ``--tee``, is not redirected again.
+the log shows which rank wrote a line. Ranks of distflow's launcher open their pipes by themselves
+(``distflow.train.launcher``). For torchrun, and launchers that use it, but not in containers, a small shell script redirects
+the output: ``PYTHON_EXEC`` makes torchrun start the script instead of Python. Output that is already redirected, such as by
+torchrun's ``--tee``, is not redirected again.
 """
 
 from __future__ import annotations
