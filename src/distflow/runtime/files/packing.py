@@ -44,8 +44,10 @@ def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
     """Pack an attempt's output.
 
     Returns ``hash`` and ``size`` of the blob, ``files`` (the number of entries), and ``left_out`` (names of sockets, pipes and
-    devices). ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone, and ``OpError``
-    for a file that cannot be read, or a link that leads out of the output but not to a file.
+    devices; after three names, the number of others). ``on_progress`` gets the packed and the total bytes.
+
+    Raises ``not_found`` if the output is gone, and ``OpError`` for a file that cannot be read, or a link that leads out of the
+    output but not to a file.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -139,7 +141,7 @@ def link_target(output: str, name: str) -> Tuple[str, bool]:
 
 
 def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
-    """Return whether an entry is a link out of ``top`` to anything but a file, such as a dataset's directory."""
+    """Return whether an entry is a link out of ``top`` that does not lead to a file."""
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:

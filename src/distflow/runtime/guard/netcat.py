@@ -1,7 +1,7 @@
 """A substitute for ``nc -z HOST PORT`` on nodes without netcat.
 
 Specs in the style of OSMO's tutorial use ``nc`` to wait for their master. The substitute is at the very end of a task's PATH,
-so that a real ``nc`` takes precedence. It supports only ``-z`` (with ``-v``, ``-n``, ``-w``). Containers do not have it.
+so that a real ``nc`` takes precedence. It supports only ``-z`` (with ``-v``, ``-n``, ``-w``). In containers, it is not in PATH.
 """
 
 from __future__ import annotations
