@@ -72,7 +72,7 @@ class GangLink:
         self._peers: List[_Peer] = []
         """In the hub: all connections, even unproven ones. In the others: the connection to the hub, even if not complete."""
         self._done: Set[str] = set()
-        """Tasks that need no notification: they ended before a failure, or knew it when they disconnected. All if the hub is gone."""
+        """Tasks that need no notice: they ended before a failure, or knew it when they disconnected. All if the hub is gone."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
