@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import os
+import time
 from typing import Callable, Dict, List, Optional
 
 from distflow.runtime.files import log_files
@@ -18,6 +19,8 @@ __all__ = ["LogStreams"]
 
 _PIECE = 32 * 1024
 _CREDIT = 256 * 1024
+_UNREADABLE_S = 30.0
+"""How long the stream of an ended attempt waits for a disk that cannot be read, such as that of an NFS server that restarts."""
 
 
 class _LogStream:
@@ -30,20 +33,31 @@ class _LogStream:
         self.credit = _CREDIT
         self.has_ended = False
         self.fd: Optional[int] = None
+        self._unreadable_since: Optional[float] = None
 
-    def read(self) -> bytes:
-        """Return the next piece of data; empty if there is none, or the disk cannot be read now."""
+    def read(self) -> Optional[bytes]:
+        """Return the next piece of data; empty if there is none; None if the disk cannot be read now."""
+        data = self._next_piece()
+        self._unreadable_since = (self._unreadable_since or time.monotonic()) if data is None else None
+        return data
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the disk could not be read for ``_UNREADABLE_S``."""
+        return self._unreadable_since is not None and time.monotonic() - self._unreadable_since > _UNREADABLE_S
+
+    def _next_piece(self) -> Optional[bytes]:
         while True:
             data = self._read()
             if data or data is None:
-                return data or b""
+                return data
             following = log_files.next_of(self.directory, self.segment)
             if following is None:
                 return b""
             # Output may have been written to this file after the read above, before the next file was created.
             data = self._read()
             if data or data is None:
-                return data or b""
+                return data
             self.close()
             self.segment, self.offset = following, 0
 
@@ -135,7 +149,7 @@ class LogStreams:
             log.offset += len(data)
             log.credit -= len(data)
             return True
-        if has_ended:
+        if has_ended and (data is not None or log.is_unreadable):
             self._push({"event": "eof", "stream": log.stream, "size": log.size()})
             self.remove(log.stream)
         return False
