@@ -299,15 +299,22 @@ def _adopt_orphans() -> None:
 
 
 def _kill_children() -> None:
-    """Kill all descendants: those whose parent was killed become children of this process."""
-    try:
-        while True:
-            with open("/proc/self/task/{}/children".format(os.getpid()), "rb") as file:
-                for pid in file.read().split():
+    """Kill all descendants: those whose parent was killed become children of this process.
+
+    Children of other users, such as those of ``sudo``, may remain.
+    """
+    while True:
+        killed = 0
+        with open("/proc/self/task/{}/children".format(os.getpid()), "rb") as file:
+            for pid in file.read().split():
+                try:
                     os.kill(int(pid), signal.SIGKILL)
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        return
+                    killed += 1
+                except PermissionError:
+                    pass
+        if not killed:
+            return
+        os.waitpid(-1, 0)
 
 
 def node(name: str, *, is_tied: bool = False) -> int:
