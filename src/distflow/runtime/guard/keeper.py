@@ -156,7 +156,7 @@ class _Keeper:
         if self._terminated:
             self._terminated = False
             grace_s = float((self._launch or {}).get("stop_grace_s") or 0)
-            self._stop(grace_s, "its keeper received SIGTERM: the node is shutting down, or a user stopped it by hand")
+            self._stop(grace_s, "its keeper received SIGTERM, as when the node shuts down")
         if self._command is None:
             if time.monotonic() >= self._deadline:
                 self._handle_late_start()
@@ -302,7 +302,7 @@ class _Keeper:
     def _on_request(self, request: Json, answer: Callable[[Json], None]) -> None:
         op = request.get("op")
         if op == "prepare":
-            if self._command is None:
+            if self._launch is None:  # two agents may send the same request
                 self._launch = request["launch"]
                 self._mask = masking.share(self._shared, self._launch)
                 self._state["max_log"] = self._launch.get("max_log")
