@@ -82,7 +82,8 @@ class Cli:
         try:
             return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"{late}\n{late.stdout.decode()}\n{late.stderr.decode()}\n{self._reports()}") from None
+            printed = b"\n".join(filter(None, (late.stdout, late.stderr))).decode()
+            raise AssertionError(f"{late}\n{printed}\n{self._reports()}") from None
 
     def _reports(self) -> str:
         """Return the events and the last lines of output of each workflow."""
