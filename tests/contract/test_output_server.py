@@ -199,6 +199,7 @@ def test_links_do_not_lead_outside_together(tmp_path: Path) -> None:
         (answer(b"abc", size=2), "more bytes of `x`"),
         (answer(b"abc", at=2), "did not continue"),
         (b'{"at": 0, "size": -1}\n', "malformed"),
+        (b'{"size": 3}\n', "malformed message without `at`"),
         (encode({"at": 0, "size": 3, "modified_ns": 0}) + FRAME.pack(1 << 30, RAW), "invalid header"),
     ],
 )

@@ -270,6 +270,15 @@ def test_output_of_a_service_is_a_valid_line_or_an_error(raw: bytes) -> None:
         assert isinstance(line.get(name, 0), int)
 
 
+def test_a_missing_field_is_an_error_of_the_node() -> None:
+    wire: Any = Wire()
+    line = ServiceStream("n1", Opened(channel=wire, noise="", received=b'{"size": 3}\n'), "ended").line()
+    assert line["size"] == 3
+    assert "at" not in line
+    with pytest.raises(AgentError, match=r"^n1: it sent a malformed message without `at`$"):
+        line["at"]
+
+
 def test_a_service_that_sends_a_line_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.backends.machines.connection.stream.MAX_LINE", 100)
     wire: Any = Wire()

@@ -50,6 +50,17 @@ class _Line(msgspec.Struct, kw_only=True):
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
+class _Answer(dict[str, Any]):
+    """A line of a node. A field that it lacks is an error of the node."""
+
+    def __init__(self, node: str, fields: dict[str, Any]) -> None:
+        super().__init__(fields)
+        self._node = node
+
+    def __missing__(self, key: str) -> Any:
+        raise AgentError(self._node, "malformed", f"it sent a malformed message without `{key}`")
+
+
 class ServiceStream:
     """The connection to one service. ``ended`` is the error message if the connection ends unexpectedly.
 
@@ -87,7 +98,8 @@ class ServiceStream:
     def line(self) -> dict[str, Any]:
         """Wait for the next line.
 
-        Raises ``AgentError`` if it is a refusal, malformed or too long, and ``NodeUnreachable`` if the connection ends.
+        Raises ``AgentError`` if it is a refusal, malformed or too long, and ``NodeUnreachable`` if the connection ends. If a
+        field is missing, ``answer["field"]`` also raises ``AgentError``.
         """
         while b"\n" not in self._buffer:
             if len(self._buffer) > MAX_LINE:
@@ -105,7 +117,7 @@ class ServiceStream:
             refusal = answer.get("error")
             if refusal is None:
                 convert(answer, _Line)
-                return answer
+                return _Answer(self._node, answer)
             kind, message = str(refusal["kind"]), str(refusal["message"])
         except (ValueError, KeyError, TypeError) as error:
             raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_LONGEST_TEXT]}") from None

@@ -250,10 +250,6 @@ def build_venv_on_node(
         while "building" in (reply := stream.line()):
             progress(str(reply["building"])[:_LONGEST_PROGRESS], float(reply["seconds"]))
         return str(reply["built"])[:_LONGEST_PROGRESS], float(reply["seconds"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise AgentError(
-            transport.name, "malformed", f"its answer about the Python environment is malformed: {error}"
-        ) from None
     finally:
         stream.close()
 
