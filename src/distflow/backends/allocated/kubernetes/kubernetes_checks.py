@@ -73,7 +73,10 @@ class _Check:
 
     def server(self) -> Iterator[Finding]:
         """Yield a note with the version. Raises ``NodeUnreachable`` if the API server does not answer."""
-        version = plain(str(self._api.call("GET", "/version").get("gitVersion", "")))[:40]
+        try:
+            version = plain(str(self._api.call("GET", "/version").get("gitVersion", "")))[:40]
+        except ApiError:
+            version = "of unknown version"
         yield note("kubernetes", self._at, f"Kubernetes {version}, namespace `{self._api.namespace}`", "")
 
     def access(self) -> Iterator[Finding]:
@@ -193,7 +196,7 @@ class _Check:
         """Run the pool's Python in a pod with its image."""
         python = (self._pool.template or ssh_node()).python
         wanted = _request("")
-        manifest = owner_manifest(wanted, new_id(wanted.label))
+        manifest = owner_manifest(wanted, name := new_id(wanted.label))
         try:
             owner = self._api.create("configmaps", manifest)
             pod = self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, [*python_argv(python), "-c", _PROBE]))
@@ -201,7 +204,11 @@ class _Check:
         except ApiError as refused:
             yield error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
         finally:
-            self._api.delete("configmaps", manifest["metadata"]["name"])
+            try:
+                self._api.delete("configmaps", name)
+            except ApiError as refused:
+                hint = f"delete it: kubectl --namespace {self._api.namespace} delete configmap {name}"
+                yield warning("pod", self._at, f"the ConfigMap `{name}` of this check may remain: {refused.message}", hint)
 
     def _outcome(self, python: str, name: str) -> Finding:
         deadline, pause, last = Deadline(_POD_S), threading.Event(), "it did not start"
