@@ -380,7 +380,7 @@ class GroupStep:
             forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
             if self.now >= forgotten_at:
                 self.group = self.group.with_task(replace(task, orphan=None, log_complete=True))
-                if task.orphan is not None:
+                if task.orphan is OrphanState.UNREACHABLE:
                     self._add_event(OrphanNotSeen(node=task.node), task)
                 continue
             self.decision.wake(forgotten_at)

@@ -11,6 +11,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import OrphanState
 from distflow.structs import replace
 from distflow.supervisor.commands import Lease, Stop
+from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -340,6 +341,21 @@ def test_node_that_never_returns_is_given_up_after_the_retention() -> None:
     driver.advance(86401)
     assert driver.group().task("t1").orphan is None
     assert driver.events[-1].text == "t1: the abandoned attempt on n2 was not stopped: the node stayed unreachable"
+
+
+def test_orphan_that_its_node_was_stopping_is_given_up_without_a_report() -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behavior=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(121)
+    driver.settle()
+    snapshot = driver.supervisor.snapshot()
+    (loaded,) = snapshot.workflows
+    group = driver.group().with_task(replace(driver.group().task("t1"), orphan=OrphanState.STOPPING))
+    stopping = replace(loaded, record=loaded.record.with_group(group))
+    decision = decide(replace(snapshot, workflows=(stopping,)), driver.clock.now() + 86401)
+    assert decision.records["u1"].group("train").task("t1").orphan is None
+    assert decision.events == []
 
 
 def test_group_waits_a_limited_time_for_output_on_a_lost_node() -> None:
