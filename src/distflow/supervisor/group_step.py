@@ -242,10 +242,6 @@ class GroupStep:
 
     def _running(self) -> None:
         group, plan = self.group, self.plan
-        for task in group.tasks:
-            if task.state is State.INITIALIZING:
-                # The group has no barrier, or a supervisor was killed between two starts.
-                self._command_task(Start if task.prepared else Prepare, task)
         failed = [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]
         if failed:
             first = min(failed, key=lambda task: task.ended_at or self.now)
