@@ -106,8 +106,9 @@ def _arguments_source(function: Callable[..., Any], name: str, arguments: Mappin
 
 def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set[str]:
     """Return the names that a script uses and that neither the script nor Python defines."""
-    tree = _WithoutAnnotations(only_variables=not has_lazy_annotations).visit(ast.parse(script))
-    tables = [symtable.symtable(ast.unparse(tree), name, "exec")]
+    if not has_lazy_annotations:  # `symtable` ignores lazy annotations
+        script = ast.unparse(_WithoutLocalAnnotations().visit(ast.parse(script)))
+    tables = [symtable.symtable(script, name, "exec")]
     defined = {name}
     used = set[str]()
     while tables:
@@ -122,26 +123,15 @@ def _missing_names(script: str, name: str, *, has_lazy_annotations: bool) -> set
     return used - defined - _DEFINED_EVERYWHERE
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations of variables, and with lazy annotations also those of parameters and return values.
+class _WithoutLocalAnnotations(ast.NodeTransformer):
+    """Replaces the annotations of variables in functions by ``None``, because Python does not evaluate them."""
 
-    Annotations in a class body are removed, too, although Python evaluates them.
-    """
-
-    def __init__(self, *, only_variables: bool) -> None:
-        self._only_variables = only_variables
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        """Remove the annotation of a parameter, if annotations are lazy."""
-        node.annotation = node.annotation if self._only_variables else None
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Remove the annotation of the return value, if annotations are lazy."""
-        node.returns = node.returns if self._only_variables else None
-        return self.generic_visit(node)
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """Keep the annotations in the body of the class."""
+        node.body = [one if isinstance(one, ast.AnnAssign) else self.visit(one) for one in node.body]
+        return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Replace the annotation by ``None``."""
+        """Replace the annotation."""
         node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
+        return node

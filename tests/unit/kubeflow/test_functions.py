@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +102,23 @@ def test_a_function_that_cannot_travel_is_refused(function: Any, arguments: dict
     with pytest.raises(ValueError) as raised:
         function_script(function, arguments)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("start", "is_refused"), [("", True), ("from __future__ import annotations", False)])
+def test_annotations_of_classes_are_checked_unless_they_are_lazy(start: str, is_refused: bool, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"""{start}
+def train():
+    from dataclasses import dataclass
+
+    @dataclass
+    class Row:
+        rate: float
+        kind: Unknown
+
+    size: Local = 1
+""")
+    train = runpy.run_path(str(file))["train"]
+    refused = pytest.raises(ValueError, match="`train` uses `Unknown`, which the nodes do not have")
+    with refused if is_refused else contextlib.nullcontext():
+        function_script(train, None)
