@@ -52,14 +52,11 @@ def _row(task: TaskInfo) -> str:
 
 
 def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and the points of the first rank's loss in the latest attempt; without a loss, of its first metric."""
+    """Return the name and the points of the first rank's loss in its latest attempt; without a loss, of its first metric."""
     metrics = workflow.metrics()
-    rank_metrics = [
-        one for one in metrics if (one.task, one.rank, one.attempt) == (metrics[0].task, metrics[0].rank, metrics[-1].attempt)
-    ]
-    numbers = [
-        (one.step, key, value) for one in rank_metrics for key, value in one.values.items() if isinstance(value, int | float)
-    ]
+    of_rank = [one for one in metrics if (one.task, one.rank) == (metrics[0].task, metrics[0].rank)]
+    latest = [one for one in of_rank if one.attempt == of_rank[-1].attempt]
+    numbers = [(one.step, key, value) for one in latest for key, value in one.values.items() if isinstance(value, int | float)]
     names = dict.fromkeys(key for _, key, _ in numbers)
     name = next((key for key in names if "loss" in key.lower()), next(iter(names), ""))
     points = [(step, float(value)) for step, key, value in numbers if key == name]
