@@ -194,7 +194,7 @@ class Sshd:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             # Signal only the processes of sshd, not the commands of sessions.
-            for pid in (self._process.pid, *(pid for pid in _descendants(self._process.pid) if _name(pid) == "sshd")):
+            for pid in (self._process.pid, *_descendants(self._process.pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -260,6 +260,6 @@ def _descendants(pid: int) -> list[int]:
     """Return the ids of the sshd processes below ``pid``, without the commands of sessions."""
     found: list[int] = []
     for child in _children(pid):
-        if _name(child) == "sshd":
+        if _name(child) in ("sshd", "sshd-auth", "sshd-session"):  # the last two since OpenSSH 10.0 and 9.8
             found += [child, *_descendants(child)]
     return found
