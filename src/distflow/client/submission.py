@@ -155,15 +155,17 @@ def plan(
     _check_hosts(chosen, request.hosts or ())
     chosen = chosen.with_settings(request.settings)
     labels = join_labels(previous.record.labels if previous else checked.spec.labels, request.labels)
+    planned = plan_checked(
+        checked,
+        chosen,
+        request.overrides,
+        client.writable_directory().blobs if blobs is None else blobs,
+        client.datasets_url(configuration),
+        on_pack,
+    )
+    _check_drivers(client, planned.plan)
     return replace(
-        plan_checked(
-            checked,
-            chosen,
-            request.overrides,
-            client.writable_directory().blobs if blobs is None else blobs,
-            client.datasets_url(configuration),
-            on_pack,
-        ),
+        planned,
         labels=labels,
         notify=(*notify, *checked.spec.notify),
         priority=request.priority or (previous.record.priority if previous else Priority.NORMAL),
@@ -197,7 +199,6 @@ def plan_checked(
         on_pack: Called with the number of bytes that were read and the total number of bytes to read.
 
     Raises:
-        InputError: if a driver for data at URLs is not installed.
         ProblemsFound: if a file cannot be read, if the ranks do not allow an environment variable of the pool's settings, or if
             the pool cannot hold a group even when idle.
 
@@ -213,7 +214,6 @@ def plan_checked(
         checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets,
         venv=pool.given.venv or checked.spec.venv or pool.venv,
     )  # fmt: skip
-    _check_drivers(compiled)
     placement, misfits = propose_placement(compiled, pool, checked.spec)
     if misfits:
         raise ProblemsFound([*misfits, *checked.warnings])
@@ -446,13 +446,13 @@ def pool_key(pool: Pool) -> str:
     return f"{pool.name}-{hashlib.sha256(encode(pool)).hexdigest()[:8]}"
 
 
-def _check_drivers(compiled: Plan) -> None:
+def _check_drivers(client: Client, compiled: Plan) -> None:
     """Raise ``InputError`` if this machine does not have a driver for data at URLs of the plan."""
     for group in compiled.groups:
         for launch in group.launches:
             urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
             for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
-                package = package_of(url)
+                package = package_of(url, client.credentials_for()(url.profile))
                 if package and importlib.util.find_spec(package) is None:
                     message = f"`{launch.task}`: {url} needs the driver {package}, which is not installed"
                     raise InputError(message, hint=NO_DRIVER)
@@ -516,6 +516,7 @@ def plan_restart(
     chosen, datasets = previous.choose_pool(configuration, pool, None), client.datasets_url(configuration)
     require_supported(chosen)
     planned = plan_checked(previous.checked, chosen, overrides, directory.blobs, datasets, on_pack)
+    _check_drivers(client, planned.plan)
     notify = (*notify, *previous.checked.spec.notify)
     planned = replace(planned, labels=record.labels, priority=record.priority, notify=notify)
     return PlannedRestart(previous=previous, planned=planned)

@@ -180,6 +180,20 @@ def test_a_dry_run_escapes_control_characters_of_a_command(tmp_path: Path, capsy
     assert not {"\x1b", "\r", "\u202e"} & set(shown)
 
 
+def test_the_credentials_of_a_url_decide_which_driver_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    outputs = "[{url: gs://bucket/out}]"
+    spec.write_text(f"workflow: {{name: w, tasks: [{{name: one, command: ['true'], outputs: {outputs}}}]}}\n")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert run(["workflow", "submit", "--dry-run", str(spec)]) == 2
+    assert "gs://bucket/out needs the driver gcsfs, which is not installed" in capsys.readouterr().err
+    payload = ["endpoint=gs://bucket", "access_key_id=id", "access_key=key"]
+    assert run(["credential", "set", "store", "--type", "DATA", "--payload", *payload]) == 0
+    assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0  # keys work with `s3fs`
+
+
 def test_errors_and_warnings_that_quote_a_spec_escape_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
