@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import pytest
 
+from distflow.cli.ui import documents
 from unit.cli.screen import Screen
 from unit.state.stored import completed_group, submit, workflow
 
@@ -23,6 +25,14 @@ def test_tags_are_added_to_several_workflows_and_removed(screen: Screen) -> None
     assert json.loads(screen.out) == {"tags": [{"name": "fast", "workflows": 1}, {"name": "good", "workflows": 1}]}
     assert screen.run("tag") == 0
     assert screen.out.splitlines()[-1].split() == ["good", "1"]
+
+
+def test_a_filter_of_the_page_is_a_tag_or_a_label(screen: Screen) -> None:
+    submit(screen.store, workflow([completed_group()]))
+    assert screen.run("tag", "-w", "digits-1", "-a", "good") == 0
+    for text, count in (("#good", 1), ("#good=1", 0)):
+        found = documents.workflows(screen.client, text, "", count=9, offset=0)["workflows"]
+        assert len(cast("list[object]", found)) == count
 
 
 def test_missing_tags_are_reported_in_a_sentence(screen: Screen) -> None:

@@ -63,11 +63,11 @@ def workflows(client: Client, text: str, states: str, *, count: int, offset: int
         InputError: if a label is not valid.
 
     """
-    words = text.split()
+    words = [word for word in text.split() if not word.startswith("#")]
     search = Search(
-        name=next((word for word in words if "=" not in word and not word.startswith("#")), None),
+        name=next((word for word in words if "=" not in word), None),
         labels=label_selectors([word for word in words if "=" in word]),
-        tags=[word[1:] for word in words if word.startswith("#")],
+        tags=[word[1:] for word in text.split() if word.startswith("#")],
         ends=_ends(states),
     )
     return list_json(list_workflows(client, search, count=count, offset=offset), now=now())
