@@ -659,7 +659,7 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     lease: dict[str, Any] = {"gpu_ids": [0, 1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     said = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
     assert f"1 of 2 GPUs are free and this task needs 2. In use: GPU 0 by pid {os.getpid()} (" in said
-    assert "py, thon, 512 MiB), which distflow did not start" in said
+    assert "py, thon, 512 MiB), which is not known to be a task of distflow" in said
     one = node.attempt()
     assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
     assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]

@@ -91,4 +91,4 @@ def test_processes_are_read_from_all_forms_of_output(
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = [f"GPU {one['gpu']}: {one['words']}" for one in list_gpu_users()]
-    assert found == [f"{user}, which distflow did not start" for user in users]
+    assert found == [f"{user}, which is not known to be a task of distflow" for user in users]

@@ -110,7 +110,11 @@ def _description(pid: str, name: str, memory: str) -> str:
     except OSError:
         who = []
     who += [os.path.basename(name), *(["{} MiB".format(memory)] if memory.isdigit() else [])]
-    origin = "left by a task of distflow (see `distflow node reap`)" if attempt_of(int(pid)) else "which distflow did not start"
+    origin = (
+        "left by a task of distflow (see `distflow node reap`)"
+        if attempt_of(int(pid))
+        else "which is not known to be a task of distflow"
+    )
     return "pid {} ({}), {}".format(pid, ", ".join(who), origin)
 
 

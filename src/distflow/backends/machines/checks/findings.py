@@ -258,7 +258,7 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
         who = f" of {owner['user']}" if owner.get("user") else ""
         others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
     if others:
-        message = "processes that distflow did not start are on its GPUs"
+        message = "processes that are not known to be tasks of distflow are on its GPUs"
         hint = "\n".join([*others, "these GPUs are not leased until the processes end: stop them, or set `share_gpus: true`"])
         yield warning("gpus", [measured.node.name], message, hint)
     if ours:
