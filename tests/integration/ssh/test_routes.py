@@ -308,6 +308,18 @@ class TestJumpHosts:
         with pytest.raises(TransportError, match="more than 16 jump hosts, perhaps in a loop"):
             works(reach(server, config_file=configure(*blocks)))
 
+    def test_the_maximum_number_of_jump_hosts_works(
+        self,
+        server: Sshd,
+        hops: tuple[Sshd, Sshd],
+        reach: Reach,
+        configure: Configure,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("distflow.transports.ssh.connection._MOST_HOPS", 2)
+        stanzas = [*(one.client_stanza() for one in hops), server.client_stanza(ProxyJump="bastion,inner")]
+        assert works(reach(server, config_file=configure(*stanzas)))
+
     def test_one_deadline_holds_for_the_whole_way(
         self, server: Sshd, hops: tuple[Sshd, Sshd], reach: Reach, configure: Configure
     ) -> None:

@@ -206,9 +206,9 @@ class SshConnection:
     # Connecting.
 
     def _connect_to(self, host: SshHost, jumps: Sequence[Hop], endpoint: str, deadline: Deadline) -> PatchedTransport:
-        self._hops += 1
-        if self._hops > _MOST_HOPS:
+        if self._hops > _MOST_HOPS:  # the destination comes first and is not a jump host
             raise SshConfigError(f"more than {_MOST_HOPS} jump hosts, perhaps in a loop; the last one is {host.alias}")
+        self._hops += 1
         if jumps:
             sock, proxy = self._open_via(host, jumps, endpoint, deadline), None
         elif host.proxy_command is not None:
