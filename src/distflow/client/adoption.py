@@ -263,7 +263,7 @@ def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float, notif
     )  # fmt: skip
     events = [Event(at=now, details=details, workflow=one.uuid)]
     events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
-    record = store.submit(
+    return store.submit(
         # ``pool_key`` identifies workflows with the same nodes and settings, and this machine now defines both.
         _with_pool(rebuilt.record, one.pool),
         template=one.copy.template,
@@ -274,8 +274,6 @@ def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float, notif
         events=events,
         keep_number=True,
     )
-    store.save([record], [])
-    return record
 
 
 def _with_pool(record: WorkflowRecord, pool: Pool) -> WorkflowRecord:

@@ -174,11 +174,12 @@ class Store:
             number = self._number(record, keep_number)
             record = replace(record, number=number, id=f"{record.name}-{number}")
             self._db.execute(
-                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
+                f"INSERT INTO workflows ({_COLUMNS}, unfinished) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  constants
                 (
                     record.uuid, record.id, record.name, record.number, record.user, record.pool, record.pool_key,
-                    record.state.value, None, record.submitted_at, None, None, msgspec.json.encode(record.warnings).decode(),
-                    record.priority.value, encode(record.labels).decode(), record.parent,
+                    record.state.value, record.reason.value if record.reason else None, record.submitted_at, record.started_at,
+                    record.ended_at, msgspec.json.encode(record.warnings).decode(), record.priority.value,
+                    encode(record.labels).decode(), record.parent, _work_left(record),
                 ),
             )  # fmt: skip
             self._db.execute(
@@ -192,7 +193,7 @@ class Store:
     def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event], notices: Iterable[Notice] = ()) -> None:
         """Write the progress of workflows together with its events and notifications.
 
-        Only the supervisor may call this, except for a workflow that was submitted a moment before.
+        Only the supervisor may call this.
 
         A notification that was stored before is not stored again, whether or not it has been sent.
         """

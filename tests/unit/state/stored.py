@@ -148,15 +148,13 @@ def plan_of(record: WorkflowRecord) -> Plan:
 def submit(
     store: Store, record: WorkflowRecord, *, spec: str = "workflow: {}\n", events: Iterable[tuple[str, str | None]] = ()
 ) -> WorkflowRecord:
-    """Put a workflow into the store, as submission and then the supervisor would; events are pairs of text and task."""
+    """Store a workflow in its state, in one transaction; events are pairs of text and task."""
     plan, pool = plan_of(record), Pool(name=record.pool, backend="ssh", nodes=())
-    fresh = store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool)
     told = [
         Event(at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0)
         for number, (text, name) in enumerate(events)
     ]
-    store.save([fresh], told)
-    return fresh
+    return store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool, events=told)
 
 
 def write_log(folder: Path, reads: Iterable[tuple[float, bytes]]) -> None:
