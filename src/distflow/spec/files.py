@@ -140,7 +140,7 @@ def _path_is_good(entry: View, path: Text) -> bool:
         entry.add("`path` contains a line break or a NUL byte", "write it on one line", key="path")
     elif ".." in parts:
         entry.add(
-            f"`path: {value}` contains `..`, which leaves the task's directory", "write the path without `..`", key="path"
+            f"`path: {value}` contains `..`, which may leave the task's directory", "write the path without `..`", key="path"
         )
     elif value.startswith("~"):
         entry.add(
@@ -186,9 +186,7 @@ def _local_path(entry: View, written: Text, base_dir: Path) -> str | None:
         message = f"`localpath: {written.value}`: " + (
             "the file or directory does not exist" if missing else f"it cannot be read: {reason}"
         )
-        is_relative = not os.path.isabs(os.path.expanduser(written.value))
-        hint = f"the path is relative to the directory of the spec, so distflow looked for `{path}`" if is_relative else ""
-        entry.add(message, hint or f"check the path `{path}`", key="localpath")
+        entry.add(message, f"check the path: distflow looked for `{path}`", key="localpath")
         return None
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         entry.add(

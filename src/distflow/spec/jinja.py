@@ -355,7 +355,7 @@ def _syntax_hint(template: str, line: int) -> str:
 def _remedy(name: str, variables: Mapping[str, Any]) -> str:
     if name in TOKEN_NAMES:
         form = f"{name}:…" if name in ("host", "input") else name
-        return f"`{{{{{form}}}}}` is a token that distflow replaces when the task starts: write it outside of expressions"
+        return f"`{{{{{form}}}}}` is a token of distflow: write it outside of expressions"
     define = f"define it in `default-values:`, or with `--set {name}=…`"
     near_token = did_you_mean(name, TOKEN_NAMES, what="tokens")
     # Only the nearest token, without the list of all tokens.

@@ -145,7 +145,7 @@ def _check_name(document: Document, name: str) -> list[Problem]:
         fixed = re.sub("[^A-Za-z0-9_]", "_", name)
         hint = f"rename it to `{fixed}`" if fixed.isidentifier() else "use letters, digits and `_`, not beginning with a digit"
     elif name in PLAIN_TOKENS:
-        message = f"the variable `{name}` has no effect: {{{{{name}}}}} is a token that distflow replaces when the task starts"
+        message = f"`{{{{{name}}}}}` is a token of distflow and not the variable `{name}`"
         hint = "rename the variable"
     else:
         return []
@@ -159,7 +159,7 @@ def _check_options(
     found = []
     for name, option in options.items():
         if name in PLAIN_TOKENS:
-            message = f"`{name}` cannot be set: {{{{{name}}}}} is a token that distflow replaces when the task starts"
+            message = f"`{name}` cannot be set, because `{{{{{name}}}}}` is a token of distflow"
             found.append(Problem(where=Mark(option), message=message, hint="rename the variable"))
         elif name not in defaults and name not in used:
             known = {*defaults, *used} - {*TOKEN_NAMES} | {*defaults}

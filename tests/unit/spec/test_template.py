@@ -145,9 +145,7 @@ def test_every_undefined_variable_is_named_with_its_line() -> None:
 
 
 def test_a_token_inside_an_expression_says_how_to_write_it() -> None:
-    assert "`{{output}}` is a token that distflow replaces when the task starts: write it outside" in refusal(
-        "a: {{ output ~ '/x' }}"
-    )
+    assert "`{{output}}` is a token of distflow: write it outside" in refusal("a: {{ output ~ '/x' }}")
 
 
 def line_of_each(text: str) -> list[tuple[str, int]]:
