@@ -109,6 +109,8 @@ def test_torchruns_options_become_numbers_of_the_spec(project: Path) -> None:
     module = draft_command(["python", "-m", "torch.distributed.run", "--nnodes", "1:4", "-m", "pkg.main", "-x"], folder=project)
     assert (module.nodes, module.command) == (4, ("python3", "-m", "pkg.main", "-x"))
     assert "elastic: {min: 1}" in module.notes[0]
+    unknown = draft_command(["torchrun", "--nnodes", "$NODES", "train.py"], folder=project)
+    assert unknown.notes == ("`--nnodes $NODES` of torchrun is not a number, so it is left out",)
     plain = draft_command(["torchrun", "--no-python", "./train"], folder=project)
     assert (plain.launcher, plain.command) == ("command", ("torchrun", "--no-python", "./train"))
     with pytest.raises(InputError, match="has no script"):
