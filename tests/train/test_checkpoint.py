@@ -401,3 +401,31 @@ def test_a_process_whose_last_checkpoint_failed_has_failed(start: Start) -> None
     assert run.wait() == 1, run.stderr
     assert run.error["message"]["message"] == "CheckpointError: rank 0: OSError: [Errno 28] No space left on device"
     assert "No space left on device" in run.stderr
+
+
+TIED = """
+import json
+
+from torch import nn
+
+from distflow import train
+
+world = train.init()
+layers = [nn.Linear(4, 4, bias=False) for _ in range(4)]
+layers[1].weight = layers[0].weight
+plan = world.parallelize(nn.Sequential(*layers), train.PipelineParallel(), loss=nn.functional.mse_loss)
+plan.save_weights("saved", max_file_size=1)
+state = " ".join(sorted(plan.model_state()))
+if world.rank == 0:
+    with open("saved/model.safetensors.index.json") as index:
+        train.report(step=0, files=" ".join(sorted(json.load(index)["weight_map"])), state=state)
+"""
+
+
+def test_a_pipeline_saves_a_tied_parameter_once(start: Start) -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    run = start(TIED, "--size", "2")
+    assert run.wait() == 0, run.stderr
+    (found,) = run.records
+    assert found["state"] == "0.weight 1.weight 2.weight 3.weight"
+    assert found["files"] == "0.weight 2.weight 3.weight"

@@ -110,10 +110,10 @@ def _publish(folder: Path, written: list[tuple[Path, list[str]]], total: int) ->
 def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the whole value of each parameter and buffer, on every rank. Collective.
 
-    Of a tied parameter, it yields the first name; with ``all_names`` or in a pipeline, all. ``local_sgd``: the mean values.
+    Of a tied parameter, it yields the first name; with ``all_names``, all. ``local_sgd``: the mean values.
     """
     repeated = () if all_names else {name for _, *others in tied_names(inner_module(model)) for name in others}
-    state = {**_states(model), **means_of(model)}
+    state = {name: one for name, one in {**_states(model), **means_of(model)}.items() if name not in repeated}
     if isinstance(model, Pipeline):
         device = next(model.part.parameters()).device
         owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
@@ -126,8 +126,7 @@ def whole_tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tupl
             yield name, tensor
         return
     for name, tensor in state.items():
-        if name not in repeated:
-            yield name, _whole(tensor)
+        yield name, _whole(tensor)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
