@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from distflow.train.bench import scaling
 from train.conftest import Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -35,6 +36,22 @@ def test_scaling_is_measured_against_one_rank(start_with_torch: Start) -> None:
     first, second = bench(start_with_torch, "scaling", "--ranks", "2")["results"]
     assert (first["ranks"], first["efficiency"]) == (1, 1.0)
     assert second["efficiency"] == pytest.approx(first["seconds"] / 2 / second["seconds"])
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(2, "gloo"), (4, "auto")])
+def test_scaling_measures_all_numbers_of_ranks_with_one_backend(
+    gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def start(ranks: int, _measure: object, backend: str) -> float:
+        used.append((ranks, backend))
+        return 1.0
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("distflow.train.bench._start", start)
+    scaling(4)
+    assert used == [(1, backend), (2, backend), (4, backend)]
 
 
 STRATEGY = {"kind": "fsdp", "mesh": {"shape": [2], "names": ["fsdp"]}, "options": {}}

@@ -73,7 +73,7 @@ def _median_seconds(statement: str, **names: Any) -> float:
 def scaling(ranks: int) -> list[Row]:
     """Return seconds of a step and the efficiency (t1/n)/tn for 1, 2, 4 … and ``ranks`` ranks, with one global batch size."""
     counts = sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
-    times = {count: float(_start(count, step_time)) for count in counts}
+    times = {count: float(_start(count, step_time, _backend(ranks))) for count in counts}
     return [{"ranks": n, "seconds": times[n], "efficiency": times[1] / n / times[n]} for n in counts]
 
 
@@ -90,15 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         if options.what == "scaling":
             parser.error("scaling starts its own ranks, but RANK is set: run it without a launcher")
-        ranks, backend = init(_backend()).size, str(dist.get_backend())
+        ranks, backend = init(_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).size, str(dist.get_backend())
         rows, is_first = allreduce(), world().rank == 0
         finish()
         if not is_first:
             return
     else:
-        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-        backend = "nccl" if _backend() == "auto" and torch.cuda.is_available() else "gloo"
-        rows = scaling(ranks) if options.what == "scaling" else _start(ranks, allreduce)
+        backend = "nccl" if _backend(ranks) == "auto" and torch.cuda.is_available() else "gloo"
+        rows = scaling(ranks) if options.what == "scaling" else _start(ranks, allreduce, _backend(ranks))
     if options.format == "json":
         lines = [json.dumps({"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}, indent=2)]
     else:
@@ -113,24 +112,24 @@ def _text(name: str, value: float) -> str:
     return f"{value * 1e3:.3f} ms" if name == "seconds" else f"{value:.4g}" if name == "efficiency" else str(value)
 
 
-def _start(ranks: int, measure: Callable[[], Any]) -> Any:
+def _start(ranks: int, measure: Callable[[], Any], backend: str) -> Any:
     """Run a measurement on new ranks of this machine, and return the result of rank 0."""
     with tempfile.TemporaryDirectory(prefix="distflow-bench-") as folder:
         found = Path(folder) / "found.json"
-        launch(_rank, (measure, found), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
+        launch(_rank, (measure, found, backend), size=ranks, offset=0, world_size=ranks, master_addr="127.0.0.1", master_port=0)
         return json.loads(found.read_text())
 
 
-def _rank(measure: Callable[[], Any], found: Path) -> None:
-    place, result = init(_backend()), measure()
+def _rank(measure: Callable[[], Any], found: Path, backend: str) -> None:
+    place, result = init(backend), measure()
     if place.rank == 0:
         found.write_text(json.dumps(result))
     finish()
 
 
-def _backend() -> str:
+def _backend(ranks: int) -> str:
     # All on GPUs or all on the CPU: NCCL refuses ranks that share a GPU.
-    return "auto" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
+    return "auto" if torch.cuda.device_count() >= ranks else "gloo"
 
 
 if __name__ == "__main__":
