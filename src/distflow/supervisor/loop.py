@@ -298,7 +298,7 @@ class Supervisor:
 
         Of known workflows, only the cancel request is used, because their records are newer here than there.
         """
-        skipped = {uuid: _UNREADABLE.format(uuid) for uuid in self._store.uuids(are_unfinished=True)}
+        skipped: dict[str, str | None] = dict.fromkeys(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
             skipped.pop(record.uuid, None)
             loaded = self._workflows.get(record.uuid)
@@ -319,7 +319,7 @@ class Supervisor:
                     self._refuse(record, error.message)
                 continue
             except RecordUnreadable:
-                skipped[record.uuid] = _UNREADABLE.format(record.uuid)
+                skipped[record.uuid] = None
                 continue
             self._workflows[record.uuid] = Workflow(record=adjust_times(record, plan, self._now()), plan=plan, notify=notify)
             keys = [
@@ -333,7 +333,7 @@ class Supervisor:
             if keys:
                 backend.watch(keys)
         for uuid in skipped.keys() - self.skipped:
-            self._log(skipped[uuid])
+            self._log(skipped[uuid] or _UNREADABLE.format(uuid))
         self.skipped = skipped.keys()
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
