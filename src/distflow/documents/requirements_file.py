@@ -17,8 +17,8 @@ from distflow.documents.source import read_text
 __all__ = ["parse_requirements", "read_requirements"]
 
 _LIMIT = 1 << 20
-"""The maximum size of each file in bytes, and of all lines together in characters."""
-_MOST_FILES = 50
+"""The maximum size in bytes of each file, and of all lines together."""
+_MOST_INCLUDED = 50
 _KIND = "requirements file"
 
 _INCLUDE = re.compile(r"(?:-r|--requirement|-c|--constraint)(?:\s*=\s*|\s+|(?<=-[rc]))(?P<file>.+)")
@@ -58,11 +58,10 @@ class _Reader:
         self.lines: list[str] = []
         self.constraints: list[str] = []
         self.problems: list[Problem] = []
-        self._files = 0
+        self._included = 0
 
     def read(self, path: str, shown: str, *, is_constraint: bool, above: tuple[str, ...]) -> None:
         """Add the lines of one file. ``above`` contains the files that include it."""
-        self._files += 1
         try:
             text = read_text(path, shown=shown, limit=_LIMIT, kind=_KIND)
         except ProblemsFound as error:
@@ -86,7 +85,7 @@ class _Reader:
 
     def requirements(self, shown: str) -> Requirements:
         """Return the requirements that were read. Raises ``ProblemsFound`` with all findings."""
-        if not self.problems and sum(len(line) for line in (*self.lines, *self.constraints)) > _LIMIT:
+        if not self.problems and len("".join((*self.lines, *self.constraints)).encode(errors="surrogatepass")) > _LIMIT:
             self.problems.append(
                 Problem(where=Mark(shown), message="the requirements are larger than 1 MiB", hint="remove lines")
             )
@@ -103,11 +102,12 @@ class _Reader:
             self.problems.append(Problem(where=where, message="a URL cannot be included: its content may change", hint=hint))
         elif os.path.realpath(inner) in above:
             self.problems.append(Problem(where=where, message=f"`{named}` includes itself", hint="remove this line"))
-        elif self._files >= _MOST_FILES:
+        elif self._included >= _MOST_INCLUDED:
             self.problems.append(
-                Problem(where=where, message=f"more than {_MOST_FILES} files are included", hint="merge some of them")
+                Problem(where=where, message=f"more than {_MOST_INCLUDED} files are included", hint="merge some of them")
             )
         else:
+            self._included += 1
             self.read(inner, os.path.join(os.path.dirname(shown), named), is_constraint=is_constraint, above=above)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.documents.problems import ProblemsFound
-from distflow.documents.requirements_file import read_requirements
+from distflow.documents.requirements_file import parse_requirements, read_requirements
 
 ACCEPTED = """\
 # for training
@@ -74,3 +74,24 @@ def test_lines_that_nodes_cannot_install_are_refused(tmp_path: Path, line: str, 
     assert message in problem.message
     assert problem.where.file in ("requirements.txt", "missing.txt")
     assert "secret" not in str(refused.value)
+
+
+def test_fifty_files_may_be_included(tmp_path: Path) -> None:
+    path = tmp_path / "requirements.txt"
+    includes = []
+    for number in range(51):
+        (tmp_path / f"{number}.txt").write_text(f"package{number}\n")
+        includes.append(f"-r {number}.txt\n")
+    path.write_text("".join(includes[:50]))
+    assert len(read_requirements(str(path)).lines) == 50
+    path.write_text("".join(includes))
+    with pytest.raises(ProblemsFound) as refused:
+        read_requirements(str(path))
+    (problem,) = refused.value.problems
+    assert (problem.where.line, problem.message) == (51, "more than 50 files are included")
+
+
+def test_the_size_of_all_requirements_is_limited_in_bytes() -> None:
+    parse_requirements(['package ; extra == "' + "é" * 500_000 + '"'], "requirements.txt")
+    with pytest.raises(ProblemsFound, match="the requirements are larger than 1 MiB"):
+        parse_requirements(['package ; extra == "' + "é" * 530_000 + '"'], "requirements.txt")
