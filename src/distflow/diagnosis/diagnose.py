@@ -110,7 +110,7 @@ def _exception(case: Case, first: FirstFailure, matches: list[_Match]) -> Diagno
     return Diagnosis(
         key=EXCEPTION.key,
         cause=EXCEPTION.cause,
-        found=f"{_who_failed(case, first)} raised {raised}{_peers_text(matches)}",
+        found=f"{_who_failed(case, first)} raised {raised}{_peers_text(case, first, matches)}",
         remedy=EXCEPTION.remedy.replace("logs <id>", logs),
         task=first.task,
         traceback=first.traceback,
@@ -133,8 +133,9 @@ def _who_failed(case: Case, first: FirstFailure) -> str:
     return f"rank {first.rank} ({place})" if first.rank.isdigit() else place
 
 
-def _peers_text(matches: list[_Match]) -> str:
+def _peers_text(case: Case, first: FirstFailure, matches: list[_Match]) -> str:
     others = dict.fromkeys(hit.who for one in matches if one.rule.level is not Level.CAUSE for hit in one.hits)
+    others.pop(_who_failed(case, first), None)
     return f"; {', '.join(others)} then lost the connection" if others else ""
 
 
@@ -146,7 +147,7 @@ def _peer_died(case: Case, matches: list[_Match]) -> Diagnosis:
     return Diagnosis(
         key=PEER_DIED.key,
         cause=PEER_DIED.cause,
-        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_peers_text(matches)}",
+        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_peers_text(case, case.first, matches)}",
         remedy=PEER_DIED.remedy,
         task=task,
         line=_cut(last),

@@ -231,6 +231,14 @@ def test_an_exception_that_no_rule_knows_is_the_cause() -> None:
     )
 
 
+def test_the_rank_that_failed_first_is_not_one_of_those_that_lost_it() -> None:
+    (found,) = diagnose(raised("step 12", "[rank11]: RuntimeError: Connection closed by peer [10.0.0.1]:45283"))
+    assert found.found == (
+        "rank 11 (worker on gpu2) raised ValueError: bad label (/data/train.py, line 15); "
+        "master on gpu1 then lost the connection"
+    )
+
+
 def test_an_exception_that_a_rule_knows_is_told_by_the_rule() -> None:
     missing = STACK.replace("ValueError: bad label", "ModuleNotFoundError: No module named 'flash'")
     assert [one.key for one in diagnose(raised(*missing.splitlines(), traceback=missing))] == ["module-missing"]
