@@ -94,10 +94,10 @@ NO_DATA = Rule(
 GUARD_DIED = Rule(
     key="guard-died",
     shows="the reason INTERNAL",
-    cause="distflow's processes or files for a task were removed on its node",
-    remedy="Find out who removed them: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in "
-    "the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or let "
-    "`exitActions: {RESCHEDULE: 3002}` of the tasks restart the gang.",
+    cause="distflow's processes or files for a task were removed on its node, or another program stopped the task",
+    remedy="Find out who did that: a person, another supervisor, an administrator's script, systemd at logout "
+    "(`KillUserProcesses=no` in the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or "
+    "let `exitActions: {RESCHEDULE: 3002}` of the tasks restart the gang.",
 )
 NO_TURN = Rule(
     key="queue-timeout",
