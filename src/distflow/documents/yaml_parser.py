@@ -210,7 +210,7 @@ def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
     parent = stack[-1]
     if parent.kind == "map" and len(parent.keys) == len(parent.items):
         if node.kind != "scalar" or node.raw is None:
-            raise _Refused(index, "a key must be a string", "lists, mappings and null cannot be keys")
+            raise _Refused(index, "a key must be a string", "lists and mappings cannot be keys, and a key cannot be missing")
         parent.keys.append(node)
     else:
         parent.items.append(node)
@@ -428,13 +428,15 @@ def resolve(raw: str) -> str:
 
 
 def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
-    """Return the value of a scalar of a known type. Raises ``ValueError`` for an invalid Boolean or number.
+    """Return the value of a scalar of a known type. Raises ``ValueError`` for an invalid null, Boolean or number.
 
     The types of lists and mappings also raise it.
     """
     if kind == "str":
         return raw
     if kind == "null":
+        if resolve(raw) != "null":
+            raise ValueError(raw)
         return None
     if kind == "bool":
         word = raw.lower()

@@ -69,6 +69,13 @@ def test_keys_are_texts_as_written() -> None:
     assert parsed("on: 1\n5: 2\nnull: 3\n").value == {"on": 1, "5": 2, "null": 3}
 
 
+@pytest.mark.parametrize("tag", ["null", "bool", "int", "float"])
+def test_a_value_that_does_not_fit_its_tag_is_refused(tag: str) -> None:
+    with pytest.raises(ProblemsFound, match=f"`foo` is not a value of the tag `!!{tag}`"):
+        parsed(f"a: !!{tag} foo\n")
+    assert parsed("a: !!null\nb: !!null '~'\n").value == {"a": None, "b": None}
+
+
 def test_every_part_has_its_place() -> None:
     document = parsed("a:\n  - x\n  - {b: 1,\n     c: 2}\n")
     lines = {path_text(path): (place.key.line, place.mark.line) for path, place in document.places.items()}
