@@ -66,7 +66,7 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
 def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> str:
     """Return the text of a UTF-8 file, with all line ends as line feeds. The arguments are those of ``read_bytes``."""
     data = read_bytes(path, shown=shown, limit=limit, kind=kind)
-    return decode(data, shown=path if shown is None else shown, kind=kind)
+    return decode(data, shown=path if shown is None else shown, limit=limit, kind=kind)
 
 
 def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:

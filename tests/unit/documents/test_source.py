@@ -79,6 +79,12 @@ def test_the_message_about_a_file_slightly_above_the_limit_does_not_contradict_i
     assert "error: the file is too large: the maximum is 4 MiB\n" in refusal(path)
 
 
+def test_a_larger_limit_holds_for_the_text_too(tmp_path: Path) -> None:
+    path = tmp_path / "big.txt"
+    path.write_bytes(b"x" * (LIMIT + 1))
+    assert len(read_text(str(path), limit=2 * LIMIT)) == LIMIT + 1
+
+
 def test_a_file_that_lies_about_its_size_is_bounded_too() -> None:
     # Files below /proc say that they have no bytes at all.
     with pytest.raises(ProblemsFound, match="too large"):
