@@ -137,24 +137,13 @@ class _Group:
 
     def _require_expressible(self, launches: Sequence[Launch]) -> None:
         """Raise ``ProblemsFound`` if manifests cannot express a part of the group."""
-        group, tasks = self.group, {task.name: task for task in self.spec.tasks}
+        tasks = {task.name: task for task in self.spec.tasks}
         for launch in launches:
-            if what := self._not_expressible(launch):
+            if what := self._task_not_expressible(launch):
                 message = f"a manifest cannot express this part of task {launch.task}: {what}"
                 raise _refusal(tasks[launch.task].mark, message, "run it with distflow")
-        what = ""
-        if ends_with_lead(group):
-            what = "tasks that are stopped when the lead has completed"
-        elif group.venv is not None:
-            what = "a `venv`; install the packages in the image"
-        elif group.timeouts.queue_s is not None:
-            what = "`queue_timeout`"
-        elif group.timeouts.hang_s is not None:
-            what = "`hang_timeout`"
-        elif self.spec.elastic is not None:
-            what = "`elastic`"
-        if what:
-            message = f"a manifest cannot express this part of group {group.name}: {what}"
+        if what := self._group_not_expressible():
+            message = f"a manifest cannot express this part of group {self.group.name}: {what}"
             raise _refusal(self.spec.mark, message, "run it with distflow")
         first = launches[0]
         for launch in launches[1:]:
@@ -165,7 +154,21 @@ class _Group:
         if self.kind == "trainjob":
             self._require_train_job(launches, tasks)
 
-    def _not_expressible(self, launch: Launch) -> str:
+    def _group_not_expressible(self) -> str:
+        """Return a part of the group that manifests cannot express; empty if there is none."""
+        if ends_with_lead(self.group):
+            return "tasks that are stopped when the lead has completed"
+        if self.group.venv is not None:
+            return "a `venv`; install the packages in the image"
+        if self.group.timeouts.queue_s is not None:
+            return "`queue_timeout`"
+        if self.group.timeouts.hang_s is not None:
+            return "`hang_timeout`"
+        if self.group.stop_on_missing_ranks:
+            return "`stop_on_missing_ranks`"
+        return "`elastic`" if self.spec.elastic is not None else ""
+
+    def _task_not_expressible(self, launch: Launch) -> str:
         """Return a part of a task that manifests cannot express; empty if there is none."""
         if launch.inputs:
             return "inputs from other groups"

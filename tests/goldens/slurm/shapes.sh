@@ -15,6 +15,7 @@
 # * `max_log` is left out: the size of the log is not limited
 # * training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # * training: `hang_timeout` is left out: a group without output is not reported
+# * training: `stop_on_missing_ranks` is left out: tasks wait for failed ranks whose task ended with code 0
 # * training: `elastic` is left out: the job waits until there is room for all tasks
 # * master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
 # * master: inputs from URLs and datasets are not downloaded (download them, and name their directories in variables)
@@ -148,11 +149,11 @@ END__
 
 srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir/training.task.sh" : --het-group=1 --cpus-per-task=1 bash "$run_dir/training.task.sh"
 
-# stderr: shapes.yaml:23: warning: this machine has no credential `hub`
+# stderr: shapes.yaml:24: warning: this machine has no credential `hub`
 # stderr:     set it: `distflow credential set hub --payload-file KEY=FILE`
-# stderr: shapes.yaml:24: warning: this machine has no credential `deploy`
+# stderr: shapes.yaml:25: warning: this machine has no credential `deploy`
 # stderr:     set it: `distflow credential set deploy --payload-file KEY=FILE`
-# stderr: shapes.yaml:32: warning: only master has a `checkpoint` of `models`, so after a restart worker-0 and worker-1 begin without these files
+# stderr: shapes.yaml:33: warning: only master has a `checkpoint` of `models`, so after a restart worker-0 and worker-1 begin without these files
 # stderr:     write `shared: models` in the group, so that all tasks have the same files: ranks that resume at different steps train wrongly
 # stderr: shapes.yaml: warning: `notify` is left out
 # stderr:     Slurm's own option is `#SBATCH --mail-type=END,FAIL`
@@ -160,6 +161,7 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml: warning: `max_log` is left out: the size of the log is not limited
 # stderr: shapes.yaml: warning: training: `queue_timeout` is left out: the job waits in Slurm's queue without a limit
 # stderr: shapes.yaml: warning: training: `hang_timeout` is left out: a group without output is not reported
+# stderr: shapes.yaml: warning: training: `stop_on_missing_ranks` is left out: tasks wait for failed ranks whose task ended with code 0
 # stderr: shapes.yaml: warning: training: `elastic` is left out: the job waits until there is room for all tasks
 # stderr: shapes.yaml: warning: master: `checkpoint` is left out: the directory stays in the directory of the run and is not uploaded
 # stderr: shapes.yaml: warning: master: inputs from URLs and datasets are not downloaded

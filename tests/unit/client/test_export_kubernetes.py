@@ -171,6 +171,12 @@ def test_a_manifest_of_an_elastic_group_is_an_error(capsys: pytest.CaptureFixtur
     assert "cannot express this part of group g: `elastic`" in capsys.readouterr().err
 
 
+def test_a_manifest_cannot_stop_a_group_on_missing_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["workflow", "export", spec_of(*RANKS, stop_on_missing_ranks=True), "--to", "kubernetes"]) == 2
+    assert "cannot express this part of group g: `stop_on_missing_ranks`" in capsys.readouterr().err
+    assert run(["workflow", "export", spec_of(*RANKS, stop_on_missing_ranks=False), "--to", "kubernetes"]) == 0
+
+
 @pytest.mark.parametrize("options", [["kubernetes"], ["kubernetes", "--indexed-job"], ["trainjob"]])
 def test_all_objects_have_the_labels_of_the_spec(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     labels = {"team": "vision", "example.com/Stage": "b_2"}
