@@ -85,7 +85,7 @@ def slurm_script(
     is_graph = len(groups) > 1
     context = _Context(plan=plan, files=files, contents=contents, external=external, name=name, is_graph=is_graph)
     jobs = [_job(group, context, warnings) for group in groups]
-    text = _driver(plan, groups, jobs, name, warnings) if is_graph else jobs[0]
+    text = _driver(context, groups, jobs, warnings) if is_graph else jobs[0]
     return SlurmScript(text=text, warnings=warnings, files={files[digest]: digest for digest in sorted(external)})
 
 
@@ -232,7 +232,7 @@ def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> 
         "#",
     ]
     if not context.is_graph:
-        lines += _usage(f"sbatch {context.name}", plan, [group], warnings)
+        lines += _usage("sbatch", context, [group], warnings)
     for number, launch in enumerate(group.launches):
         ranks = (
             f", {rank_words(launch.ranks.text)} of {group.plan.world.world_size}" if launch.ranks and group.plan.world else ""
@@ -241,14 +241,20 @@ def _job_head(group: _Group, context: _Context, warnings: Sequence[Problem]) -> 
     return lines
 
 
-def _usage(command: str, plan: Plan, groups: Sequence[_Group], warnings: Sequence[Problem]) -> list[str]:
+def _usage(command: str, context: _Context, groups: Sequence[_Group], warnings: Sequence[Problem]) -> list[str]:
     """Return the comment at the top of a script: how to submit it, the variables that it reads, and the warnings."""
+    run_dir = f"{context.plan.name}-<job id>"
     lines = [
-        f"# Submit it:  {command}",
+        f"# Submit it:  {command} {context.name}",
         "# Variables that it reads:",
-        f"#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: {plan.name}-<job id> in the",
+        f"#   RUN_DIR  the directory of the run, on a file system that all nodes share. Default: {run_dir} in the",
         "#            current directory. The task TASK runs in RUN_DIR/TASK/work, and its output is in RUN_DIR/TASK/output.",
     ]
+    if context.external:
+        lines += [
+            "#   FILES_DIR  the directory of the files that are too large for the script. Default: the directory",
+            f"#              {context.name}.files in the current directory.",
+        ]
     needed = {name: text for group in groups for name, text in _needed(group.launches)}
     lines += [f"#   {name}  {text} (required)" for name, text in needed.items()]
     lines += ["#"]
@@ -386,15 +392,16 @@ def _container_options(group: _Group) -> list[str]:
 # -- several jobs -----------------------------------------------------------------------------------------------------
 
 
-def _driver(plan: Plan, groups: Sequence[_Group], jobs: Sequence[str], name: str, warnings: Sequence[Problem]) -> str:
+def _driver(context: _Context, groups: Sequence[_Group], jobs: Sequence[str], warnings: Sequence[Problem]) -> str:
     """Return the script that submits the job of each group."""
+    plan = context.plan
     variables = {group.plan.name: "job_" + re.sub("[^A-Za-z0-9]", "_", group.plan.name) for group in groups}
     lines = [
         "#!/bin/sh",
         f"# The workflow `{plan.name}` as {len(groups)} jobs of Slurm, written by `distflow workflow export`.",
         "#",
     ]
-    usage = _usage(f"sh {name}", plan, groups, warnings)
+    usage = _usage("sh", context, groups, warnings)
     lines += [line.replace(f"{plan.name}-<job id>", f"{plan.name}-<date>") for line in usage]
     lines += ["# A job starts when the jobs before it have succeeded:"]
     lines += [

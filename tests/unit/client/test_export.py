@@ -77,6 +77,8 @@ def test_a_script_is_written_to_a_file_with_its_large_files_next_to_it(
     script = (folder / "job/one.sbatch").read_text()
     assert 'cp "${FILES_DIR:-$SLURM_SUBMIT_DIR/one.sbatch.files}"/big.bin "$run_dir"/files/big.bin || exit' in script
     assert 'base64 -d > "$run_dir"/files/small.bin' in script
+    assert "#   FILES_DIR  the directory of the files that are too large for the script." in script
+    assert "#              one.sbatch.files in the current directory.\n" in script
     assert run(["workflow", "export", spec, "--to", "slurm", "--output", "job/one.sbatch"]) == 2
     assert "job/one.sbatch exists already" in capsys.readouterr().err
     (folder / "job/one.sbatch").unlink()
