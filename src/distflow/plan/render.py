@@ -90,7 +90,9 @@ def script(group: GroupPlan, launch: Launch) -> str:
         lines.insert(
             2, f"# distflow would first activate a Python environment with the packages of {shlex.quote(group.venv.file)}."
         )
-    lines += [f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(folder)}' for folder in launch.folders]
+    # Programs expect the parent of a checkpoint's directory to exist: `/tmp` for `/tmp/models`.
+    folders = (*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints))
+    lines += [f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(folder)}' for folder in dict.fromkeys(folders)]
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'

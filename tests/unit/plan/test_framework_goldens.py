@@ -89,3 +89,11 @@ def test_the_script_to_run_by_hand_has_the_files_too() -> None:
     assert '"$ATTEMPT_DIR"/config/distributed.json' in text
     assert 'export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}"' in text
     assert distributed_environment("master", {})["VH_JOB_ID"].startswith("exec-")
+
+
+def test_the_script_to_run_by_hand_creates_the_parents_of_checkpoints(tmp_path: Path) -> None:
+    checkpoint = "{path: /tmp/models, url: 'file:///x', frequency: 60}"
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"workflow: {{name: w, tasks: [{{name: t, command: ['true'], checkpoint: [{checkpoint}]}}]}}\n")
+    group = plan_of(path)
+    assert 'mkdir -p "$ATTEMPT_DIR"/files/tmp\n' in script(group, group.launches[0])
