@@ -91,12 +91,15 @@ def venv_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ..
     """
     if spec.venv is None or all(node.container == "none" for node in nodes):
         return ()
+    effect = "runs in a container and does not use the packages of `venv`"
+    if any(node.container == "none" for node in nodes):
+        effect = "does not use the packages of `venv` on nodes where it runs in a container"
     images = [(task.name, task.image) for group in spec.groups for task in group.tasks if task.image is not None]
     return tuple(
         Problem(
             where=image.mark_at(0),
             severity=Severity.WARNING,
-            message=f"`{name}` runs in a container and does not use the packages of `venv`",
+            message=f"`{name}` {effect}",
             hint="install them in the image, or remove `image`",
         )
         for name, image in images[:1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.plan.containers import container_notices, container_of
+from distflow.documents.requirements import Requirements
+from distflow.plan.containers import container_notices, container_of, venv_notices
 from distflow.plan.model import Container
 from distflow.spec.parse import load_spec_text
 from distflow.structs import replace
@@ -54,3 +55,12 @@ def test_an_ignored_key_is_reported_once() -> None:
         "spec.yaml:7: warning: `volumeMounts` is ignored on nodes with `container: none`: nothing is mounted at `/b`",
         "spec.yaml:9: warning: `privileged` is ignored on nodes with `container: none`: tasks run with the user's rights",
     ]
+
+
+def test_the_warning_about_a_venv_says_whether_all_nodes_use_containers() -> None:
+    spec = replace(load_spec_text(SPEC, "spec.yaml", Path.cwd())[0], venv=Requirements(file="r.txt", lines=("torch",)))
+    boxed, plain = replace(node("n1"), container="docker"), node("n2")
+    assert venv_notices(spec, (plain,)) == ()
+    (always,), (sometimes,) = venv_notices(spec, (boxed,)), venv_notices(spec, (boxed, plain))
+    assert always.message == "`a` runs in a container and does not use the packages of `venv`"
+    assert sometimes.message == "`a` does not use the packages of `venv` on nodes where it runs in a container"
