@@ -16,28 +16,34 @@ __all__ = ["TOOLS", "add_to", "main"]
 TOOLS = ".tools"
 """Name of the substitute's directory in an attempt's directory."""
 
+_LONGEST_S = 1e9
+"""Sockets do not accept much longer timeouts."""
 _USAGE = "distflow's substitute for `nc` supports only `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for other uses\n"
 
 
 def main(argv: List[str]) -> int:
     """Check whether a server listens on a port. Returns 0 if so, 1 if not, and 2 for arguments that need a real ``nc``."""
     words: List[str] = []
-    timeout_s, probes, is_verbose = 5.0, False, False
+    timeout, probes, is_verbose = "5", False, False
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if word.startswith("-") and len(word) > 1 and set(word[1:]) <= set("zvnw"):
             probes = probes or "z" in word
             is_verbose = is_verbose or "v" in word
-            if word.endswith("w") and rest:
-                timeout_s = float(rest.pop(0))
+            if word.endswith("w"):
+                timeout = rest.pop(0) if rest else ""
         else:
             words.append(word)
-    if not probes or len(words) != 2 or not words[1].isdigit():
+    try:
+        timeout_s, port = float(timeout), int(words[-1] if words else "")
+    except ValueError:
+        timeout_s, port = -1.0, -1
+    if not probes or len(words) != 2 or not 0 <= timeout_s < _LONGEST_S or not 0 <= port < 65536:
         sys.stderr.write(_USAGE)
         return 2
     try:
-        socket.create_connection((words[0], int(words[1])), timeout=timeout_s).close()
+        socket.create_connection((words[0], port), timeout=timeout_s).close()
     except OSError as error:
         if is_verbose:
             sys.stderr.write("nc: {} port {}: {}\n".format(words[0], words[1], error.strerror or error))
