@@ -22,6 +22,7 @@ from distflow.plan.slurm_script import slurm_script
 from distflow.pools.hostfile import choose_pool
 from distflow.pools.model import Pool, ssh_node
 from distflow.spec.files import bundle_files
+from distflow.state.record import Priority
 from distflow.structs import replace
 
 __all__ = ["Exported", "Kind", "export_to_kubernetes", "export_to_osmo", "export_to_slurm"]
@@ -56,7 +57,7 @@ def export_to_slurm(client: Client, request: SubmitRequest, *, file: Path | None
         ProblemsFound: if the spec has errors. The error contains all findings.
 
     """
-    checked = _checked(client, request)
+    checked, _ = _checked(client, request)
     pool = _slurm_pool(client, request, checked)
     checked = with_environment(checked, pool.given.environment)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +92,7 @@ def export_to_kubernetes(
         ProblemsFound: if the spec has errors, or manifests cannot express it.
 
     """
-    checked = _checked(client, request)
+    checked, priority = _checked(client, request)
     configuration = client.configuration()
     wanted = checked.spec.pool if checked.spec.pool in configuration.pools else None
     pool = choose_pool(configuration, given=request.pool, wanted=wanted)
@@ -104,7 +105,7 @@ def export_to_kubernetes(
     checked = with_environment(checked, pool.given.environment)
     with tempfile.TemporaryDirectory() as folder:
         plan, contents = _planned(client, request, checked, pool, Path(folder))
-    text = kubernetes_manifests(plan, checked.spec, pool, contents, kind=kind)
+    text = kubernetes_manifests(plan, checked.spec, pool, contents, kind=kind, priority=priority.value)
     written = [] if file is None else _write(file, text, {}, force=force)
     return Exported(text=text, warnings=tuple(in_document_order(checked.warnings)), files=tuple(written))
 
@@ -126,7 +127,7 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
         ProblemsFound: if the spec has errors. The error contains all findings.
 
     """
-    checked = _checked(client, request)
+    checked, _ = _checked(client, request)
     is_template = not (request.overrides.sets or request.overrides.set_strings)
     exported = osmo_spec(checked.spec, checked.worlds, checked.template if is_template else None)
     if request.overrides.secrets:
@@ -139,13 +140,17 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
     )
 
 
-def _checked(client: Client, request: SubmitRequest) -> CheckedSpec:
-    """Return the spec of a request, which is a file, a text or the id of a workflow. Raises ``ProblemsFound``."""
+def _checked(client: Client, request: SubmitRequest) -> tuple[CheckedSpec, Priority]:
+    """Return the spec of a request, which is a file, a text or the id of a workflow, and its priority.
+
+    Raises ``ProblemsFound``.
+    """
     previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
     if previous is not None:
-        return previous.checked
+        return previous.checked, request.priority or previous.record.priority
     notify = own_targets(client, client.configuration())
-    return check_spec(client, request.spec, request.overrides, text=request.text, is_tolerant=True, notify=notify)
+    checked = check_spec(client, request.spec, request.overrides, text=request.text, is_tolerant=True, notify=notify)
+    return checked, request.priority or Priority.NORMAL
 
 
 def _planned(

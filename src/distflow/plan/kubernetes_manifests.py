@@ -7,6 +7,7 @@ of Kubeflow Trainer.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from distflow.errors import InputError
 from distflow.plan.model import GroupPlan, Launch, Plan, runs_torchrun
 from distflow.plan.slurm_tasks import ends_with_lead, kinds_of, ordered, shared_files, task_script, without_member_files
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+from distflow.pools.pod_templates import template_image, with_template
 from distflow.spec.model import GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["Kind", "kubernetes_manifests", "manifest_objects"]
@@ -38,7 +40,9 @@ _ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _LONGEST_NAME = 40
 
 
-def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind) -> str:
+def kubernetes_manifests(
+    plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind, priority: str = "NORMAL"
+) -> str:
     """Return the manifests of a plan as YAML.
 
     Args:
@@ -48,6 +52,7 @@ def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: M
         contents: The content of each blob of the plan, by its digest.
         kind: A JobSet, whose controller must be installed, an Indexed Job (Kubernetes 1.24 or newer), or a TrainJob of Kubeflow
             Trainer 2.2 or newer.
+        priority: The priority of the workflow (``HIGH``, ``NORMAL`` or ``LOW``), for the pool's priority classes.
 
     Raises:
         InputError: if a setting of the pool is missing or cannot be expressed, if the files are too large, or if a variable of
@@ -55,13 +60,13 @@ def kubernetes_manifests(plan: Plan, spec: WorkflowSpec, pool: Pool, contents: M
         ProblemsFound: if manifests cannot express the spec.
 
     """
-    objects = manifest_objects(plan, spec, pool, contents, kind=kind)
+    objects = manifest_objects(plan, spec, pool, contents, kind=kind, priority=priority)
     head = f"# {plan.name}: run with `kubectl create --filename FILE`. distflow is not needed in the cluster.\n"
     return head + yaml.dump_all(objects, sort_keys=False, Dumper=_Dumper, explicit_start=True, width=128)
 
 
 def manifest_objects(
-    plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind
+    plan: Plan, spec: WorkflowSpec, pool: Pool, contents: Mapping[str, bytes], *, kind: Kind, priority: str = "NORMAL"
 ) -> list[dict[str, Any]]:
     """Return the manifests as objects, with the arguments and errors of ``kubernetes_manifests``."""
     if kind == "trainjob" and len(plan.groups) > 1:
@@ -72,7 +77,8 @@ def manifest_objects(
     found: list[dict[str, Any]] = []
     for group in plan.groups:
         name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
-        found += _Group(plan, without_member_files(group), specs[group.name], spec.labels, pool, name, kind).objects(contents)
+        one = _Group(plan, without_member_files(group), specs[group.name], spec.labels, pool, name, kind, priority)
+        found += one.objects(contents)
     return found
 
 
@@ -102,6 +108,7 @@ class _Group:
     pool: Pool
     name: str
     kind: Kind
+    priority: str
 
     def objects(self, contents: Mapping[str, bytes]) -> list[dict[str, Any]]:
         launches = ordered(self.group)
@@ -128,7 +135,7 @@ class _Group:
         if self.kind == "job":
             return [settings, self._service(), self._object("batch/v1", "Job", job)]
         if self.kind == "trainjob":
-            return [settings, self._train_job(pod, launches)]
+            return [settings, self._train_job(pod["spec"], launches)]
         return [settings, self._job_set(job)]
 
     def _script(self, files: Mapping[str, str]) -> str:
@@ -210,13 +217,19 @@ class _Group:
             message = f"task {other.name} has another command, environment or files than task {first.task}"
             raise _refusal(other.mark, message, f"give all tasks of the group the same ones, or {or_else}")
         settings = self.pool.kubernetes or KubernetesSettings()
-        if key := "scheduler" if settings.scheduler else "host_network" if settings.host_network else "":
+        given = {
+            "scheduler": settings.scheduler,
+            "host_network": settings.host_network,
+            "priority_classes": settings.priority_classes.get(self.priority),
+            "pod_template": json.loads(settings.pod_template),
+        }
+        if key := next((key for key, value in given.items() if value), None):
             message = f"a TrainJob takes `{key}` from its runtime, but the pool `{self.pool.name}` sets it"
             raise InputError(message, hint=or_else)
 
     def _image(self, launch: Launch) -> str:
         settings = self.pool.kubernetes or KubernetesSettings()
-        if not (image := launch.image or settings.image):
+        if not (image := launch.image or settings.image or template_image(json.loads(settings.pod_template))):
             raise InputError(
                 f"task {launch.task} has no container image",
                 hint="set `image` of the task, or `kubernetes.image` of the pool; --pool selects another pool",
@@ -251,7 +264,7 @@ class _Group:
             "parallelism": count,
             "backoffLimit": 0,
             **({"activeDeadlineSeconds": math.ceil(limit_s)} if limit_s else {}),
-            "template": {"spec": pod},
+            "template": pod,
         }
 
     def _job_set(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +305,7 @@ class _Group:
         return any(launch.exit_actions.reschedule for launch in self.group.launches)
 
     def _pod(self, launches: Sequence[Launch]) -> dict[str, Any]:
+        """Return the pod of each task, merged with the pool's template."""
         settings = self.pool.kubernetes or KubernetesSettings()
         resource = launches[0].resource
         platform = settings.platforms.get(resource.platform or "", KubernetesPlatform())
@@ -313,32 +327,34 @@ class _Group:
             ],
             **({"resources": {"requests": requests, **({"limits": limits} if limits else {})}} if requests else {}),
             "volumeMounts": [
-                {"name": "run", "mountPath": _RUN},
-                {"name": "files", "mountPath": f"{_RUN}/files"},
-                {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  workers of data loaders need more than 64 MiB
-                *({"name": f"mount-{at}", "mountPath": to or source} for at, (source, _, to) in enumerate(mounts)),
+                {"name": "distflow-run", "mountPath": _RUN},
+                {"name": "distflow-files", "mountPath": f"{_RUN}/files"},
+                {"name": "distflow-shm", "mountPath": "/dev/shm"},  # noqa: S108  workers of data loaders need more than 64 MiB
+                *({"name": f"distflow-mount-{at}", "mountPath": to or source} for at, (source, _, to) in enumerate(mounts)),
             ],
         }
         given: dict[str, Any] = {
             "subdomain": self.name if self.kind == "job" else None,
             "serviceAccountName": settings.service_account,
             "schedulerName": settings.scheduler,
+            "priorityClassName": settings.priority_classes.get(self.priority),
             "hostNetwork": settings.host_network or None,
             "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
             "nodeSelector": dict(platform.node_selector),
             "tolerations": [dict(one) for one in platform.tolerations],
         }
-        return {
+        spec = {
             "restartPolicy": "Never",
             **{key: value for key, value in given.items() if value},
             "containers": [container],
             "volumes": [
-                {"name": "run", "emptyDir": {}},
-                {"name": "files", "configMap": {"name": self.name}},
-                {"name": "shm", "emptyDir": {"medium": "Memory"}},
-                *({"name": f"mount-{at}", "hostPath": {"path": source}} for at, (source, _, _) in enumerate(mounts)),
+                {"name": "distflow-run", "emptyDir": {}},
+                {"name": "distflow-files", "configMap": {"name": self.name}},
+                {"name": "distflow-shm", "emptyDir": {"medium": "Memory"}},
+                *({"name": f"distflow-mount-{at}", "hostPath": {"path": source}} for at, (source, _, _) in enumerate(mounts)),
             ],
         }
+        return with_template(json.loads(settings.pod_template), {"spec": spec})
 
     def _environment(self, launches: Sequence[Launch]) -> dict[str, str]:
         """Return the variables of the script that are known before the pods exist."""

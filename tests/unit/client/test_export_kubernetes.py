@@ -16,7 +16,7 @@ from distflow.cli.app import run
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "kubernetes"
 SPECS = Path(__file__).parents[3] / "workflow_specs"
-CONFIGURATION = {
+CONFIGURATION: dict[str, Any] = {
     "pools": {
         "pods": {
             "backend": "kubernetes",
@@ -224,6 +224,53 @@ def test_a_train_job_has_one_group_and_the_settings_of_its_runtime(folder: Path,
     (folder / "distflow.yaml").write_text(json.dumps(CONFIGURATION).replace('"queue"', '"scheduler": "volcano", "queue"'))
     assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2
     assert "a TrainJob takes `scheduler` from its runtime, but the pool `pods` sets it" in capsys.readouterr().err
+
+
+POD = {
+    "metadata": {"annotations": {"site/owner": "vision"}},
+    "spec": {
+        "securityContext": {"runAsUser": 1000},
+        "containers": [{"name": "x", "image": "own:1", "volumeMounts": [{"name": "files", "mountPath": "/data"}]}],
+        "volumes": [{"name": "files", "persistentVolumeClaim": {"claimName": "data"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("options", [["kubernetes"], ["kubernetes", "--indexed-job"]])
+def test_pods_have_the_template_and_the_priority_class_of_the_pool(
+    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    (folder / "pod.yaml").write_text(json.dumps(POD))
+    settings = {"pod_template": "pod.yaml", "priority_classes": {"NORMAL": "batch", "HIGH": "urgent"}}
+    pool = {"backend": "kubernetes", "kubernetes": settings}
+    (folder / "distflow.yaml").write_text(json.dumps({"pools": {"pods": pool}}))
+    spec = spec_of({"name": "a", "resource": "small", "volumeMounts": ["/local"]})
+    assert run(["workflow", "export", spec, "--to", *options]) == 0, capsys.readouterr().err
+    job = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
+    job_spec = job["spec"] if job["kind"] == "Job" else job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job_spec["template"]
+    validate.validate({"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": "p"}}, RELEASES[-1], strict=True)
+    assert pod["metadata"] == POD["metadata"]
+    assert (pod["spec"]["priorityClassName"], pod["spec"]["securityContext"]) == ("batch", {"runAsUser": 1000})
+    (container,) = pod["spec"]["containers"]
+    assert (container["name"], container["image"]) == ("task", "own:1")
+    names = ["files", "distflow-run", "distflow-files", "distflow-shm", "distflow-mount-0"]
+    assert [one["name"] for one in container["volumeMounts"]] == [one["name"] for one in pod["spec"]["volumes"]] == names
+
+
+@pytest.mark.parametrize("key", ["pod_template", "priority_classes"])
+def test_a_train_job_with_a_pod_template_or_a_priority_class_is_an_error(
+    key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "pod.yaml").write_text(json.dumps(POD))
+    value = {"pod_template": "pod.yaml", "priority_classes": {"NORMAL": "batch"}}[key]
+    pool = CONFIGURATION["pools"]["pods"]
+    (folder / "distflow.yaml").write_text(
+        json.dumps({"pools": {"pods": {**pool, "kubernetes": {**pool["kubernetes"], key: value}}}})
+    )
+    assert run(["workflow", "export", spec_of(*TORCHRUN, launcher="torchrun"), "--to", "trainjob"]) == 2
+    assert f"a TrainJob takes `{key}` from its runtime, but the pool `pods` sets it" in capsys.readouterr().err
 
 
 def test_files_and_options_have_limits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

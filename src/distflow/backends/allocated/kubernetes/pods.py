@@ -11,6 +11,7 @@ from typing import Any
 from distflow.backends.allocated.engine import AllocationRequest, NodeRequest, RequestRefused
 from distflow.documents.text import did_you_mean, plain
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
+from distflow.pools.pod_templates import template_image, with_template
 
 __all__ = [
     "ALLOCATION",
@@ -137,8 +138,7 @@ def pod_manifest(
     allocation_id = str(owner["metadata"]["name"])
     platform = _platform(pool.name, settings, node.platform)
     template = json.loads(settings.pod_template)
-    containers = template.get("spec", {}).get("containers") or [{}]
-    image = node.image or settings.image or containers[0].get("image")
+    image = node.image or settings.image or template_image(template)
     if not image:
         raise RequestRefused(
             f"task {node.task} has no container image", hint="set `image` of the task, or `kubernetes.image` of the pool"
@@ -170,9 +170,7 @@ def pod_manifest(
         {"name": "distflow-shm", "emptyDir": {"medium": "Memory"}},
         *(_host_volume(number, mount)[0] for number, mount in enumerate(node.mounts)),
     ]
-    pod: dict[str, Any] = _merged(template, ours)
-    _drop_duplicates(pod["spec"])
-    return pod
+    return with_template(template, ours)
 
 
 def _spec(
@@ -281,45 +279,3 @@ def _platform(pool: str, settings: KubernetesSettings, name: str | None) -> Kube
             hint = f"add for example `platforms: {{{name}: {{node_selector: {{kind: {name}}}}}}}` to the pool"
         raise RequestRefused(f"pool {pool} has no platform `{name}`", hint=hint)
     return settings.platforms[name]
-
-
-def _merged(below: Any, above: Any) -> Any:
-    """Return two values of a pod as one: mappings are merged, lists are joined, and other values come from ``above``.
-
-    A ``command`` is not joined: it comes from ``above``. The first container of a template is merged with distflow's container.
-    Further containers are sidecars.
-    """
-    if isinstance(below, Mapping) and isinstance(above, Mapping):
-        found = dict(below)
-        for key, value in above.items():
-            if key == "containers" and isinstance(below.get(key), list) and below[key]:
-                found[key] = [_merged(below[key][0], value[0]), *below[key][1:]]
-            elif key == "command":
-                found[key] = value
-            else:
-                found[key] = _merged(below[key], value) if key in below else value
-        return found
-    if isinstance(below, list) and isinstance(above, list):
-        return [*below, *above]
-    return above
-
-
-def _drop_duplicates(spec: dict[str, Any]) -> None:
-    """Let the volumes and mounts of the template replace distflow's volumes and mounts with the same name or directory.
-
-    Also removes the ``args`` of the template, and those volumes of distflow that are no longer mounted.
-    """
-    container = spec["containers"][0]
-    container.pop("args", None)
-    container["volumeMounts"] = _unique(container["volumeMounts"], "mountPath")
-    used = {one.get("name") for one in container["volumeMounts"]}
-    spec["volumes"] = [
-        one for one in _unique(spec["volumes"], "name") if one["name"] in used or not one["name"].startswith("distflow")
-    ]
-
-
-def _unique(items: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
-    found: dict[Any, Mapping[str, Any]] = {}
-    for one in items:
-        found.setdefault(one.get(key), one)
-    return list(found.values())
