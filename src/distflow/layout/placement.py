@@ -7,7 +7,7 @@ limit tries other nodes.
 
 ``place_near`` also satisfies OSMO's ``topology``: tasks of one gang with the same ``key`` and ``group`` go to nodes with the
 same value of the label ``key``, for example to one rack. If no placement satisfies all requests, the preferred ones are dropped
-one by one, the last written first. Required ones are never dropped.
+one by one, beginning with the last in the order of ranks. Required ones are never dropped.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool
 
 
 def _wishes(demands: Sequence[Demand]) -> dict[_Wish, bool]:
-    """Return every topology request of a gang and whether it is required, in the order of the spec."""
+    """Return every topology request of a gang and whether it is required, in the order of the demands."""
     wishes: dict[_Wish, bool] = {}
     for demand in demands:
         for near in demand.near:

@@ -1,4 +1,4 @@
-"""Start, lock and wake the one background process of a state directory.
+"""Start, lock and wake the supervisor: at most one process for each state directory.
 
 A process that adds work calls ``ensure_supervisor`` afterwards. A supervisor without work first releases the lock and then
 checks again, so that either it or the next supervisor sees work that was added in between.
@@ -242,7 +242,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
 
 
 def detach(process: subprocess.Popen[bytes]) -> None:
-    """Let a child process outlive this one, or reap the child if it ends first, for example under a notebook."""
+    """Let a child process outlive this one. If this process runs longer, as in a notebook, reap the child when it ends."""
 
     def reap(pid: int) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -37,9 +37,9 @@ __all__ = ["main", "send_notices"]
 _PAUSES_S = (2.0, 10.0, 30.0, 120.0)
 """Seconds between the tries of one notification."""
 _LONGEST_TRY_S = 300.0
-"""The maximum time of one try. Without it, a server that sends its answer byte by byte could block a thread for days."""
+"""The time after which a try is given up. Its thread may continue for days if a server sends its answer byte by byte."""
 _MOST_AT_ONCE = 8
-"""The maximum number of tries at the same time. A notification that waits for its next try does not count."""
+"""The maximum number of tries at the same time, without those that were given up."""
 _MOST_DELIVERIES = 5
 """The maximum number of processes that begin to deliver one notification. Each may have sent it without recording that."""
 _POLL_S = 0.5
@@ -113,7 +113,7 @@ class _Delivery:
 
 
 class _Sender:
-    """Sends the notifications of one store. Each try has a thread, which ends with the process."""
+    """Sends the notifications of one store. Each try has a daemon thread."""
 
     def __init__(self, client: Client, pauses_s: Sequence[float]) -> None:
         self._client = client

@@ -1,13 +1,13 @@
 """Check the ranks of every group of a spec, and return a ``World`` for each group with ranks, or its problems.
 
-Usually, one mistake causes one problem, at the line to change. To leave out its consequences, the checks run from causes to
-consequences: the values of each task, the tasks with ranks, their ranks, then the lead, the address and the port.
+Usually, one mistake causes one problem, at the line to change. The checks run in this order, and an error ends the checks that
+depend on it: the values of each task, which tasks have ranks, their ranks, the lead, the address and the port.
 
 These rules follow OSMO's tutorial and torch's launcher:
 
 * Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
   the world size follow the same rule.
-* Tasks that state a world_size, the master's address or a port state the same one.
+* Tasks that state a world_size or a port state the same one. Other tasks state the address of the lead's node.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
 """
@@ -223,7 +223,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for a group whose only task may claim a part of a world; empty if this cannot be the mistake."""
+    """Return the hint for tasks that are in several groups by mistake; empty for a group of several tasks, or a lone one."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
@@ -234,7 +234,10 @@ def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
 
 
 def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each resource and size of tasks with more ranks than GPUs, unless ``before`` reports the size."""
+    """Return problems of tasks with more ranks than GPUs, one for all tasks with the same resource and number of ranks.
+
+    Numbers that ``before`` already reports are left out.
+    """
     over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
     for member in members:
         claim = member.literal("size") or member.literal("nproc_per_node")

@@ -104,7 +104,7 @@ class _Shards(_Layers):
     state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = None
     """Accepted as in FSDP; changes nothing."""
     shard_size: int | None = None
-    """Ranks that share one copy of the model. The other ranks hold further copies (the axis ``dp``)."""
+    """The size of the axis ``fsdp``: ranks that divide each parameter. The axis ``dp`` holds further copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
