@@ -346,6 +346,7 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
     cli = pool.cli
     printed = cli.folder / "printed"
     printed.mkdir()
+    pool.configure(folders=(str(printed),))
     done = cli.run(
         "workflow",
         "export",
@@ -358,15 +359,11 @@ def test_the_pods_of_an_exported_job_have_the_ranks_of_the_spec(pool: Kubernetes
     )
     assert done.code == 0, done.err
     settings, service, job = yaml.safe_load_all(done.out)
-    template = pod_template(str(printed))["spec"]
     for index in range(job["spec"]["completions"]):
         spec = json.loads(json.dumps(job["spec"]["template"]["spec"]))
         (container,) = spec["containers"]
         container["env"].append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
         container["command"] = ["sh", "-c", f'exec "$@" > {printed}/{index} 2>&1', "sh", *container["command"]]
-        container["imagePullPolicy"] = "Never"
-        container["volumeMounts"] += template["containers"][0]["volumeMounts"]
-        spec["volumes"] += template["volumes"]
         spec["hostname"] = f"{job['metadata']['name']}-{index}"
         metadata = {"name": spec["hostname"], "namespace": pool.namespace}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
