@@ -448,11 +448,12 @@ def pool_key(pool: Pool) -> str:
 
 def _check_drivers(client: Client, compiled: Plan) -> None:
     """Raise ``InputError`` if this machine does not have a driver for data at URLs of the plan."""
+    credentials = client.credentials_for()
     for group in compiled.groups:
         for launch in group.launches:
             urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
             for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
-                package = package_of(url, client.credentials_for()(url.profile))
+                package = package_of(url, credentials(url.profile))
                 if package and importlib.util.find_spec(package) is None:
                     message = f"`{launch.task}`: {url} needs the driver {package}, which is not installed"
                     raise InputError(message, hint=NO_DRIVER)
