@@ -35,15 +35,16 @@ def main(argv: List[str]) -> int:
                 timeout = rest.pop(0) if rest else ""
         else:
             words.append(word)
+    is_supported = probes and len(words) == 2 and words[1].isdecimal() and int(words[1]) < 65536
     try:
-        timeout_s, port = float(timeout), int(words[-1] if words else "")
+        timeout_s = float(timeout)
     except ValueError:
-        timeout_s, port = -1.0, -1
-    if not probes or len(words) != 2 or not 0 <= timeout_s < _LONGEST_S or not 0 <= port < 65536:
+        is_supported = False
+    if not is_supported or not 0 <= timeout_s < _LONGEST_S:
         sys.stderr.write(_USAGE)
         return 2
     try:
-        socket.create_connection((words[0], port), timeout=timeout_s).close()
+        socket.create_connection((words[0], int(words[1])), timeout=timeout_s).close()
     except OSError as error:
         if is_verbose:
             sys.stderr.write("nc: {} port {}: {}\n".format(words[0], words[1], error.strerror or error))
