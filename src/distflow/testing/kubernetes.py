@@ -363,6 +363,8 @@ def remove_killed_cluster(script: Path, lock: int) -> None:
     """
     try:
         folder = Path(json.loads(os.pread(lock, 4096, 0))["folder"])
+        if os.lstat(folder).st_uid != os.geteuid():
+            return  # another user created it after this one was removed
         (folder / "pids").write_text("")  # the daemons have ended, and other processes may have their ids now
     except (OSError, ValueError, KeyError, TypeError):
         return  # it was removed
