@@ -311,13 +311,19 @@ def test_canceled_workflow_ends_although_its_engine_does_not_answer() -> None:
     assert driver.group().task("t1").orphan is OrphanState.UNREACHABLE
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_orphan_attempt_is_stopped_when_its_node_is_back(killed: bool) -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
+def with_lost_node(*, retention_s: float) -> Driver:
+    """Return a gang that failed because its node n2 was unreachable for too long."""
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=retention_s), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(121)
     driver.settle()
+    return driver
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_orphan_attempt_is_stopped_when_its_node_is_back(killed: bool) -> None:
+    driver = with_lost_node(retention_s=14 * 86400.0)
     assert driver.group().state is State.FAILED
     assert driver.group().task("t1").orphan is OrphanState.UNREACHABLE
     assert driver.backend.alive == ["u1/train/t1/0"]
@@ -333,22 +339,14 @@ def test_orphan_attempt_is_stopped_when_its_node_is_back(killed: bool) -> None:
 
 
 def test_node_that_never_returns_is_given_up_after_the_retention() -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behavior=lambda _: HANG)
-    driver.settle()
-    driver.backend.cut("n2")
-    driver.advance(121)
-    driver.settle()
+    driver = with_lost_node(retention_s=86400.0)
     driver.advance(86401)
     assert driver.group().task("t1").orphan is None
     assert driver.events[-1].text == "t1: the abandoned attempt on n2 was not stopped: the node stayed unreachable"
 
 
 def test_orphan_that_its_node_was_stopping_is_given_up_without_a_report() -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behavior=lambda _: HANG)
-    driver.settle()
-    driver.backend.cut("n2")
-    driver.advance(121)
-    driver.settle()
+    driver = with_lost_node(retention_s=86400.0)
     snapshot = driver.supervisor.snapshot()
     (loaded,) = snapshot.workflows
     group = driver.group().with_task(replace(driver.group().task("t1"), orphan=OrphanState.STOPPING))
