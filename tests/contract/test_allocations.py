@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import pytest
 
 from distflow.backends.allocated import backend
 from distflow.backends.allocated.backend import AllocatedBackend
-from distflow.backends.allocated.engine import Over, node_name
+from distflow.backends.allocated.engine import AllocationState, Over, host_of, node_name
 from distflow.backends.base import (
     AttemptKey,
     Ended,
@@ -34,6 +34,7 @@ from distflow.lifecycle.states import Reason
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
+from distflow.runtime.files import records
 from distflow.testing.local_engine import LocalEngine
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
@@ -184,6 +185,34 @@ def test_the_engines_word_about_an_end_takes_the_place_of_the_signal(
     again.backend.stop(other, grace_s=0.0, why="test")
     again.await_one(Ended, key=other)
     again.backend.close()
+
+
+class CountedEngine(LocalEngine):
+    """An engine that counts the queries for states."""
+
+    queries = 0
+
+    def states(self, ids: Mapping[str, Sequence[str]]) -> Mapping[str, AllocationState]:
+        self.queries += 1
+        return super().states(ids)
+
+
+@pytest.mark.parametrize("engine", [CountedEngine()])
+@pytest.mark.parametrize("ended", ["command", "keeper"])
+def test_an_engine_may_list_an_allocation_while_it_terminates_its_processes(
+    bench: Bench, engine: CountedEngine, ended: str
+) -> None:
+    (key,) = bench.lease("a")
+    pid = bench.start(key, "sleep 600")
+    state = records.read_state(str(next(Path(bench.pool.node(key.node).root).rglob(records.STATE)).parent))
+    assert state is not None
+    before = engine.queries
+    os.kill(pid if ended == "command" else state["keeper"]["pid"], signal.SIGTERM)
+    # The first query follows at once, and more of them only while the failure is held back.
+    wait_until(lambda: engine.queries > before + 1, 30, "the engine is asked again")
+    engine.end(host_of(key.node)[1], Over(reason=Reason.NODE_LOST, message="n2 failed"))
+    end = bench.await_one(Ended, key=key).end
+    assert (end["reason"], end["allocation"]) == ("allocation_over", Reason.NODE_LOST)
 
 
 def test_a_task_that_fails_by_itself_is_reported_as_it_is(bench: Bench) -> None:

@@ -83,6 +83,8 @@ _DOUBTFUL_POLL_S = 2.0
 """Seconds between two queries while a failure is held back."""
 _UNANSWERED_S = 5.0
 """As ``_DOUBT_S``, while the engine does not answer."""
+_ENDING_S = 10.0
+"""Seconds in which an engine may still list an allocation whose processes it ends with ``SIGTERM``."""
 _RECOVERY_S = 20.0
 """Seconds for reading recorded ends of attempts on the login node after the end of their allocation."""
 _GUESSED = (
@@ -481,7 +483,8 @@ class AllocatedBackend:
             self._allocation_ended(held, state)
 
     def _granted(self, held: _Held, state: Granted, queried_at: float) -> None:
-        self._report_failures(held, until=queried_at)  # the allocation still existed, so these tasks failed by themselves
+        # The allocation still existed, so these tasks failed by themselves, or it was ending.
+        self._report_failures(held, until=queried_at, terminated_until=queried_at - _ENDING_S)
         if held.request is None or held.is_leasing:
             return
         if not held.connects_until:
@@ -590,10 +593,13 @@ class AllocatedBackend:
         for held in self._held.values():
             self._report_failures(held, until=time.monotonic() - _DOUBT_S)
 
-    def _report_failures(self, held: _Held, *, until: float) -> None:
-        """Report the failures in ``doubtful`` that were observed until the time ``until``."""
+    def _report_failures(self, held: _Held, *, until: float, terminated_until: float = math.inf) -> None:
+        """Report the failures in ``doubtful`` that were observed until the time ``until``.
+
+        Those of tasks that ``SIGTERM`` ended are reported only if they were observed until ``terminated_until``, too.
+        """
         for key, (at, seen) in list(held.doubtful.items()):
-            if at <= until:
+            if at <= (min(until, terminated_until) if _was_terminated(seen.end) else until):
                 del held.doubtful[key]
                 held.attempts[key] = True
                 self._sink(seen)
@@ -705,6 +711,12 @@ def _may_be_by_engine(end: Mapping[str, Any]) -> bool:
     """
     reason = EndReason.of(end.get("reason", EndReason.EXITED))
     return reason in _GUESSED or (reason is EndReason.EXITED and end.get("exit_code") != 0)
+
+
+def _was_terminated(end: Mapping[str, Any]) -> bool:
+    """Return whether ``SIGTERM`` ended a task: its processes or its keeper, which then stops it."""
+    is_stopped = EndReason.of(end.get("reason", EndReason.EXITED)) is EndReason.STOPPED
+    return is_stopped or code_of(end.get("exit_code"), end.get("signal")) == 128 + signal.SIGTERM
 
 
 def _was_killed(over: Over | None, end: Mapping[str, Any]) -> bool:
