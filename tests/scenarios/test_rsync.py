@@ -128,7 +128,7 @@ def test_failed_copies_are_reported(place: Cli) -> None:
         assert "`file` is not of the form LOCAL:REMOTE" in refused("upload", workflow, "file")
         assert "`:x` is not of the form REMOTE:LOCAL" in refused("download", workflow, ":x")
         assert "did you mean `helper`?" in refused("upload", workflow, "helpre", "file:x")
-        assert "only one pair of paths can be given" in refused("upload", workflow, "main", "file:x", "file:y")
+        assert "only a task and one pair of paths are possible" in refused("upload", workflow, "main", "file:x", "file:y")
         assert "file is not a directory" in refused("download", workflow, "made.txt:file")
         said = refused("download", workflow, "no-such-file:.", code=3)
         assert "no-such-file" in said

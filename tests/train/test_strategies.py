@@ -257,7 +257,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
         ("unknown plan", "the plan names 'thrid'"),
         ("fused by name", "c_attn seems to hold several matrices at once"),
         ("fused by shape", "mixed seems to hold several matrices at once"),
-        ("heads", "block0.attention.q_proj: num_heads is 1, which 2 ranks cannot share equally"),
+        ("heads", "block0.attention.q_proj: num_heads is 1, not a multiple of the 2 ranks"),
         ("sequence", "Block needs its own norm layers, and a plan for all of its linear layers"),
         ("layers", "name their class in transformer_layer_cls"),
         ("class", "the model has no layer of class Blok; it has Attention, Block"),

@@ -195,5 +195,6 @@ def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> li
     except FileExistsError as error:
         raise InputError(f"{error.filename} is not a directory", hint="choose another path") from None
     except OSError as error:
-        raise InputError(f"{error.filename or file} cannot be written: {error.strerror}") from error
+        hint = "free some space, or choose another path"
+        raise InputError(f"{source} cannot be copied to {path}: {error.strerror}", hint=hint) from error
     return [file, *large]

@@ -138,7 +138,7 @@ def _container_noun(scheme: str) -> str:
 
 def _file(path: str, text: str) -> StorageUrl:
     if not path.startswith("/"):
-        raise InputError(f"`{_without_secrets(text)}` is not an absolute path", hint="write file:///directory/name")
+        raise InputError(f"`{_without_secrets(text)}` is not an absolute path", hint="write file:///name, without a host")
     _check_parts(path, text)
     return StorageUrl(scheme="file", container="", key=path.strip("/"), is_folder=path.endswith("/") and path != "/")
 

@@ -99,7 +99,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
         if key in given:
             add(f"`{key}` is given twice in this line", "keep one of them")
         elif not (value.isascii() and value.isdigit()) or len(value) > 18 or int(value) > _MOST_SLOTS:
-            add(f"`{written}`: slots must be a whole number from 0 to {_MOST_SLOTS}", "write the number of GPUs: `slots=8`")
+            add(f"`{written}`: `{key}` must be a whole number from 0 to {_MOST_SLOTS}", f"write the number of GPUs: `{key}=8`")
         else:
             given[key] = int(value)
 

@@ -213,7 +213,7 @@ class PrintedException(Struct, frozen=True, kw_only=True):
     traceback: str
     """The traceback, together with the exceptions that led to it."""
     text: str
-    """All lines of the message."""
+    """All lines of the message. For a group, the first line of a member's message: one that reports its own failure, if any."""
     rank: int | None = None
     """The rank that printed it, if each rank has its own output or torch labeled the lines; otherwise ``None``."""
     is_labeled: bool = False
@@ -299,8 +299,11 @@ def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool
 def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[PrintedException]:
     local_rank = key[1] if key is not None and key[0] != "rank" else None
     begin, end = 0, 0
-    blocks: list[tuple[int, int, int, str]] = []
-    """For each traceback: its first line, its exception's line, the line after its end, and the exception's text."""
+    blocks: list[tuple[int, int, int, list[str]]] = []
+    """For each traceback: its first line, its exception's line, the line after its end, and the exception's first line.
+
+    The exceptions of a group follow the first line of the group.
+    """
     position = 0
     while position < len(stream.lines):
         head = _TRACEBACK.fullmatch(stream.lines[position][1])
@@ -311,16 +314,16 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
         begin = position - 1
         if begin and stream.lines[begin - 1][1].startswith(_HARMLESS):
             continue
-        shown = ""
+        shown: list[str] = []
         while position < len(stream.lines) and stream.lines[position][1][:1] in (" ", "\t"):
             in_group = _IN_GROUP.fullmatch(stream.lines[position][1]) if head and "Group" in head["lead"] else None
-            shown = shown or (in_group["text"] if in_group else "")
+            shown += [in_group["text"]] if in_group else []
             position += 1
         if not shown:
             exception = _COMPILER_ERROR if is_uncompiled else _EXCEPTION
             if position == len(stream.lines) or not exception.fullmatch(stream.lines[position][1]):
                 continue
-            shown = stream.lines[position][1].strip()
+            shown = [stream.lines[position][1].strip()]
             position += 1
         at, end = position - 1, position
         while end < len(stream.lines) and end < position + _MORE and stream.lines[end][2]:
@@ -330,11 +333,12 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
         if blocks and _is_linked(stream, blocks[-1][2], begin):
             begin = blocks.pop()[0]
         blocks.append((begin, at, end, shown))
-    for first, at, after, message in blocks:
+    for first, at, after, (message, *members) in blocks:
+        member = next((one for one in members if not is_symptom(one)), members[0] if members else None)
         texts = [text.rstrip() for _, text, _ in stream.lines[first:after]]
         yield PrintedException(
             message=message[:_WIDEST], traceback="\n".join(_shortened(texts)).rstrip(),
-            text="\n".join(text for _, text, _ in stream.lines[at:after]), rank=stream.rank, local_rank=local_rank,
+            text=member or "\n".join(text for _, text, _ in stream.lines[at:after]), rank=stream.rank, local_rank=local_rank,
             is_labeled=stream.lines[at][2], last_line=stream.lines[after - 1][0],
         )  # fmt: skip
 

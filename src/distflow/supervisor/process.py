@@ -235,9 +235,11 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
         if answer == b"other":
             wake(directory)
         return
+    problem = "ended while it was starting" if readable else f"is not ready after {_READY_TIMEOUT_S:.0f} s"
+    log = directory.supervisor_log
     raise SupervisorError(
-        "the supervisor did not start; new workflows and requests are stored, and take effect as soon as a supervisor starts",
-        hint=f"its log: {directory.supervisor_log}\n" + _last_line(directory.supervisor_log),
+        f"the supervisor {problem}; new workflows and requests are stored, and take effect as soon as a supervisor is ready",
+        hint=f"`distflow workflow list` starts it again if it has ended; its log: {log}\n{_last_line(log)}",
     )
 
 

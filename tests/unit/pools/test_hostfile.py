@@ -112,7 +112,7 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "gpu13 python=\ngpu14 python=-c\ngpu15 python=/a python=/b\n"
     )
     for expected in (
-        "hosts:1: error: `slots=x`: slots must be a whole number",
+        "hosts:1: error: `slots=x`: `slots` must be a whole number",
         "hosts:2: error: unknown word `slts=8`\n    did you mean `slots`?",
         "hosts:3: error: `fd00::1` is not a host\n    write an IPv6 address in brackets",
         "hosts:4: error: `gpu[1-4]` is not a host\n    write each host on a separate line",
@@ -124,7 +124,7 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
         "hosts:10: error: max_slots=2 is less than slots=8",
         "hosts:11: error: unknown word `gpu9`\n    write one host on each line",
         "hosts:12: error: `@gpu1` is not a host",
-        "hosts:13: error: `gpu10:`: slots must be a whole number",
+        "hosts:13: error: `gpu10:`: `slots` must be a whole number",
         "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
         "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
@@ -237,7 +237,7 @@ def test_findings_of_a_pools_hostfile_are_reported_with_others(tmp_path: Path) -
     said = str(caught.value)
     for expected in (
         f"{file}:3: error: the pool has both `nodes` and `hostfile`",
-        f"{tmp_path}/hosts:1: error: `slots=x`: slots must be a whole number",
+        f"{tmp_path}/hosts:1: error: `slots=x`: `slots` must be a whole number",
         f"{file}:4: error: `hostfile` needs `backend: ssh`",
         f"{tmp_path}/none: error: the file does not exist",
         f"{file}:6: error: a pool with `backend: ssh` needs `nodes` or a `hostfile`",

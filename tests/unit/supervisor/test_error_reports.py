@@ -274,6 +274,9 @@ def test_original_exception_of_child_processes_and_workers_is_reported() -> None
         "  +-+---------------- 1 ----------------", "    | ValueError: bad label", "    +------------------------------------",
     ]  # fmt: skip
     assert failure_report(FAILED, group).detail == "ExceptionGroup: two of them (2 sub-exceptions)"
+    lost = [line.replace("ValueError: bad label", "RuntimeError: Connection closed by peer") for line in group]
+    assert failure_report(FAILED, lost).is_symptom
+    assert not failure_report(FAILED, [*lost[:-1], *group[-2:]]).is_symptom
 
 
 def test_a_long_traceback_is_shortened_in_its_middle() -> None:

@@ -68,7 +68,8 @@ def make_token() -> str:
     if given is None:
         return secrets.token_urlsafe(32)
     if not re.fullmatch(r"[\w-]{32,}", given, re.ASCII):
-        raise InputError("DISTFLOW_UI_TOKEN needs at least 32 letters, digits, `-` or `_`", hint="use: openssl rand -hex 32")
+        message = "DISTFLOW_UI_TOKEN must have at least 32 characters, only letters, digits, `-` and `_`"
+        raise InputError(message, hint="use: openssl rand -hex 32")
     return given
 
 

@@ -251,7 +251,8 @@ def _print_started(client: Client, sync: Sync) -> None:
 
 def _parse(words: Sequence[str]) -> tuple[str | None, str]:
     if len(words) > 2:
-        raise InputError(f"only one pair of paths can be given, not {len(words) - 1}", hint="copy a directory instead")
+        hint = "write [TASK] and one pair; copy a directory instead of several files"
+        raise InputError(f"{len(words)} arguments are given, but only a task and one pair of paths are possible", hint=hint)
     return (words[0] if len(words) == 2 else None), words[-1]
 
 

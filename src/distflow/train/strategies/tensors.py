@@ -194,12 +194,12 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
         )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % ranks:
-        raise ValueError(f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally")
+        raise ValueError(f"tensor parallelism: {name} has {features} {what}, not a multiple of the {ranks} ranks")
     parent = modules[name.rpartition(".")[0]]
     for attribute in _HEADS:
         heads = getattr(parent, attribute, None)
         if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"tensor parallelism: {name}: {attribute} is {heads}, which {ranks} ranks cannot share equally")
+            raise ValueError(f"tensor parallelism: {name}: {attribute} is {heads}, not a multiple of the {ranks} ranks")
     size = getattr(parent, "head_dim", None)
     if isinstance(size, int) and features // ranks % size:
         raise ValueError(f"tensor parallelism: {name} has {features // size} heads of {size}, which {ranks} ranks cannot share")
