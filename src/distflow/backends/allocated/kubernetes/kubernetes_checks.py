@@ -200,15 +200,22 @@ class _Check:
         try:
             owner = self._api.create("configmaps", manifest)
             pod = self._api.create("pods", pod_manifest(self._pool, wanted, 0, owner, [*python_argv(python), "-c", _PROBE]))
-            yield self._outcome(python, str(pod["metadata"]["name"]))
+            finding = self._outcome(python, str(pod["metadata"]["name"]))
         except ApiError as refused:
-            yield error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
+            finding = error("pod", self._at, f"Kubernetes refuses a pod: {refused.message}", "change `kubernetes` of the pool")
         finally:
-            try:
-                self._api.delete("configmaps", name)
-            except ApiError as refused:
-                hint = f"delete it: kubectl --namespace {self._api.namespace} delete configmap {name}"
-                yield warning("pod", self._at, f"the ConfigMap `{name}` of this check may remain: {refused.message}", hint)
+            remaining = self._delete(name)
+        yield finding
+        yield from remaining
+
+    def _delete(self, name: str) -> list[Finding]:
+        """Delete a ConfigMap, and with it the pods that it owns. Returns a warning if it may remain."""
+        try:
+            self._api.delete("configmaps", name)
+        except ApiError as refused:
+            hint = f"delete it: kubectl --namespace {self._api.namespace} delete configmap {name}"
+            return [warning("pod", self._at, f"the ConfigMap `{name}` of this check may remain: {refused.message}", hint)]
+        return []
 
     def _outcome(self, python: str, name: str) -> Finding:
         deadline, pause, last = Deadline(_POD_S), threading.Event(), "it did not start"
