@@ -22,6 +22,8 @@ _NO_KEYS = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError",
     "DefaultCredentialsError", "RefreshError",
 }  # fmt: skip
+_AZURE_WITHOUT_KEYS = "Must provide either a connection_string or account_name"
+"""Azure's driver raises a ``ValueError`` with this text if it has no credentials."""
 _REFUSED = {"PermissionError", "ClientAuthenticationError", "AuthenticationRequiredError"}
 _MISSING = {"FileNotFoundError", "ResourceNotFoundError", "NoSuchBucket", "NoSuchKey"}
 _INVALID = {"ParamValidationError", "InvalidRegionError", "ValueError", "InvalidEndpointDiscoveryConfigurationError"}
@@ -116,7 +118,7 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
     scheme = where.partition(":")[0]
     text = masked(_text_of(error))
     code = getattr(error, "code", None) or getattr(error, "status_code", None)
-    if names & _NO_KEYS:
+    if names & _NO_KEYS or _AZURE_WITHOUT_KEYS in text:
         return no_credentials(where, text)
     if names & _REFUSED or code in (401, 403):
         hint = f"check the credentials and their permissions; {_KEYS_HINTS[scheme]}" if scheme in _KEYS_HINTS else ""

@@ -245,11 +245,9 @@ class FolderStore:
     def check_writable(self, key: str) -> None:
         """Create a file in the nearest existing directory, and remove it."""
         path = Path(_path(key))
-        while not path.is_dir() and path != path.parent:
-            if path.exists():
-                raise StorageError(f"{path} is not a directory", hint="choose another URL, or remove that file")
-            path = path.parent
         with local_errors(path):
+            while not _is_directory(path):
+                path = path.parent
             probe = path / part_name(secrets.token_hex(8))
             probe.touch(exist_ok=False)
             probe.unlink()
@@ -260,6 +258,17 @@ class FolderStore:
 
 def _path(key: str) -> str:
     return f"/{key}"
+
+
+def _is_directory(path: Path) -> bool:
+    """Return whether a directory exists. Raises ``StorageError`` for another kind of file, and ``OSError``."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if not stat.S_ISDIR(mode):
+        raise StorageError(f"{path} is not a directory", hint="choose another URL, or remove that file")
+    return True
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

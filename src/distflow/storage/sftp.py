@@ -24,6 +24,7 @@ from distflow.errors import (
     HostKeyUnknown,
     InputError,
     NodeError,
+    NodeUnreachable,
     StorageError,
     StorageMissing,
     StorageRefused,
@@ -233,7 +234,9 @@ class SftpStore:
         except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused) as error:
             raise StorageRefused(f"{where}: {error.detail}", hint=error.hint) from None
         except NodeError as error:
-            raise StorageUnreachable(f"{where}: {error.detail}", hint=error.hint) from None
+            # Other errors than `NodeUnreachable` are mistakes in the SSH configuration: a retry does not help.
+            kind = StorageUnreachable if isinstance(error, NodeUnreachable) else StorageError
+            raise kind(f"{where}: {error.detail}", hint=error.hint) from None
         except _CallbackError as error:
             raise error.error from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,9 @@ from distflow.shell import Secret
 from distflow.storage.base import Entry, check_names, select
 from distflow.storage.credentials import Credentials, ambient_credentials, driver_of, package_of
 from distflow.storage.failures import TransferCanceled, driver_errors, local_errors
-from distflow.storage.files import is_part, part_name
+from distflow.storage.files import FolderStore, is_part, part_name
+from distflow.storage.sftp import SftpStore
+from distflow.storage.stores import open_store
 
 
 def entries(*keys: str) -> list[Entry]:
@@ -172,3 +176,23 @@ def test_errors_that_are_not_the_drivers_pass_unchanged() -> None:
 def test_a_full_disk_says_what_to_do() -> None:
     with pytest.raises(StorageError, match=r"(?s)/x/y: No space left.*free space there"), local_errors("/x/y"):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_azure_without_credentials_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(StorageRefused, match="no usable credentials") as caught:
+        open_store(parse_url("az://c/x"))
+    assert "AZURE_STORAGE_CONNECTION_STRING" in caught.value.hint
+
+
+def test_a_folder_that_cannot_be_inspected_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="File name too long"):
+        FolderStore().check_writable(f"{tmp_path}/{'x' * 300}".lstrip("/"))
+    FolderStore().check_writable(f"{tmp_path}/new/deep".lstrip("/"))
+
+
+def test_a_wrong_ssh_configuration_is_not_retried() -> None:
+    with pytest.raises(StorageError, match="the SSH configuration is wrong") as caught:
+        SftpStore(parse_url("sftp://a;b@host/x")).find("x")
+    assert type(caught.value) is StorageError

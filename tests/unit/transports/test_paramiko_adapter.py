@@ -113,7 +113,8 @@ def test_errors_of_distflow_and_bugs_pass_through() -> None:
 
 def test_messages() -> None:
     assert "nothing listens there" in str(explain("n", "p", ConnectionRefusedError(111, "")))
-    assert "this name has no address" in str(explain("n", "p", socket.gaierror(-2, "")))
+    assert "this name has no address" in str(explain("n", "p", socket.gaierror(socket.EAI_NONAME, "")))
+    assert "cannot be looked up (try later)" in str(explain("n", "p", socket.gaierror(socket.EAI_AGAIN, "try later")))
     assert "it does not answer" in str(explain("n", "p", TimeoutError()))
     assert "it closed the connection" in str(explain("n", "p", None))
 

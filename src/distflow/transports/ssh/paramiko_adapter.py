@@ -171,6 +171,7 @@ FOREIGN: tuple[type[Exception], ...] = (
     InvalidSignature, InvalidTag, UnsupportedAlgorithm, struct.error, ValueError, LookupError,
 )  # fmt: skip
 
+_NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _CODES: dict[int | None, tuple[str, str]] = {
     errno.ECONNREFUSED: ("nothing listens there (connection refused)", "check that sshd is running there, and on this port"),
     errno.EHOSTUNREACH: ("no route to host", "check that it is powered on, and in a network that this machine can reach"),
@@ -200,7 +201,10 @@ def explain(node: str, endpoint: str, error: BaseException | None, doing: str = 
 
 def _describe(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
-        return "this name has no address", "check the spelling; a `Host` in ~/.ssh/config may lack its `HostName`"
+        if error.errno in _NO_ADDRESS:
+            return "this name has no address", "check the spelling; a `Host` in ~/.ssh/config may lack its `HostName`"
+        hint = "check the network and the name servers of this machine, and the spelling of the name"
+        return f"this name cannot be looked up ({error.strerror or error})", hint
     if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
         return _describe(next(iter(error.errors.values()), None))
     if isinstance(error, TimeoutError) and error.errno is None:
