@@ -19,7 +19,7 @@
     │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
     │   └── StorageMissing              3    there is no such bucket, object or file
     ├── NotifyError                     3    a notification was not delivered
-    ├── SupervisorError                 3    a background process did not start
+    ├── SupervisorError                 3    a background process did not start, or an older one did not end
     ├── StateError                      5    the state directory, or data stored in it, cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
     │   ├── RecordUnreadable            5    this version of distflow cannot read a workflow's record
@@ -182,7 +182,7 @@ class NotifyError(DistflowError):
 
 
 class SupervisorError(DistflowError):
-    """A background process, which supervises workflows or copies files, did not start."""
+    """A background process, which supervises workflows or copies files, did not start, or an older one did not end."""
 
     exit_code = 3
 

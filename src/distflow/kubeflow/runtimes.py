@@ -71,7 +71,10 @@ def runtime_name(runtime: object) -> str:
 
 
 def runtime_in(pool: Pool, name: str) -> Runtime:
-    """Return a runtime. It has the smallest number of GPUs configured for a node of the pool, or one CPU if that is 0."""
+    """Return a runtime. It has the smallest number of GPUs configured for a node of the pool, or one CPU if that is 0.
+
+    Its devices are ``Unknown`` if the pool configures no number of GPUs.
+    """
     framework = RUNTIMES[name]
     trainer = RuntimeTrainer(trainer_type=TrainerType.CUSTOM_TRAINER, framework=framework.name, image="")
     gpus = [node.gpus for node in pool.nodes if node.gpus is not None]

@@ -66,7 +66,7 @@ class TrainerClient:
         backend_config: The pool, such as ``SSHBackendConfig`` or ``LocalProcessBackendConfig``. Default: the default pool.
 
     Raises:
-        ValueError: if the configuration does not select a pool.
+        ValueError: if ``backend_config`` is not valid, or selects a pool that does not exist.
 
     """
 
@@ -91,7 +91,7 @@ class TrainerClient:
         """Run a short job, and print the Python version, the Python packages and the NVIDIA GPUs of a node of the pool.
 
         Raises:
-            ValueError: if the runtime does not exist.
+            ValueError: if the runtime does not exist, or if the pool cannot hold the job.
             RuntimeError: if the job cannot be started, or fails.
             TimeoutError: if the job does not end within 10 minutes.
 

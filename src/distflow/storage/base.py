@@ -65,8 +65,8 @@ class Store(Protocol):
     4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes a
        link at the key itself, and refuses a key whose directory is a link.
     5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
-       help. Methods that write to or delete from a read-only store raise ``InputError`` instead. Exceptions from ``sink`` pass
-       through unchanged, and so do ``TransferCanceled`` and errors of distflow from ``on_bytes``.
+       help. A read-only store raises ``InputError`` instead in ``find_removable`` and in methods that write or delete.
+       Exceptions from ``sink`` pass through unchanged, and so do ``TransferCanceled`` and errors of distflow from ``on_bytes``.
     6. All methods but ``close`` may be called from several threads at once.
     """
 

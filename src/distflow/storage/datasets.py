@@ -118,7 +118,7 @@ class Datasets:
             number = existing[-1]
         if number not in existing:
             known = ", ".join(str(one) for one in existing[-10:])
-            raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"existing versions: {known}")
+            raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"its latest versions: {known}")
         return self._load(name, number)
 
     def add(
@@ -239,7 +239,9 @@ class Datasets:
         try:
             return _manifest_of(decode_object(self._read(url), max_bytes=_MANIFEST_BYTES), name, number)
         except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{url} is not a manifest of a dataset: {error}", hint="upload the version again") from error
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            message = f"{url} is not a manifest of a dataset: {why}"
+            raise StorageError(message, hint="upload its files as a new version") from error
 
     def _put(self, manifest: Manifest) -> None:
         self._write(self._manifest(manifest.name, manifest.number), _text(manifest))
@@ -282,7 +284,8 @@ class Datasets:
                 continue
             existing = [one.number for one in self.versions(name)]
             self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *existing, *taken]) + 1}.{upload_id}"), "")
-        raise StorageUnreachable(f"{self._base}: could not reserve a version number of `{name}`: too many concurrent uploads")
+        message = f"{self._base}: could not reserve a version number of `{name}`: too many concurrent uploads"
+        raise StorageUnreachable(message, hint="try again when other uploads to this dataset have ended")
 
     def _names(self, below: str) -> list[tuple[str, float | None]]:
         url = self._base.below(below)

@@ -44,8 +44,8 @@ def find_sources(
     """Return the files at and below some paths, if ``regex`` matches their names from the start.
 
     Names of files in a directory begin with the name of the directory, unless ``contents`` is set. Links are followed. Raises
-    ``StorageError`` for two files with the same name, unreadable files, links that form a loop, and paths that are neither
-    files nor directories (``only_files`` skips these).
+    ``StorageError`` for two files with the same name, missing or unreadable files, links that form a loop, and paths that are
+    neither files nor directories (``only_files`` skips these).
     """
     pattern = compile_regex(regex)
     found: dict[str, Source] = {}
@@ -156,7 +156,7 @@ class FolderStore:
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, or all files below the directory, without the incomplete files of transfers.
 
-        Links are followed, except to a directory between the key and the link.
+        Links are followed, except a link to the directory at the key, or to one between the key and the link.
         """
         path = _path(key)
         with local_errors(path):

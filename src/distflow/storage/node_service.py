@@ -2,7 +2,7 @@
 
 Like the services of ``runtime``, it runs with the node's Python, but from a separate archive
 (``backends.machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports this, and the
-supervisor relays the data. Only the imports at the top of this module must work with an old Python.
+supervisor relays the data. Of this module, only the imports at the top must work with an old Python.
 
 Standard input: one line with the request, whose credentials stay in memory. Standard output: a line ``{"done": n, "total": m}``
 every second, and finally ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.

@@ -1,7 +1,7 @@
 """Files of SSH servers as a store, for ``sftp://``.
 
-Connections use the OpenSSH configuration, keys and known hosts, like connections to nodes. An unknown host key is refused, and
-known_hosts is never changed.
+Connections use the OpenSSH configuration, keys and known hosts, like connections to nodes. An unknown host key is refused. If
+``StrictHostKeyChecking`` is ``accept-new`` or ``no``, it is added to known_hosts instead.
 """
 
 from __future__ import annotations

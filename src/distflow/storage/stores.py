@@ -28,7 +28,8 @@ class Access(str, Enum):
 def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient_credentials) -> Store:
     """Return the store of a URL, without sending it any request.
 
-    Raises ``InputError`` when the driver of the store is not installed, or when a web or SFTP URL is not valid.
+    Raises ``InputError`` when the driver of the store is not installed, or when a web or SFTP URL is not valid, and
+    ``StorageError`` when the driver fails, such as for lack of credentials.
     """
     if url.scheme == "file":
         return FolderStore()
@@ -56,7 +57,7 @@ def check_credentials(url: StorageUrl, credentials_for: CredentialsFor = ambient
 
 
 def check_access(store: Store, url: StorageUrl, access: Access, *, retries: Retries | None = None) -> None:
-    """Try the access, and raise ``StorageError`` if the store does not allow it.
+    """Try the access, and raise ``StorageError`` if the store does not allow it (``InputError`` if the store is read-only).
 
     For WRITE and DELETE, an empty object is written below the URL and removed. Stores of files use the nearest existing
     directory.

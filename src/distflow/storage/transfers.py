@@ -119,7 +119,7 @@ def download(
     missing = sorted(set(checksums or ()) - {one.name for one in objects})
     if missing:
         message = f"{url.below(missing[0])} is missing from the store: a part of this version was removed"
-        raise StorageError(message, hint="upload the version again")
+        raise StorageError(message, hint="upload its files as a new version")
     check_names(url, objects)
     counter = _ByteCounter(sum(one.entry.size for one in objects), on_progress)
     with local_errors(target):
@@ -245,7 +245,8 @@ class _Download:
         if self._sha256 and sha256(self._part) != self._sha256:
             self.discard()
             raise StorageError(
-                f"{self._shown} was changed since it was uploaded: its SHA-256 differs", hint="upload the version again"
+                f"{self._shown} was changed since it was uploaded: its SHA-256 differs",
+                hint="upload the files as a new version",
             )
 
     def _retry(self, why: str, *, keep: bool) -> None:

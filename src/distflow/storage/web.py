@@ -114,14 +114,15 @@ class WebStore:
             text = f"{self._url}: the server answered {error.code} {error.reason}"
             error.close()
             if error.code in (401, 403):
-                raise StorageRefused(text, hint="use a file that needs no login, or a signed URL") from None
+                raise StorageRefused(text, hint="use a file that needs no login, or a URL with a valid signature") from None
             if error.code in (404, 410):
                 raise StorageMissing(text) from None
             kind = StorageUnreachable if error.code in _TRANSIENT or error.code >= 500 else StorageError
             raise kind(text) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise StorageUnreachable(f"{self._url}: {str(reason) or type(error).__name__}", hint="check the network") from None
+            message = f"{self._url}: {str(reason) or type(error).__name__}"
+            raise StorageUnreachable(message, hint="check the URL and the network") from None
 
 
 def _seconds(text: str | None) -> float | None:

@@ -163,7 +163,7 @@ class Transport(Protocol):
 
 
 def tail_with_reason(tail: str, why: str) -> str:
-    """Return the result of ``Channel.stderr_tail``. ``why``: why the connection broke; empty if it did not."""
+    """Return ``tail``, and below it ``why`` the connection broke. An empty ``why`` adds nothing."""
     newline = "\n" if tail and not tail.endswith("\n") else ""
     return f"{tail}{newline}{REASON_MARK}{why}\n" if why else tail
 

@@ -153,7 +153,8 @@ class LocalChannel:
                 except BlockingIOError:
                     continue
                 except OSError as error:
-                    raise NodeUnreachable(self._node, f"the command has ended ({error.strerror})") from error
+                    what = f"the command has ended or closed its input ({error.strerror})"
+                    raise NodeUnreachable(self._node, what) from error
 
     def read(self) -> bytes:
         """Wait for output and return up to 64 KiB of it."""

@@ -279,7 +279,8 @@ class MultiplexedChannel:
             if self._is_closed or self._input_ended:
                 raise NodeUnreachable(self._connection.node, "the channel is closed")
             if self._input_closed or self._is_over:
-                what = "the command has ended" if self._is_command else "the other side closed the connection"
+                closed = "the command has ended or closed its input"
+                what = closed if self._is_command else "the other side closed the connection"
                 raise NodeUnreachable(self._connection.node, what)
             if self._credit and self._connection.has_room(self):
                 return self._credit

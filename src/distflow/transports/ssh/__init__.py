@@ -1,6 +1,6 @@
-"""Nodes that are reached over SSH. paramiko is the client, and OpenSSH reads the configuration.
+"""Nodes that are reached over SSH. paramiko is the client, and OpenSSH reads the configuration if it is installed.
 
-paramiko is imported only when it is needed, and without its optional dependency.
+paramiko is imported only when it is needed, and without its optional dependency ``invoke``.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _refusal(
         message = f"there is no usable key for {endpoint}" + ("" if was_found else ": no key was found")
     if keyring.locked and takes_keys:
         commands = " or ".join(f"`ssh-add {quote([file])}`" for file in keyring.locked)
-        lack = "" if keyring.agent is not None else ' (no agent was found: first run `eval "$(ssh-agent)"`)'
+        lack = "" if keyring.agent is not None else ' (no agent responds: first run `eval "$(ssh-agent)"`)'
         hints.append(f"keys with a passphrase work through the agent: run {commands}{lack}")
     if not takes_keys:
         start = "after that, the host" if was_accepted else "the host"
@@ -235,7 +235,7 @@ def _load(file: str, keyring: _Keyring, *, is_named: bool) -> paramiko.PKey | No
 
 
 def _public_blob(file: str) -> bytes | None:
-    """Return the public key of a key file. No passphrase is needed, and the ``.pub`` file alone is enough."""
+    """Return the public key of a key file, or ``None``. No passphrase is needed, and the ``.pub`` file alone is enough."""
     for path in (f"{file}.pub", file):
         try:
             data = Path(path).read_bytes()
@@ -274,7 +274,7 @@ def _certified(key: paramiko.PKey, certificate: PublicBlob) -> paramiko.PKey:
 
 
 def _key_in(certificate: PublicBlob) -> bytes:
-    """Return the public key that the certificate certifies."""
+    """Return the public key that the certificate certifies; empty if it cannot be read."""
     try:
         text = f"{certificate.key_type} {base64.b64encode(certificate.key_blob).decode()}"
         found = load_ssh_public_identity(text.encode())

@@ -280,7 +280,10 @@ def _run_ssh(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_with_paramiko(hop: Hop, config_file: str | None) -> Values:
-    """Read one file without OpenSSH. Raises ``SshConfigError`` for lines that paramiko would skip or misread."""
+    """Read one file without OpenSSH.
+
+    Raises ``SshConfigError`` for a file that is invalid or cannot be read, and for lines that paramiko would skip or misread.
+    """
     from paramiko.config import SSHConfig  # noqa: PLC0415  slow to import
     from paramiko.ssh_exception import ConfigParseError  # noqa: PLC0415
 
@@ -404,7 +407,7 @@ class _Settings:
             if name == "%":
                 return "%"
             if name not in self._tokens:
-                raise SshConfigError(f"`{keyword} {text}`: `%{name}` is not a token of this keyword")
+                raise SshConfigError(f"`{keyword} {text}`: distflow does not support the token `%{name}`")
             return self._tokens[name]
 
         def variable(found: re.Match[str]) -> str:

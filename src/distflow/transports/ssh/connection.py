@@ -47,6 +47,9 @@ __all__ = ["SshConnection"]
 
 _PROHIBITED = 1
 """The reason code for a refused channel that means "not allowed" (RFC 4254, 5.1)."""
+_FORWARDING_HINT = (
+    "allow it there: AllowTcpForwarding and PermitOpen in sshd_config, and the options of your key in ~/.ssh/authorized_keys"
+)
 _MOST_HOPS = 16
 _STUCK_S = 3.0
 _LATER_S = 5.0
@@ -106,19 +109,22 @@ class SshConnection:
 
     def execute(self, command: str, deadline: Deadline, *, grace_s: float = 0.0) -> paramiko.Channel:
         """Start a command in a new channel. Give up ``grace_s`` after ``deadline``."""
-        return self._begin(lambda channel: channel.exec_command(command), deadline, grace_s)
+        return self._begin("a command", lambda channel: channel.exec_command(command), deadline, grace_s)
 
     def subsystem(self, name: str, timeout_s: float) -> paramiko.Channel:
         """Start a subsystem of sshd, such as ``sftp``, in a new channel."""
-        return self._begin(lambda channel: channel.invoke_subsystem(name), Deadline(timeout_s), 0.0)
+        what = f"its subsystem `{name}`"
+        return self._begin(what, lambda channel: channel.invoke_subsystem(name), Deadline(timeout_s), 0.0)
 
-    def _begin(self, begin: Callable[[paramiko.Channel], object], deadline: Deadline, grace_s: float) -> paramiko.Channel:
+    def _begin(
+        self, what: str, begin: Callable[[paramiko.Channel], object], deadline: Deadline, grace_s: float
+    ) -> paramiko.Channel:
         transport = self._transport
         if transport is None or self._is_closed:
             raise NodeUnreachable(self.node, f"{self.endpoint}: the connection is closed")
-        late = f"{self.endpoint} did not start a command within {deadline.seconds:g} s"
+        late = f"{self.endpoint} did not start {what} within {deadline.seconds:g} s"
         # Other threads may use the connection, so close it only if even the request cannot be sent.
-        with self._close_at(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.endpoint, "starting a command"):
+        with self._close_at(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.endpoint, f"starting {what}"):
             channel = transport.open_session(timeout=max(0.1, deadline.left() + grace_s))
             hang_up = threading.Timer(deadline.left() + grace_s, lambda: _quietly(channel.close))
             hang_up.daemon = True
@@ -146,8 +152,8 @@ class SshConnection:
                 )
             except paramiko.ChannelException as error:
                 if error.code == _PROHIBITED:
-                    hint = "allow it in its sshd_config: AllowTcpForwarding and PermitOpen"
-                    raise NodeUnreachable(self.node, f"{self.endpoint} does not allow port forwarding", hint=hint) from error
+                    what = f"{self.endpoint} does not allow port forwarding"
+                    raise NodeUnreachable(self.node, what, hint=_FORWARDING_HINT) from error
                 raise NodeUnreachable(self.node, f"nothing answers on its port {port} ({error.text})") from error
 
     @contextlib.contextmanager
@@ -241,8 +247,10 @@ class SshConnection:
             if deadline.has_passed:
                 raise NodeUnreachable(self.node, late) from error
             if isinstance(error, paramiko.ChannelException):
-                verb = "does not allow forwarding" if error.code == _PROHIBITED else "cannot connect"
-                raise NodeUnreachable(self.node, f"{via} {verb} to {endpoint} ({error.text})") from error
+                verb, hint = "cannot connect", ""
+                if error.code == _PROHIBITED:
+                    verb, hint = "does not allow forwarding", _FORWARDING_HINT
+                raise NodeUnreachable(self.node, f"{via} {verb} to {endpoint} ({error.text})", hint=hint) from error
             raise explain(self.node, via, error, f"connecting to {endpoint}") from error
         tunnel = ChannelSocket(transport, channel)
         return self._track(tunnel, tunnel.close)
@@ -357,7 +365,8 @@ class SshConnection:
             self.node,
             f"the host key of {endpoint} is not known: {shown}{note}",
             hint=f"compare it with the key on the machine itself (ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), "
-            f"then run:\n{once}\nor set `host_key_policy: accept-new` in a pool whose network you trust",
+            f"then run:\n{once}\nor, if you trust the network, set `host_key_policy: accept-new` in the pool, or "
+            "`StrictHostKeyChecking accept-new` in ~/.ssh/config",
         )
 
     def _ssh_command(self, host: SshHost) -> str:

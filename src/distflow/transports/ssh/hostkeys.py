@@ -273,7 +273,10 @@ def _is_hash_of(text: str, name: str) -> bool:
 
 
 def _check_certificate(blob: bytes, host: str, authorities: Sequence[KnownKey]) -> tuple[bytes, str]:
-    """Return the key that signed a host's certificate, and why the certificate is invalid (empty if it is valid)."""
+    """Return the key that signed a host's certificate, and why the certificate is invalid (empty if it is valid).
+
+    The key is empty if the certificate cannot be read or its signature is wrong.
+    """
     try:
         found = load_ssh_public_identity(f"{key_type_of(blob)} {base64.b64encode(blob).decode()}".encode())
         if not isinstance(found, SSHCertificate):
