@@ -275,8 +275,8 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     """Store the files of the spec, one blob for each digest. Return the bundles by ``FileSpec.bundle``, and problems.
 
     Inline ``contents`` are stored only if they are base64: the spec contains the others. The key of ``distflow.train`` is
-    ``LIBRARY``. A file that cannot be read, and a link that is absolute or leads out of the sent directory, are problems
-    at their line in the spec. Raises ``StateError`` if a blob cannot be written.
+    ``LIBRARY``. A file that cannot be read or becomes shorter meanwhile, and a link that is absolute or leads out of the sent
+    directory, are problems at their line in the spec. Raises ``StateError`` if a blob cannot be written.
     """
     packing = _Packing(on_pack)
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -299,6 +299,9 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
         except _LinkOutside as error:
             hint = "name it in `.gitignore` or in `exclude`, or replace the link with a copy of its target"
             problems.append(Problem(where=file.path.mark, message=str(error), hint=hint))
+        except _Shortened as error:
+            hint = "submit again when no program writes to the file, or name it in `.gitignore` or in `exclude`"
+            problems.append(Problem(where=file.path.mark, message=str(error), hint=hint))
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
                 raise StateError(
@@ -312,6 +315,10 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
 
 class _LinkOutside(Exception):
     """A directory contains an absolute link, or a link to a path outside of it. Nodes refuse archives with such links."""
+
+
+class _Shortened(Exception):
+    """A file in a directory became shorter while it was read."""
 
 
 def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
@@ -437,7 +444,12 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, packing: _Packing) -> 
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
         with path.open("rb") as source:
-            archive.addfile(info, packing.reader(source))
+            try:
+                archive.addfile(info, packing.reader(source))
+            except OSError as error:
+                if error.errno is None:  # tarfile has read fewer bytes than the size in the header
+                    raise _Shortened(f"`{path}` became shorter while it was read") from error
+                raise
     elif info.isdir() or info.issym():
         archive.addfile(info)
 

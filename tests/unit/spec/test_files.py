@@ -316,6 +316,18 @@ def test_a_file_that_is_too_large_is_an_error_and_leaves_no_part(folder: Path, i
     assert list((folder / "blobs").iterdir()) == []
 
 
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> None:
+    (folder / "what").mkdir()
+    large = folder / "what" / "log"
+    large.write_bytes(os.urandom(5_000_000))
+    spec, _ = load_spec(str(folder / "spec.yaml"))
+    bundles, (problem,) = bundle_files(spec, folder / "blobs", lambda *_: os.truncate(large, 0))
+    assert bundles == {}
+    assert f"`{large}` became shorter while it was read" in problem.message
+    assert problem.where.line == 7
+    assert list((folder / "blobs").iterdir()) == []
+
+
 def test_a_blob_that_is_removed_while_sizes_are_read_does_no_harm(folder: Path) -> None:
     (folder / "what").write_bytes(b"a" * 100)
     (folder / "blobs").mkdir()
