@@ -70,7 +70,7 @@ class CustomTrainer:
         resources_per_node: The resources to reserve on each node: ``{"gpu": 4, "cpu": 5, "memory": "10Gi"}``. Each node has
             one rank for each GPU, or one rank without GPUs. With the runtimes of jax, tensorflow, ray and custom, it has one
             rank.
-        env: Environment variables. ``PET_NPROC_PER_NODE`` sets the number of ranks on each node.
+        env: Environment variables. A whole number in ``PET_NPROC_PER_NODE`` is the number of ranks on each node.
 
     """
 
