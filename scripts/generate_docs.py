@@ -184,8 +184,8 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         0: "the command succeeded; with `--wait`, and for `query --exit-status`, the workflow completed",
         1: "the workflow ended and did not complete",
         2: "the spec, the configuration or the command line is wrong",
-        3: "a node or a data store could not be reached or refused the access; `pool check` found that a gang cannot run; the "
-        "supervisor did not start; or `cancel --wait` reached its time limit",
+        3: "a node, a data store or a target of notifications could not be reached or refused the request; `pool check` found "
+        "that a gang cannot run; the supervisor did not start; or `cancel --wait` reached its time limit",
         4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` after the reader of its output has gone",
         5: "this machine's state directory cannot be used, or a disk is full",
         70: "a bug in distflow; the message names the file that holds the traceback",
@@ -232,8 +232,9 @@ def error_tree() -> str:
 
 STATE_TEXT: Mapping[str, str] = MappingProxyType(
     {
-        "PENDING": "None of its tasks has started.",
-        "RUNNING": "The command of the task runs. Of a workflow, at least one group has started, and not all have ended.",
+        "PENDING": "None of its groups has started or ended.",
+        "RUNNING": "The command of the task runs; of a group, all tasks have started. Of a workflow, at least one group has "
+        "started or ended, and not all have ended.",
         "COMPLETED": "It succeeded: a task with exit code 0 or a code of `exitActions: {COMPLETE: …}`, a group with its lead "
         "or its world, a workflow with all groups.",
         "FAILED": "It did not succeed; its reason shows the cause.",

@@ -36,7 +36,7 @@ class State(str, Enum):
     WAITING = "WAITING"
     """Waits for the groups that it depends on, and for its inputs from URLs."""
     SCHEDULING = "SCHEDULING"
-    """Waits for nodes in the queue of its pool."""
+    """Waits for nodes in the queue of its pool, for the backoff of a retry, or for nodes to build its Python environment."""
     INITIALIZING = "INITIALIZING"
     """Has nodes. Files are copied there, and the start is prepared."""
     RUNNING = "RUNNING"
@@ -46,7 +46,7 @@ class State(str, Enum):
     FAILED = "FAILED"
     CANCELED = "CANCELED"
     RESCHEDULED = "RESCHEDULED"
-    """Only for tasks: this attempt ended, and a later one exists."""
+    """Only for tasks: this attempt ended, and a later one exists. It replaces the state in which the attempt ended."""
 
     @property
     def is_final(self) -> bool:
@@ -97,7 +97,7 @@ REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
         Reason.SIGNAL: "the command was ended by a signal",
         Reason.OOM_KILLED: "the kernel ended it because memory ran out",
         Reason.PEER_FAILED: "stopped because another task of its group failed first",
-        Reason.EXEC_TIMEOUT: "it ran longer than exec_timeout",
+        Reason.EXEC_TIMEOUT: "it ran longer than exec_timeout, or its job reached a time limit",
         Reason.QUEUE_TIMEOUT: "it waited for nodes longer than queue_timeout",
         Reason.START_ERROR: "it could not be started",
         Reason.START_TIMEOUT: "the gang was not ready in time",
@@ -148,7 +148,7 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
     {
         State.WAITING: (State.SCHEDULING, State.FAILED, State.CANCELED),
         State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
-        # Back to SCHEDULING: the lease was lost or refused before the start, or the group is retried.
+        # Back to SCHEDULING: the lease was lost before the start, or the group is retried.
         State.INITIALIZING: (State.SCHEDULING, State.RUNNING, State.STOPPING, State.FAILED, State.CANCELED),
         State.RUNNING: (
             State.SCHEDULING,

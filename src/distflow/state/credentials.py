@@ -116,7 +116,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
 
 def _check_entry(key: str, value: str) -> None:
     if not key or not value:
-        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint="write KEY=VALUE")
+        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint="give each key a value")
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(
@@ -132,14 +132,17 @@ def _check_entry(key: str, value: str) -> None:
 
 
 class Credentials:
-    """The credentials in one folder, which may not exist yet."""
+    """The credentials in one folder, which may not exist yet.
+
+    All methods raise ``StateError`` if the folder or a credential in it cannot be used.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Use ``folder``."""
         self._folder = folder
 
     def all(self) -> tuple[Credential, ...]:
-        """Return all credentials, ordered by name. Raises ``StateError`` if one cannot be read."""
+        """Return all credentials, ordered by name."""
         with _errors(self._folder):
             try:
                 paths = sorted(self._folder.glob("*.json"))
@@ -148,7 +151,7 @@ class Credentials:
             return tuple(one for one in map(_read, paths) if one is not None)
 
     def find(self, name: str) -> Credential | None:
-        """Return the credential with this name, or ``None``. Raises ``StateError`` if it cannot be read."""
+        """Return the credential with this name, or ``None``."""
         if not _NAME.fullmatch(name):
             return None
         with _errors(self._folder):
@@ -193,7 +196,7 @@ class Credentials:
         return made
 
     def delete(self, name: str) -> None:
-        """Remove a credential. Raises ``NotFound``, or ``StateError`` if it cannot be read or removed."""
+        """Remove a credential. Raises ``NotFound`` if there is none with this name."""
         if self.find(name) is None:
             known = ", ".join(one.name for one in self.all())
             raise NotFound(
@@ -244,7 +247,7 @@ def _errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "make it readable and writable for you, or point DISTFLOW_STATE at another directory"
+        hint = "free space there or make it readable and writable for you, or point DISTFLOW_STATE at another directory"
         raise StateError(f"cannot use the credentials: {error.filename or folder}: {error.strerror}", hint=hint) from error
 
 

@@ -61,7 +61,7 @@ class StateDirectory(Struct, frozen=True):
 
     @property
     def secrets(self) -> Path:
-        """Values of ``--set-env`` and of credentials, one file per workflow, and the key of tokens (``state.secrets``)."""
+        """One file per workflow with values of ``--set-env`` and credentials, and the key of tokens and signatures."""
         return self.path / "secrets"
 
     @property
@@ -122,7 +122,7 @@ class StateDirectory(Struct, frozen=True):
         return self
 
     def check_owner(self) -> None:
-        """Refuse another user's directory, but not root's: its owner could run commands as this user. Raises ``StateError``."""
+        """Raise ``StateError`` if another user except root owns the directory: the owner could run commands as this user."""
         with state_errors(self.path):
             stranger = owned_by_stranger(self.path, os.environ)
         if stranger is not None:

@@ -422,7 +422,7 @@ class CheckpointFailed(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFilesLeftOut(_State):
-    """A checkpoint lacks files that changed during the copy, or links that lead out of its directory."""
+    """A checkpoint lacks files: those that kept changing, links that lead out of its directory, sockets, pipes or devices."""
 
     code: ClassVar[str] = "checkpoint_files_left_out"
     files: tuple[str, ...]

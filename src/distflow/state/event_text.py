@@ -133,7 +133,7 @@ def _data_text(  # noqa: C901  one case for each kind of event
         case of.CheckpointFailed():
             return f"its checkpoint was not {'written' if details.is_taken else 'taken'}: {details.error}"
         case of.CheckpointFilesLeftOut():
-            what = "files that changed during the copy, or links that lead out of its directory"
+            what = "files that changed during the copy, links that lead out of its directory, sockets, pipes or devices"
             return f"its checkpoint does not contain {what}: {', '.join(details.files)}"
         case of.CheckpointWritten():
             return f"its checkpoint is at {details.url}: {_files(details.files, details.size)}"

@@ -86,7 +86,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def is_broken(path: Path) -> bool:
-    """Return whether SQLite can open the file but not read it; False for a file that is locked or not readable by this user."""
+    """Return whether SQLite can open the file but finds it damaged; False for a file that is locked or that it cannot open."""
     try:
         with path.open("rb"):
             pass

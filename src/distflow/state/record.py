@@ -77,7 +77,7 @@ class TransferProgress(Struct, frozen=True, kw_only=True):
     """The progress of a transfer for a task: of its files, an input or its image, or of its output."""
 
     sent: int
-    """Bytes that have arrived."""
+    """Bytes that have arrived, or that the node has packed (``output`` is ``packs``)."""
     total: int
     bytes_per_s: float
     at: float
@@ -180,6 +180,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
     """The refusals of a node that refused to lease resources to a group, or did not answer the request."""
 
     node: str
+    """Empty for a cluster engine."""
     message: str
     """The reason of the last refusal."""
     until: float
@@ -276,7 +277,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     number: int
     """The index of the task's ``checkpoint`` entry, counted from 0."""
     attempt: int = 0
-    """The attempt that it was taken from."""
+    """The attempt from which it was last taken, or from which that failed. The archive may be of an earlier attempt."""
     at: float = 0.0
     """When it was last taken or written, or when that failed."""
     digest: str = ""
@@ -333,7 +334,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     silent_since: float | None = None
     """When it last showed progress (output, a heartbeat or its start), if that is longer ago than ``hang_timeout``."""
     stop_reason: Reason | None = None
-    """Why it is or was stopped; ``None`` if it was not stopped, or because the lead completed."""
+    """Why it is or was stopped; ``None`` if it was not stopped, or was stopped because the lead completed."""
     withdrawing: bool = False
     """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
     not_before: float = 0.0
@@ -370,7 +371,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
         return self.unreachable if self.state is State.SCHEDULING else None
 
     def current_transfer(self, task: TaskRecord) -> TransferProgress | None:
-        """Return the current transfer of a task: data before the task runs, or its output after it has ended."""
+        """Return the current transfer of a task: its data before it runs, or its output after its end; ``None`` without one."""
         if self.state.is_final or task.transfer is None:
             return None
         is_now = task.state.is_final if task.transfer.output else task.state in (State.WAITING, State.INITIALIZING)

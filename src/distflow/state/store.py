@@ -371,7 +371,7 @@ class Store:
             return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
 
     def retention_s(self, workflow: str) -> float | None:
-        """Return the ``retention_s`` of a workflow's pool, without importing the rest of the pool."""
+        """Return the ``retention_s`` of a workflow's pool, without importing the rest; ``None`` if it is not stored."""
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
             return decode(row[0], _Retention).retention_s

@@ -201,7 +201,7 @@ class Supervisor:
                 backend.close()
 
     def step(self, patience_s: float) -> float | None:
-        """Observe, then decide and act until nothing more follows. Return the time at which the next decision is due.
+        """Observe, then decide and act until nothing more follows. Return when the next decision is due; ``None`` for never.
 
         ``patience_s`` is the time to wait for the first observation.
         """
@@ -370,7 +370,7 @@ class Supervisor:
     # Deciding and acting.
 
     def _settle(self) -> float | None:
-        """Decide and act until nothing more follows at once. Return the time at which the next decision is due."""
+        """Decide and act until nothing more follows at once. Return when the next decision is due; ``None`` for never."""
         decision = Decision()
         for _ in range(_ROUNDS):
             decision = self.decide()

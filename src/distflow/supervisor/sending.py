@@ -19,7 +19,10 @@ __all__ = ["SenderStarter", "start_sender"]
 
 
 def start_sender(directory: StateDirectory) -> subprocess.Popen[bytes] | None:
-    """Start the process, unless it is running. It exits when all notifications are sent or given up. Raises ``OSError``."""
+    """Start the process and return it, or return ``None`` if it is already running. Raises ``OSError``.
+
+    It exits when all notifications are sent or given up.
+    """
     if is_locked(directory.notify_lock):
         return None  # before it ends, it releases the lock and then looks for notifications again
     log = os.open(directory.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
