@@ -418,3 +418,11 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_the_file_is_for_its_owner_alone(store: Store) -> None:
     assert store.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_locked_store_has_a_hint_that_helps(store: Store) -> None:
+    store._db.execute("PRAGMA busy_timeout = 0")
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StateError, match=r"database is locked\nanother process is using it; try again"):
+            store.tag("u1", add=["nightly"])

@@ -74,6 +74,8 @@ def state_error(path: Path, error: Exception) -> StateError:
             f"a record in {path} cannot be read: {error}",
             hint="use the version of distflow that wrote this record; other workflows are not affected",
         )
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return StateError(f"cannot use {path}: {error}", hint="another process is using it; try again")
     return StateError(
         f"cannot use {path}: {error}",
         hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",

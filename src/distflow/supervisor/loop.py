@@ -31,7 +31,7 @@ from distflow.backends.base import (
     Unanswered,
     VenvObservation,
 )
-from distflow.errors import InputError, RecordUnreadable, StateError
+from distflow.errors import DistflowError, InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
 from distflow.plan.credentials import GivenSecrets, given_secrets
@@ -311,12 +311,12 @@ class Supervisor:
                 backend = self._backend(record)
                 plan, notify = self._store.plan(record.uuid), self._store.notify_targets(record.uuid)
             except InputError as error:
+                why = _one_line(error)
                 if any(_gangs(record)):
                     # A later supervisor resumes it.
-                    why = "; ".join(str(error).splitlines())
                     skipped[record.uuid] = f"cannot supervise workflow {record.id}, and its tasks continue: {why}"
                 else:
-                    self._refuse(record, error.message)
+                    self._refuse(record, why)
                 continue
             except RecordUnreadable:
                 skipped[record.uuid] = None
@@ -332,8 +332,10 @@ class Supervisor:
             ]
             if keys:
                 backend.watch(keys)
-        for uuid in skipped.keys() - self.skipped:
-            self._log(skipped[uuid] or _UNREADABLE.format(uuid))
+        if unreported := skipped.keys() - self.skipped:
+            ids = self._store.ids()
+            for uuid in unreported:
+                self._log(skipped[uuid] or _UNREADABLE.format(ids[uuid]))
         self.skipped = skipped.keys()
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
@@ -469,7 +471,7 @@ class Supervisor:
             identities = {one.number: self._transfers.identity(one.url) for one in launch.downloads}
             memo = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
-            self.report(PrepareFailed(at=self._now(), key=command.key, message=error.message))
+            self.report(PrepareFailed(at=self._now(), key=command.key, message=_one_line(error)))
             return
         secrets = replace(secrets, stores={number: identity for number, identity in identities.items() if identity is not None})
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
@@ -515,6 +517,11 @@ class Supervisor:
             self._allocated = (self._allocated | used) - gone
             if gone:
                 self._nodes = {place: view for place, view in self._nodes.items() if place not in gone}
+
+
+def _one_line(error: DistflowError) -> str:
+    """Return an error's message and hint."""
+    return "; ".join(str(error).splitlines())
 
 
 def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:

@@ -107,8 +107,10 @@ def _lease_for_first(
     views = [snapshot.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
     # Each gang names the one directly before it. The head of the queue changes often, and would be a new event for all gangs.
-    for (before, _), (other, later) in pairwise(waiting):
-        leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
+    for (before, earlier), (other, later) in pairwise(waiting):
+        is_same = before.record.uuid == other.record.uuid
+        ahead = f"the group {earlier.name} of this workflow" if is_same else before.record.id
+        leases.messages[other.record.uuid, later.name] = f"behind {ahead}"
     plan = workflow.plan.group(group.name)
     available, avoided, is_connecting = _usable(plan, group, views, usages, shared=pool.shares_nodes)
     spread = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)

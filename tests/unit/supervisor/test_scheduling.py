@@ -210,6 +210,17 @@ def test_gangs_are_ordered_by_priority_and_then_by_submission() -> None:
     assert told == {"u4": "behind u2", "u1": "behind u4", "u3": "behind u1", "u0": "behind u3"}
 
 
+def test_gang_that_waits_behind_a_group_of_its_own_workflow_names_the_group() -> None:
+    one = workflow(*(group_plan(name, tasks=1) for name in ("first", "second")))
+    groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
+    one = replace(one, record=replace(one.record, groups=groups))
+    snapshot = Snapshot(
+        workflows=(one,), pools={"lab": pool(node("n0"))}, nodes={("lab", "n0"): _view(0, up=True)},
+    )  # fmt: skip
+    leases = next_leases(snapshot, [pool_usage(one)], 0.0)
+    assert leases.messages == {("u1", "second"): "behind the group first of this workflow"}
+
+
 def test_gang_with_nodes_keeps_them_despite_higher_priorities() -> None:
     low, high = (workflow(group_plan(tasks=1), uuid=uuid) for uuid in ("low", "high"))
     (group,) = low.record.groups
