@@ -3,7 +3,7 @@
 Codes from 0 to 255 are the command's own (128 + n when signal n ended it). Other causes have other codes: 302 for images, 2xxx
 for data, 3xxx for most others, such as lost nodes, memory, the start and dependencies. A cancellation,
 ``exec_timeout``, ``queue_timeout``, a refused submission and the failure of another task of the group have no code, so no
-action applies to them.
+action applies to them. Nor does an action apply to a group that ends before it has nodes.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
 
 def _check_entry(key: str, value: str) -> None:
     if not key or not value:
-        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint="give each key a value")
+        hint = "give every key a value, and every value a key"
+        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}", hint=hint)
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(
