@@ -89,7 +89,7 @@ def ranks(script: Path, among: set[int] | None = None) -> dict[int, int]:
 
 
 def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | None = None) -> float:
-    """Return the seconds from ``begin`` until no rank is left, at most ``limit_s``."""
+    """Return the seconds from ``begin`` until no rank and no launcher is left, at most ``limit_s``."""
     while (took := time.perf_counter() - begin) < limit_s:
         if not ranks(script, among):
             return took

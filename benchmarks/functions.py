@@ -1,9 +1,9 @@
 """Measure a function that all-reduces on 2 SSH hosts, from the start of the program to its end, compared with torchrunx.
 
 The programs are equal except for the launcher: ``distflow.run`` or ``torchrunx.Launcher`` with the backend gloo. Fails if
-distflow takes longer. ``make`` does not install torchrunx: ``pip install torchrunx==0.4.0``. torchrunx waits forever on hosts
-whose own name resolves to 127.0.1.1. In that case, only the time of distflow is shown. On loopback addresses, torchrunx starts
-its agents without SSH, so it makes two connections less than distflow.
+distflow takes longer. ``make`` does not install torchrunx: ``pip install torchrunx==0.4.0``. Without it, nothing is measured.
+torchrunx waits forever on hosts whose own name resolves to 127.0.1.1. In that case, only the time of distflow is shown. On
+loopback addresses, torchrunx starts its agents without SSH, so it makes two connections less than distflow.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ assert [results.rank(rank) for rank in range({hosts})] == [3.0 * {hosts}] * {hos
 
 
 def main() -> int:
-    """Run the measurement. Return 0 if distflow is not slower, or if torchrunx is not installed, and 1 otherwise."""
+    """Run the measurement. Return 1 if distflow is slower, otherwise 0, also if torchrunx is missing or does not finish."""
     if importlib.util.find_spec("torchrunx") is None:
         print("torchrunx is not installed, so functions are not compared with it: pip install torchrunx==0.4.0")
         return 0
