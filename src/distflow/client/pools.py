@@ -211,13 +211,11 @@ def check_pool(
 
     """
     pool = choose_pool(client.configuration(), given=name, hosts=hosts).with_settings(settings)
-    if pool.is_allocated:
-        if nodes or all_reduce or paths:
-            raise InputError(
-                f"pool {pool.name!r} has no nodes of its own to check, because {pool.backend} chooses them",
-                hint="leave out --node, --all-reduce and --path",
-            )
-        return _check_engine(pool, on_progress)
+    if pool.is_allocated and (nodes or all_reduce or paths):
+        raise InputError(
+            f"pool {pool.name!r} has no nodes of its own to check, because {pool.backend} chooses them",
+            hint="leave out --node, --all-reduce and --path",
+        )
     known = [node.name for node in pool.nodes]
     for node in nodes:
         if node not in known:
@@ -237,10 +235,12 @@ def check_pool_nodes(
     venv: Requirements | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of these names, as ``check_pool`` does.
+    """Measure the nodes of these names, as ``check_pool`` does. If an engine chooses the nodes, check the engine instead.
 
     ``torch_nodes`` are the nodes whose tasks need torch. ``venv`` are the packages of the tasks' Python environment.
     """
+    if pool.is_allocated:
+        return _check_engine(pool, on_progress)
     # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure
     from distflow.backends.machines.checks.network import verdict

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from distflow.cli.app import run
+from distflow.client import Client, SubmitRequest, plan
+from distflow.client.submission import check_planned
 
 SPEC = """
 workflow:
@@ -57,3 +60,17 @@ def test_an_image_that_the_engine_starts_is_not_ignored(
     spec.write_text(f"workflow: {{name: image, tasks: [{task}]}}")
     assert run(["workflow", "validate", str(spec), "--pool", "hpc"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_preflight_checks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("scontrol", "squeue"):
+        (tmp_path / name).write_text("#!/bin/sh\necho the controller is gone >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "distflow.yaml").write_text("pools: {hpc: {backend: slurm}}")
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(tmp_path / "distflow.yaml"))
+    spec = tmp_path / "near.yaml"
+    spec.write_text(SPEC.replace("KIND", "preferred"))
+    with Client() as client:
+        found = check_planned(plan(client, SubmitRequest(spec=str(spec)))).verdict
+    assert (found.can_run, found.text) == (False, "pool hpc cannot run every gang: `scontrol` failed: the controller is gone")
