@@ -120,7 +120,10 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         (["train.py"], "error: the script `train.py` does not exist"),
         (["kept.py", "--lr", "1"], "error: `distflow run` has no option `--lr`\nwrite options of your script after `--`"),
         (["kept.py", "--node", "2"], "did you mean `--nodes`? Or write options"),
-        (["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"], "error: the command has 2 nodes, but --nodes is 3"),
+        (
+            ["--nodes", "3", "--", "torchrun", "--nnodes", "2", "kept.py"],
+            "error: the command requests 2 nodes, but --nodes is 3",
+        ),
         (
             ["kept.py", "--gpus", "1"],
             "<spec of distflow run, see --print-spec>:7: error: group 'training' can never run in pool 'local'",
@@ -131,11 +134,16 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         (["--from-sbatch", "absent.sh"], "error: absent.sh cannot be read"),
         (["--from-sbatch", "job.sh", "kept.py"], "error: --from-sbatch and a command cannot be combined"),
         (["--from-sbatch", "job.sh"], "error: job.sh: the script `gone.py` does not exist"),
+        (
+            ["--from-sbatch", "two.sh", "--nodes", "3"],
+            "error: two.sh requests 2 nodes, but --nodes is 3\nomit --nodes, or change two.sh",
+        ),
     ],
 )
 def test_wrong_input_starts_nothing(cli: Cli, project: Path, arguments: list[str], message: str) -> None:
     (project / "kept.py").touch()
     (project / "job.sh").write_text("#SBATCH --nodes=1\nsrun python gone.py\n")
+    (project / "two.sh").write_text("#SBATCH --nodes=2\nsrun python kept.py\n")
     done = cli.run("run", *arguments, cwd=project)
     assert done.code == 2
     assert message in done.err

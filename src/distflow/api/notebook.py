@@ -60,7 +60,8 @@ def _loss(workflow: Workflow) -> tuple[str, list[tuple[int, float]]]:
     names = dict.fromkeys(key for _, key, _ in numbers)
     name = next((key for key in names if "loss" in key.lower()), next(iter(names), ""))
     points = [(step, float(value)) for step, key, value in numbers if key == name]
-    return name, points[:: -(-len(points) // _MOST_POINTS) or 1]
+    stride = -(-len(points) // _MOST_POINTS) or 1
+    return name, points[::-stride][::-1]  # always with the last point, whose value labels the curve
 
 
 def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
@@ -85,6 +86,6 @@ def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
     )
     return (
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' role='img' style='font:11px sans-serif'>"
-        f"<title>{html.escape(name)} over {len(points)} steps</title>"
+        f"<title>{html.escape(name)} at {len(points)} steps</title>"
         f"<polyline points='{line}' fill='none' stroke='#0969da' stroke-width='1.5'/>{texts}</svg>"
     )

@@ -149,6 +149,11 @@ def _modules() -> Mapping[str, str]:
     return {alias.name: node.module or "" for node in imports for alias in node.names if alias.name in __all__}
 
 
+def __dir__() -> tuple[str, ...]:
+    """Return all public names, including names that have not been imported yet, so that ``help`` describes them."""
+    return (*globals(), *__all__)
+
+
 def __getattr__(name: str) -> object:
     """Import a name's module when the name is first used (PEP 562)."""
     if name not in __all__:

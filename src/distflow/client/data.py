@@ -6,6 +6,7 @@ A dataset is a named collection of files, in versions that never change.
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,8 +117,7 @@ def download_data(
     from distflow.storage.transfers import download
 
     source = parse_url(url)
-    if not directory.is_dir():
-        raise InputError(f"{directory} is not a directory", hint=f"create it: mkdir -p {directory}")
+    _check_directory(directory)
     with _open_store(client, source) as store:
         moved = download(store, source, directory, regex=regex, resume=resume, at_once=threads, on_progress=on_progress)
     if not moved.files:
@@ -196,6 +196,15 @@ def check_data_access(client: Client, url: str, access: str) -> None:
     goal = parse_url(url, writes=access != "READ")
     with _open_store(client, goal) as store:
         check_access(store, goal, Access(access))
+
+
+def _check_directory(path: Path) -> None:
+    """Raise ``InputError`` if a path is not a directory."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise InputError(f"{path} is not a directory", hint="choose another path")
+    raise InputError(f"the directory {path} does not exist", hint=f"create it: mkdir -p {shlex.quote(str(path))}")
 
 
 def _files_to_upload(paths: Sequence[Path], regex: str) -> tuple[Source, ...]:
@@ -316,8 +325,7 @@ def download_dataset(
 
     """
     plain_name, number = parse_dataset(name)
-    if not directory.is_dir():
-        raise InputError(f"{directory} is not a directory", hint=f"create it: mkdir -p {directory}")
+    _check_directory(directory)
     with _open_datasets(client) as datasets:
         manifest = datasets.manifest(plain_name, number)
         moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, on_progress=on_progress)

@@ -162,8 +162,9 @@ def usage_by_node(client: Client) -> UsageByNode:
             for task in group.tasks:
                 if task.node is not None and not task.state.is_final:
                     found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", asked[task.name]))
-    for uuid in sorted(unknown & store.uuids(are_unfinished=True)):  # ignore workflows that have just ended
-        client.notify(f"warning: the usage of workflow {uuid} is not included: another version of distflow stored it")
+    unknown &= store.uuids(are_unfinished=True)  # ignore workflows that have just ended
+    for name in sorted(name for uuid, name in (store.ids() if unknown else {}).items() if uuid in unknown):
+        client.notify(f"warning: the usage of workflow {name} is not included: another version of distflow stored it")
     return found
 
 

@@ -18,5 +18,14 @@ def test_the_curve_is_of_the_latest_attempt_of_the_first_task() -> None:
     metrics.append(metric("train", 2, 1, 5.0))
     workflow: Any = SimpleNamespace(id="w-1", status="RUNNING", groups=(), metrics=lambda: metrics)
     page = workflow_html(workflow)
-    assert "<title>loss over 2 steps</title>" in page
+    assert "<title>loss at 2 steps</title>" in page
     assert ">loss: 12<" in page
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_last_value() -> None:
+    metrics = [metric("train", 0, step, float(step)) for step in range(2003)]
+    workflow: Any = SimpleNamespace(id="w-1", status="RUNNING", groups=(), metrics=lambda: metrics)
+    page = workflow_html(workflow)
+    assert "<title>loss at 668 steps</title>" in page
+    assert ">loss: 2002<" in page
+    assert ">step 2002<" in page

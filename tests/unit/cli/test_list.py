@@ -188,4 +188,4 @@ def test_an_unreadable_record_does_not_hide_tasks_of_other_workflows(
     assert (names[0] in shown.out, names[1] in shown.out) == (False, True)
     assert f"warning: {names[0]} is left out" in shown.err
     assert run(["resource", "list", "--all", "-t", "json"]) == 0
-    assert capsys.readouterr().err.startswith(f"warning: the usage of workflow {running(1).uuid} is not included")
+    assert capsys.readouterr().err.startswith(f"warning: the usage of workflow {names[0]} is not included")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,13 @@ def test_every_public_name_exists_and_is_imported_on_first_use() -> None:
         assert getattr(distflow.client, name).__module__.startswith("distflow.client.")
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         getattr(distflow.client, "nothing_of_the_kind")  # noqa: B009  a missing name
+
+
+def test_help_describes_every_public_name() -> None:
+    script = "import pydoc, distflow.client; print(pydoc.plain(pydoc.render_doc(distflow.client)))"
+    source = CLIENT.parents[1]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=source)
+    assert [one for one in distflow.client.__all__ if not re.search(rf"^    (class )?{one}\(", done.stdout, re.MULTILINE)] == []
 
 
 def test_client_imports_neither_typer_nor_rich() -> None:

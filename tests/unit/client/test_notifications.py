@@ -369,3 +369,22 @@ def test_profile_has_its_own_targets(client: Client, receiver: Receiver) -> None
     assert (body["test"], body["on"]) == (True, "completed")
     set_profile_notify(client, ())
     assert client.profile_notify() == ()
+
+
+def test_a_relative_command_is_searched_where_it_will_run(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("home", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    target = NotifyTarget(command=("./report",), on=(Trigger.FAILED,))
+    script = tmp_path / "elsewhere" / "report"
+    script.write_text("#!/bin/sh\nexit 0\n")
+    script.chmod(0o700)
+    (problem,) = target_problems(client, [target])
+    assert problem.message == "the command `./report` does not exist or is not executable"
+    script.rename(tmp_path / "home" / "report")
+    assert send_test_notification(client, target) == ""
+    (tmp_path / "home" / "report").chmod(0o600)
+    assert "make it executable" in send_test_notification(client, target)

@@ -111,13 +111,19 @@ def target_problems(
     for target in targets:
         try:
             url_of(client, target, is_quick=is_quick)
-            if target.command and shutil.which(os.path.expanduser(target.command[0])) is None:
-                hint = "give its absolute path, or install it on this machine"
-                raise InputError(f"the command `{target.command[0]}` does not exist", hint=hint)
+            if target.command and shutil.which(_program_path(target.command[0])) is None:
+                message = f"the command `{target.command[0]}` does not exist or is not executable"
+                raise InputError(message, hint="give its absolute path, make it executable, or install it on this machine")
         except DistflowError as error:
             severity_of = severity if isinstance(error, NotFound) else Severity.ERROR
             problems.append(Problem(where=target.where, message=error.message, hint=error.hint, severity=severity_of))
     return problems
+
+
+def _program_path(program: str) -> str:
+    """Return a name for the search in PATH, or a path. Relative paths begin in the home directory, as in ``deliver``."""
+    expanded = os.path.expanduser(program)
+    return os.path.join(Path.home(), expanded) if os.sep in expanded else expanded
 
 
 def url_of(client: Client, target: NotifyTarget, *, is_quick: bool = False) -> str:

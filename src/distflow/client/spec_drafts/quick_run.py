@@ -70,12 +70,12 @@ def draft_run(
     draft = _draft(words, sbatch, project)
     available = choose_pool(configuration, given=pool, hosts=hosts).nodes
     count = nodes or draft.nodes or (len(hosts) if hosts is not None else 1)
+    origin = "the command" if sbatch is None else str(sbatch)
     if draft.nodes is not None and count != draft.nodes:
-        raise InputError(
-            f"the command has {count_text(draft.nodes, 'node')}, but --nodes is {count}", hint="remove one of them"
-        )
+        message = f"{origin} requests {count_text(draft.nodes, 'node')}, but --nodes is {count}"
+        raise InputError(message, hint="remove one of them" if sbatch is None else f"omit --nodes, or change {sbatch}")
     if hosts is not None and count > len(hosts):
-        source = "--nodes" if nodes else "the command"
+        source = "--nodes" if nodes else origin
         machines = count_text(len(hosts), "machine")
         raise InputError(f"{hostfile} has {machines}, but {source} requests {count}", hint="add machines, or request fewer")
     draft = replace(draft, name=name or draft.name, exclude=_excluded(draft, results))
