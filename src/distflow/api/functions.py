@@ -112,6 +112,7 @@ class FunctionJob(Generic[T]):
                 job was canceled, a rank was killed, or the function could not be loaded on a node. Also if the return value of
                 a rank is missing or cannot be loaded here.
             NodeError: if the results cannot be copied from a node.
+            StorageError: if this machine has no space for the results.
 
         """
         self.workflow.wait(timeout)
@@ -281,6 +282,7 @@ class Launcher:
 
         Raises:
             Exception: the exception of a job. Submitted jobs continue to run, and no more jobs are submitted.
+            InputError: if ``limit`` is less than 1. Like all errors, it is raised when the first result is requested.
 
         """
         if limit < 1:
@@ -419,9 +421,9 @@ def run(
             and ``MASTER_PORT`` are set in the environment.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        on_line: Called with each line of the output. ``None``: the output is ignored.
-        on_interrupt: The action if Ctrl-C or an error in ``on_line`` ends this call before the job ends: ``cancel`` the job, or
-            ``detach`` and let it run.
+        on_line: Called with each line of the output. Default: print it with its rank. ``None``: the output is ignored.
+        on_interrupt: The action if Ctrl-C or an error, such as one in ``on_line``, ends this call before the job ends:
+            ``cancel`` the job, or ``detach`` and let it run.
         nodes: The number of nodes. This and the following arguments are the fields of ``Launcher``.
         gpus: The number of GPUs to reserve on each node.
         ranks: Processes on each node. Default: one for each GPU, or else one.
@@ -439,8 +441,10 @@ def run(
 
     Raises:
         Exception: the exception of the rank that failed first. Its ``__cause__`` is the traceback on the node.
-        InputError: if the job cannot be submitted (see ``Launcher.submit``).
+        InputError: if ``on_interrupt`` is not valid, or if the job cannot be submitted (see ``Launcher.submit``).
+        NodeError: if the results cannot be copied from a node.
         ProblemsFound: if the pool cannot hold the job.
+        SupervisorError: if the supervisor does not start.
         WorkflowEnded: if the job failed without an exception from the function (see ``FunctionJob.result``).
 
     """

@@ -271,13 +271,13 @@ class Spec(_Part, frozen=True):
     variables: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec as the mapping that its YAML contains."""
+        """Return the spec as the mapping that its YAML contains. Raises ``InputError`` for a value that YAML does not have."""
         workflow: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_encode)
         variables = workflow.pop("variables", None)
         return {"workflow": workflow} | ({"default-values": variables} if variables else {})
 
     def to_yaml(self) -> str:
-        """Return the spec as YAML for ``distflow submit``. ``Spec.from_yaml`` reads it again."""
+        """Return the spec as YAML for ``distflow submit``, which ``from_yaml`` can read. Raises the error of ``to_dict``."""
         return yaml_text(self.to_dict())
 
     @classmethod
@@ -285,7 +285,7 @@ class Spec(_Part, frozen=True):
         """Return the spec from a mapping in the format of ``to_dict``.
 
         Args:
-            document: The mapping, with ``workflow`` and ``default-values``.
+            document: The mapping, with ``workflow`` and optionally ``default-values``.
             file: The name of the document in error messages.
 
         Raises:
@@ -313,7 +313,7 @@ class Spec(_Part, frozen=True):
             file: The name of the document in error messages.
 
         Raises:
-            InputError: if a key is unknown, or if a value has the wrong type.
+            InputError: if ``workflow`` is missing, if a key is unknown, or if a value has the wrong type.
             ProblemsFound: if the text is not YAML, with the lines of all findings.
 
         """

@@ -224,8 +224,8 @@ class Workflow:
 
         Args:
             follow: Whether to wait for new lines until the workflow has ended.
-            task: Names of tasks. Default: all tasks.
-            rank: Global ranks. Default: all ranks.
+            task: Names of tasks. Default: all tasks, or with ``rank``, the tasks that hold these ranks.
+            rank: Global ranks. With ``task``, their lines are added to all lines of the named tasks. Default: all ranks.
             attempt: Only lines of this attempt, counted from 0. Default: all attempts.
             last: The number of existing lines to start with. Default: all.
 
@@ -406,7 +406,8 @@ class Workflow:
             secrets: The secret variables of the first submission, whose values are not kept for a restart.
 
         Raises:
-            InputError: if the workflow has not ended, has completed, or needs a secret that is not given.
+            InputError: if the workflow has not ended, has completed, or needs a secret that is not given. Also if a needed
+                output does not exist, or if a package for the pool or for data at URLs is not installed.
             NodeError: if an output that the new workflow needs cannot be fetched.
             NotFound: if the pool does not exist.
             ProblemsFound: if the spec is no longer valid, or if the pool cannot hold a group.
@@ -433,7 +434,8 @@ class Workflow:
             The exit code and the output of the command for each task.
 
         Raises:
-            InputError: if the command is empty, if a named task is not running, or if no task is running.
+            InputError: if the command is empty or has a quote that is not closed, if a named task is not running, if no task
+                is running, or if a secret of a task is no longer stored.
             NotFound: if a task does not exist.
             NodeError: if a node is unreachable or refuses the command.
 
@@ -578,7 +580,8 @@ def submit(
         on_progress: Called with the number of bytes of files that have been read, and with the total number.
 
     Raises:
-        InputError: if an argument is invalid, or does not fit the spec.
+        InputError: if an argument is invalid or does not fit the spec, or if a package for the pool or for data at URLs is not
+            installed.
         NodeError: if an output of another workflow, which the spec uses, cannot be fetched.
         NotFound: if the pool or a workflow does not exist.
         ProblemsFound: if the spec has errors, or if the pool cannot hold a group. It contains the findings with their lines.

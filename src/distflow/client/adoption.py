@@ -96,13 +96,15 @@ def adopt(
         client: The client whose store gets the workflows.
         pool: The pool whose nodes are searched. Default: all pools.
         hosts: Machines to search instead of the configured nodes.
-        trust_records: Whether to also adopt unsigned records whose outputs go to files of this machine or over SFTP.
+        trust_records: Whether to also adopt unsigned records whose outputs or checkpoints go to files of this machine or over
+            SFTP. Other unsigned records are always adopted.
         is_dry_run: Whether to only report, without any change.
 
     Returns:
         The result for each workflow and the answer of each node. Errors of nodes are part of it and are not raised.
 
     Raises:
+        InputError: if the pool cannot use ``hosts``.
         NotFound: if the pool does not exist.
         StateError: if the store cannot be used, or if a supervisor is running on a damaged or deleted store.
         SupervisorError: if the supervisor does not start.

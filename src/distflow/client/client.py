@@ -144,7 +144,8 @@ class Client:
             names_only: Whether only the names of pools and nodes are used. Other values are not checked, which is faster.
 
         Raises:
-            InputError: if the client has no ``folder`` and the working directory no longer exists.
+            InputError: if the client has no ``folder`` and the working directory no longer exists, or if another user could
+                have written the configuration.
             ProblemsFound: if the configuration is wrong.
             StateError: if the profile cannot be read.
 
@@ -193,7 +194,10 @@ class Client:
         return load_hostfile(hostfile)
 
     def credentials_for(self) -> CredentialsFor:
-        """Return a function that finds credentials: stored ones of this user, or else those of the environment or driver."""
+        """Return a function that finds credentials: stored ones of this user, or else those of the environment or driver.
+
+        Raises ``StateError`` if another user owns the state directory with the stored credentials.
+        """
         from distflow.state.credentials import data_credentials
 
         directory = find_state_directory(self.environ)
@@ -248,6 +252,7 @@ class Client:
             with_hosts: Whether the hosts of a hostfile replace the pools.
 
         Raises:
+            OSError: if the process cannot be started.
             StateError: if the state directory is not writable.
 
         """
@@ -268,7 +273,10 @@ class Client:
             self.notify(f"note: the supervisor of distflow {old} is replaced by one of this version; tasks continue")
 
     def ensure_supervisor(self) -> None:
-        """Wait until a supervisor is running and has been notified of new work. Raises ``SupervisorError``."""
+        """Wait until a supervisor is running and has been notified of new work.
+
+        Raises ``SupervisorError`` if it does not start, and ``OSError`` if no process can be started.
+        """
         from distflow.supervisor.process import ensure_supervisor
 
         preloaded, self._preloaded = self._preloaded, None

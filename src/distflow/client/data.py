@@ -1,6 +1,7 @@
 """Data at URLs and datasets, without a workflow: upload, download, list and delete them from this machine.
 
-A dataset is a named collection of files, in versions that never change.
+A dataset is a named collection of files, in versions that never change. Functions that take a ``Client`` raise ``InputError``
+also if the package for the storage is not installed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def download_data(
         The counts of the transfer.
 
     Raises:
-        InputError: if the URL or the regular expression is not valid, or if ``directory`` does not exist.
+        InputError: if the URL or the regular expression is not valid, or if ``directory`` is not an existing directory.
         NotFound: if there are objects at the URL, but none matches.
         StorageError: if there is no object at the URL, or if the storage is unreachable or refuses the access.
 
@@ -126,7 +127,7 @@ def download_data(
 
 
 def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
-    """Return the objects at a URL.
+    """Return the objects at a URL. The list is empty if there are none.
 
     Args:
         client: The client whose credentials are used.
@@ -319,7 +320,7 @@ def download_dataset(
         The manifest of the version and the result of the transfer.
 
     Raises:
-        InputError: if ``directory`` does not exist, or if the name or the regular expression is not valid.
+        InputError: if ``directory`` is not an existing directory, or if the name or the regular expression is not valid.
         NotFound: if the dataset or version does not exist, or if no file matches.
         StorageError: if the storage of datasets is unreachable or refuses the access.
 

@@ -113,7 +113,8 @@ def export_to_kubernetes(
 def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
     """Write a spec for OSMO, without the keys that only distflow supports.
 
-    The file keeps its template, comments and order if keys need only be removed and ``request`` sets no template variables.
+    If a few edits suffice (see ``plan.osmo_spec``), the file keeps its comments and order. If ``request`` sets no template
+    variables, it also keeps its template.
 
     Args:
         client: The client whose credentials and workflows the spec may use.
@@ -122,7 +123,7 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
         force: Whether to replace an existing file.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: if the file cannot be written, or if the request does not fit the workflow to export.
         NotFound: if the workflow to export does not exist.
         ProblemsFound: if the spec has errors. The error contains all findings.
 
@@ -143,7 +144,7 @@ def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None 
 def _checked(client: Client, request: SubmitRequest) -> tuple[CheckedSpec, Priority]:
     """Return the spec of a request, which is a file, a text or the id of a workflow, and its priority.
 
-    Raises ``ProblemsFound``.
+    Raises ``InputError``, ``NotFound`` and ``ProblemsFound``.
     """
     previous = find_previous(client, request.spec, request.overrides) if request.text is None else None
     if previous is not None:

@@ -79,6 +79,7 @@ def choose_nodes(
         names: Names of nodes. Default: all nodes of the chosen pools.
 
     Raises:
+        InputError: if the pool cannot use ``hosts``.
         NotFound: if a pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 
@@ -103,6 +104,8 @@ def ask_nodes(nodes: Sequence[PoolNode], ask: Callable[[Pool, Node], T]) -> list
 
 def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[Reaped]:
     """Find orphan processes and containers of attempts on nodes, and stop them.
+
+    Those of another root directory, user or submitter are only reported.
 
     Args:
         nodes: The nodes (see ``choose_nodes``).
@@ -157,6 +160,7 @@ def recall_nodes(
         known: Uuids of workflows to leave out.
 
     Raises:
+        InputError: if the pool cannot use ``hosts``.
         NotFound: if the pool does not exist.
         ProblemsFound: if the configuration is wrong.
 
@@ -188,8 +192,8 @@ def clean_nodes(
     Args:
         client: The client whose store has the workflows. Files of its unfinished workflows are kept, too.
         nodes: The nodes (see ``choose_nodes``).
-        older_than_s: Delete only the files of workflows that were not modified for this many seconds. Default: the retention of
-            the pool.
+        older_than_s: Delete only files of workflows that were not modified, and environments that were not used, for this many
+            seconds. Default: the retention of the pool.
         is_dry_run: Whether to delete nothing and only report what would be deleted.
 
     Returns:

@@ -124,6 +124,7 @@ def find_node(
         hosts: Machines to use as the nodes of ``pool``, or else of the default pool.
 
     Raises:
+        InputError: if ``pool`` cannot use ``hosts``.
         NotFound: if the pool or the node does not exist.
 
     """
@@ -206,7 +207,8 @@ def check_pool(
         The measurements and the verdict. Errors of nodes are part of it and are not raised.
 
     Raises:
-        InputError: if ``nodes``, ``all_reduce`` or ``paths`` are given for a pool whose nodes an engine chooses.
+        InputError: if ``nodes``, ``all_reduce`` or ``paths`` are given for a pool whose nodes an engine chooses, or if the
+            named pool cannot use ``hosts``.
         NotFound: if the pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 

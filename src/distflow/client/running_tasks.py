@@ -103,7 +103,7 @@ def find_running_task(client: Client, workflow: str, task: str, connect_timeout:
 
     Args:
         client: The client whose store has the workflow.
-        workflow: The id or uuid of the workflow.
+        workflow: The id or uuid of the workflow, or its name for the latest run.
         task: The name of the task.
         connect_timeout: The maximum time for the node to answer, in seconds.
 

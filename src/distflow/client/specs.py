@@ -176,7 +176,7 @@ def validate(
         The spec and all its warnings.
 
     Raises:
-        InputError: if the file is a Python script.
+        InputError: if the file is a Python script, or if the pool cannot use ``hosts``.
         NotFound: if the pool does not exist.
         ProblemsFound: if the file cannot be read or the spec has errors. The error contains all findings.
 

@@ -135,8 +135,8 @@ def plan(
         The planned workflow, for ``submit``.
 
     Raises:
-        InputError: if the request does not fit the spec, if a package for data at URLs or for the backend of the pool is not
-            installed, or if this operating system cannot run tasks and the pool is this machine.
+        InputError: if the request does not fit the spec, if the pool cannot use the hosts, if a package for data at URLs or for
+            the backend of the pool is not installed, or if this operating system cannot run tasks and the pool is this machine.
         NotFound: if a workflow or the pool does not exist.
         ProblemsFound: if the spec has errors, if a file cannot be read, if a host name of ``hosts`` does not exist, or if the
             pool cannot hold a group even when idle.
@@ -318,7 +318,8 @@ def submit(
         The record of the workflow, with its id.
 
     Raises:
-        InputError: if an output of another workflow does not exist, or if that workflow has not ended.
+        InputError: if an output of another workflow does not exist, if that workflow has not ended, or if a secret contains a
+            NUL byte.
         NodeError: if an output of another workflow cannot be fetched.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
@@ -351,6 +352,7 @@ def store_workflow(
         on_stored: Called with the record before this function waits for the supervisor.
 
     Raises:
+        InputError: if a secret contains a NUL byte.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an
             older version of distflow does not end.
@@ -496,7 +498,8 @@ def plan_restart(
 
     Raises:
         InputError: if ``workflow`` is not an id or uuid, or if the workflow has not ended, has completed, or needs a secret
-            that is not given. Also if a driver for data at URLs is not installed.
+            that is not given. Also if a package for data at URLs or for the backend of the pool is not installed, or if this
+            operating system cannot run tasks and the pool is this machine.
         NotFound: if the workflow or the pool does not exist.
         ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if the pool cannot hold a group.
 
@@ -544,7 +547,7 @@ def restart(
         The record of the new workflow, with its id.
 
     Raises:
-        InputError: if a needed output does not exist, or if its workflow has not ended.
+        InputError: if a needed output does not exist, if its workflow has not ended, or if a secret contains a NUL byte.
         NodeError: if a needed output cannot be fetched.
         StorageRefused: if this user has no credentials for an S3 URL in the spec.
         SupervisorError: if the supervisor does not start. The workflow is stored in this case, unless the supervisor of an

@@ -318,7 +318,7 @@ class Cancellation(Struct, frozen=True, kw_only=True):
     """The result of a request to cancel one workflow."""
 
     key: str
-    """The requested id or uuid."""
+    """The requested id, uuid or name."""
     record: WorkflowRecord | None = None
     """The workflow at the time of the request, or ``None`` if the request was refused."""
     error: DistflowError | None = None
@@ -332,7 +332,7 @@ def cancel(client: Client, keys: Sequence[str], *, message: str = "", force: boo
 
     Args:
         client: The client whose store has the workflows.
-        keys: The ids or uuids of the workflows.
+        keys: The ids, uuids or names of the workflows. A name stands for its latest run.
         message: A reason that is stored with each workflow.
         force: Whether to kill the tasks immediately, without a grace period after SIGTERM.
 
@@ -425,7 +425,7 @@ def change_tags(
 
     Args:
         client: The client whose store has the workflows.
-        keys: The ids or uuids of the workflows.
+        keys: The ids, uuids or names of the workflows. A name stands for its latest run.
         add: Tags to add.
         remove: Tags to remove. A tag that a workflow does not have is ignored.
 

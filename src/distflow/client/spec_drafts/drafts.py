@@ -72,8 +72,8 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
         must_exist: Whether a script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the command is empty, if it is a spec, if the script does not exist or is not in the project, or if the
-            project is not a directory or would be a home directory.
+        InputError: if the command is empty, is a spec or runs torchrun without a script, if the script does not exist or is
+            not in the project, if ``project`` is not a directory, or if its default contains the home directory.
 
     """
     if not words:
@@ -308,7 +308,7 @@ def spec_text(draft: Draft, *, heading: Sequence[str] = ()) -> str:
     if draft.project is not None:
         exclude = f", exclude: [{', '.join(_scalar(one) for one in draft.exclude)}]" if draft.exclude else ""
         entry = f"      - {{path: ., localpath: {_scalar(draft.project)}{exclude}}}"
-        lines += ["      files:", _line(entry, ".git, and what .gitignore names, is not sent either")]
+        lines += ["      files:", _line(entry, ".git and files that .gitignore lists are not sent either")]
     if draft.output_dir is not None:
         lines.append(_line(f"      output_dir: {_scalar(draft.output_dir)}", "files that are written there are the output"))
     return "\n".join(lines) + "\n"

@@ -184,7 +184,7 @@ def list_samples() -> list[Sample]:
 
 
 def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> list[Path]:
-    """Copy a sample, its scripts, and the schema for editors if it does not exist there.
+    """Copy a sample, its scripts, and the schema for editors unless that file exists next to the spec.
 
     Args:
         name: The name of the sample.
@@ -197,7 +197,7 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
 
     Raises:
         NotFound: if the sample does not exist.
-        InputError: if a file cannot be written, or without ``force``, if a file exists. Then nothing is written.
+        InputError: if a file cannot be written. Without ``force``, also if a file exists; then nothing is written.
 
     """
     samples = {sample.name: sample for sample in list_samples()}

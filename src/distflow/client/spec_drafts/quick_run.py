@@ -61,8 +61,10 @@ def draft_run(
 
     Raises:
         InputError: if there is no command, if it is not valid, or if its number of nodes differs from ``nodes``.
-        InputError: if the script is missing or outside the project, or if the project is not a directory or a home directory.
-        InputError: if the number of processes is not known, or if there are fewer hosts than nodes.
+        InputError: if the script is missing or outside the project, if ``project`` is not a directory, or if its default
+            contains the home directory.
+        InputError: if the number of processes is not known, if there are fewer hosts than nodes, or if the pool cannot use
+            ``hosts``.
         InputError: if ``sbatch`` is combined with ``words`` or ``project``.
         NotFound: if the pool does not exist.
 

@@ -122,8 +122,8 @@ def draft_sbatch(text: str, *, folder: Path, must_exist: bool = False) -> Draft:
         must_exist: Whether a Python script that does not exist is an error. Otherwise it becomes a note.
 
     Raises:
-        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, if the project would be a
-            home directory, or if ``must_exist`` is set and the Python script does not exist.
+        InputError: if the script does not start a training, if an ``#SBATCH`` line cannot be read, if the project would contain
+            the home directory, or if ``must_exist`` is set and the Python script does not exist.
 
     """
     script = _Script(text, is_exported=_EXPORTED in text)
