@@ -142,7 +142,7 @@ def rsync_with_task(client: Client, workflow: str, task: str | None, connect_tim
 
     Args:
         client: The client whose store has the workflow.
-        workflow: The id or uuid of the workflow.
+        workflow: The id or uuid of the workflow, or its name for the latest run.
         task: The name of the task. Default: the lead task of the first group.
         connect_timeout: The maximum time for the node to answer, in seconds.
         words: rsync's options and paths. Local paths must be absolute. Paths of the task begin with ``node:``.
@@ -180,7 +180,7 @@ def start_sync(
 
     Args:
         client: The client whose store has the workflow.
-        workflow: The id or uuid of the workflow.
+        workflow: The id or uuid of the workflow, or its name for the latest run.
         task: The name of the task. Default: the lead task of the first group.
         local: The local file or directory, as an absolute path (see ``local_path``).
         remote: The path on the node (see ``remote_path``).
