@@ -335,7 +335,7 @@ class Supervisor:
         if unreported := skipped.keys() - self.skipped:
             ids = self._store.ids()
             for uuid in unreported:
-                self._log(skipped[uuid] or _UNREADABLE.format(ids[uuid]))
+                self._log(skipped[uuid] or _UNREADABLE.format(ids.get(uuid, uuid)))
         self.skipped = skipped.keys()
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
