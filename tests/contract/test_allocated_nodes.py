@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, Over
+from distflow.backends.allocated.engine import Allocation, AllocationRequest, NodeRequest, Over, RequestRefused
 from distflow.backends.allocated.nodes import Engines
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool, ssh_node
@@ -75,6 +75,22 @@ def test_operations_go_to_the_login_node_after_the_end_of_the_allocation(pool: P
     transport.hang_up()
     with pytest.raises(NodeUnreachable, match="does not answer"):
         transport.open(["true"])
+    transport.close()
+
+
+class UnusableEngine(WatchedEngine):
+    """A cluster whose kubeconfig cannot be used."""
+
+    def allocations(self) -> Mapping[str, Allocation]:
+        raise RequestRefused("the kubeconfig cannot be used", hint="check it")
+
+
+def test_an_unusable_configuration_is_an_error_of_the_node(pool: Pool) -> None:
+    transport = Engines(lambda _: UnusableEngine()).transport(pool, "h0@1")
+    for use in (lambda: transport.run(["true"], timeout_s=60), lambda: transport.open(["true"])):
+        with pytest.raises(NodeUnreachable, match="the kubeconfig cannot be used") as caught:
+            use()
+        assert (caught.value.node, caught.value.hint) == ("h0@1", "check it")
     transport.close()
 
 

@@ -55,7 +55,7 @@ from distflow.backends.machines.cleanup import recall_node
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.transfers import Fetched, send_blobs
 from distflow.backends.machines.leasing import GangLease
-from distflow.errors import NodeUnreachable
+from distflow.errors import AgentError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
@@ -669,8 +669,14 @@ def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: 
     bench.backend.close()
 
 
-@pytest.mark.parametrize("answer", [{"gpu_ids": 7}, {"gpu_ids": ["0"]}, {"gpu_ids": [], "port": "http"}, {"port": 70000}])
-def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"gpu_ids": 7}, {"gpu_ids": ["0"]}, {"gpu_ids": [], "port": "http"}, {"port": 70000},
+        AgentError("n", "malformed", "the answer to `lease` is malformed"),
+    ],
+)  # fmt: skip
+def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any] | AgentError) -> None:
     seen: list[Observation] = []
 
     class Answering:

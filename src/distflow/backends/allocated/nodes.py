@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from distflow.backends.allocated.engine import Engine, host_of
+from distflow.backends.allocated.engine import Engine, RequestRefused, host_of
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Pool
 from distflow.transports.base import Channel, Completed, Stream, Transport
@@ -132,7 +132,11 @@ class AllocatedNode:
     def _do(self, action: Callable[[Transport], _T]) -> _T:
         if self._is_closed:
             raise NodeUnreachable(self.name, "the transport is closed")
-        target = self._inside if self._shared.exists(self._allocation) else self._shared.engine.login_transport()
+        try:
+            exists = self._shared.exists(self._allocation)
+        except RequestRefused as error:  # the kubeconfig or a package of this machine cannot be used
+            raise NodeUnreachable(self.name, error.message, hint=error.hint) from error
+        target = self._inside if exists else self._shared.engine.login_transport()
         if target is None:
             raise NodeUnreachable(self.name, "its allocation has ended, and its files were removed with it")
         try:

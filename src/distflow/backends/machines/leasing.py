@@ -83,8 +83,8 @@ class GangLease:
         keeps_position = is_temporary and not without_venv  # other gangs may use the node while the environment is built
         for task in self._request.nodes:
             refusal = refusals.get(task)
-            if not isinstance(refusal, AgentError) or refusal.kind == "internal":
-                # The node granted the lease, or may have granted it although it did not answer or had an internal error.
+            if not isinstance(refusal, AgentError) or refusal.kind in ("internal", "malformed"):
+                # The node granted the lease, or may have granted it although it gave no valid answer or had an internal error.
                 key = self._request.key(task)
                 self._connections[key.node].give_back(key, waits=self._waits(task) if keeps_position else None)
         self._sink(

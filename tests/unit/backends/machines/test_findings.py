@@ -178,12 +178,16 @@ def test_foreign_gpu_processes_are_a_warning_and_distflow_processes_a_note() -> 
     assert others.grade is Grade.WARNING
     assert others.hint.splitlines()[:2] == ["GPU 0: pid 100 of ada (python, 512 MiB)", "GPU 2: pid 102 (python, 512 MiB)"]
     assert (ours.grade, ours.message) == (Grade.NOTE, "1 process of distflow workflows on its GPUs")
+    shared, _ = judge_node(replace(measured, node=replace(measured.node, share_gpus=True)))
+    assert "these GPUs are not leased" in others.hint
+    assert "not leased" not in shared.hint
 
 
 @pytest.mark.parametrize(
     ("torch", "expected"),
     [
         ({"version": None, "error": "OSError('x')"}, ("warning", "torch cannot be imported: OSError('x')")),
+        ({"error": "AttributeError('x')"}, ("warning", "torch 2.6.0 can be imported, but not queried: AttributeError('x')")),
         (
             {"python": "", "error": "sh: module: not found"},
             ("warning", "its python /v/python does not start in the environment of tasks"),
@@ -591,4 +595,6 @@ def test_missing_and_different_paths_are_reported() -> None:
     assert unlike.message == "/data has different contents: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
     # As many files of the same sizes, with other names.
     assert len(list(judge_nodes([*alike, _holding("gpu3", digest="d3")]))) == 1
-    assert [one.grade for one in judge_node(_holding("gpu1", is_complete=False, digest=None))] == [Grade.NOTE]
+    partial = [_holding(f"gpu{i}", is_complete=False, digest=None, files=i) for i in (1, 2)]
+    assert [one.grade for one in judge_node(partial[0])] == [Grade.NOTE]
+    assert list(judge_nodes([*partial, alike[0]])) == [], "numbers of a part say nothing about the contents"

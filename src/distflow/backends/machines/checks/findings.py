@@ -259,8 +259,10 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
         others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
     if others:
         message = "processes that are not known to be tasks of distflow are on its GPUs"
-        hint = "\n".join([*others, "these GPUs are not leased until the processes end: stop them, or set `share_gpus: true`"])
-        yield warning("gpus", [measured.node.name], message, hint)
+        effect = "these GPUs are not leased until the processes end: stop them, or set `share_gpus: true`"
+        if measured.node.share_gpus:
+            effect = "tasks use these GPUs too, because `share_gpus` is true: stop the processes if they disturb the tasks"
+        yield warning("gpus", [measured.node.name], message, "\n".join([*others, effect]))
     if ours:
         yield note("gpus", [measured.node.name], f"{count(ours, 'process', 'processes')} of distflow workflows on its GPUs", "")
 
@@ -273,9 +275,11 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         message = f"its python {measured.node.python} does not start in the environment of tasks: {torch.error}"
         yield warning("python", names, message, "check `python`, `setup` and `environment` of the node")
     elif torch.error:
-        yield warning(
-            "torch", names, f"torch cannot be imported: {torch.error}", f"run on the node: {torch.executable} -c 'import torch'"
-        )
+        what = "torch cannot be imported"
+        if torch.version is not None:
+            what = f"torch {torch.version} can be imported, but not queried"
+        hint = f"run on the node: {torch.executable} -c 'import torch; print(torch.cuda.is_available())'"
+        yield warning("torch", names, f"{what}: {torch.error}", hint)
     elif torch.version is None:
         return  # judge_torch decides: it matters if other nodes have torch
     elif measured.gpus and not torch.is_available:
@@ -475,11 +479,11 @@ def _differing(about: str, what: str, values: Mapping[str, str | None], grade: G
 
 
 def _differing_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield a finding for each path whose contents differ between nodes that can read it."""
+    """Yield a finding for each path whose contents differ between nodes that read it completely."""
     by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
     for one in nodes:
         for path, found in (one.probe.get("paths") or {}).items():
-            if not found["error"]:
+            if not found["error"] and found["is_complete"]:
                 same = (found["digest"], found["files"], found["bytes"])
                 by_path.setdefault(path, {}).setdefault(same, []).append(one.node.name)
     for path, groups in by_path.items():

@@ -158,7 +158,7 @@ _TAIL = 300
 _SHORTEST_S = 1e-9
 """Lower bound of the times that nodes report, because they are divisors."""
 
-_PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
+_PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print('\\n%d' % s.getsockname()[1])"
 _PROBE = f"""
 import datetime, json, time
 import torch, torch.distributed as dist
@@ -223,7 +223,7 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     try:
         answer = _run(master, link, [_PORT, master.address], {})
         why = _failure(answer) or "its output contains no port"
-        port = int(str(answer["stdout"]).strip())
+        port = int(str(answer["stdout"]).strip().rpartition("\n")[2])  # `setup` may print text before it
     except (NodeError, ValueError) as error:
         why = error.detail if isinstance(error, NodeError) else why
         return AllReduce(nodes=names, failed=(names[0], f"it cannot open a port on {master.address}: {why}"))
