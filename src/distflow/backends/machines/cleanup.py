@@ -66,7 +66,7 @@ class Cleaned:
     free_bytes: int | None = None
     """Free bytes on the node's disk before the removal."""
     error: str = ""
-    """Why the node could not be cleaned, or which removals it refused, with the reasons; otherwise empty."""
+    """Which removals the node refused, and why it could not be cleaned completely; otherwise empty."""
 
 
 def clean_node(
@@ -85,6 +85,9 @@ def clean_node(
     workflows (uuids) are never removed. With ``is_dry_run``, nothing is removed. ``progress`` gets the node and the next
     workflow or environment.
     """
+    survey: Mapping[str, Any] = {"workflows": ()}
+    freed, removed, errors = 0, list[str](), list[str]()
+    venvs: list[CleanedVenv] = []
     try:
         with link_to(pool, node) as link:
             survey = link.request("survey", timeout_s=_PATIENCE_S)
@@ -93,17 +96,15 @@ def clean_node(
                 for item in survey["workflows"]
                 if item["uuid"] not in unfinished and not item["alive"] and survey["now"] - item["modified_at"] >= older_than_s
             ]
-            freed, removed, refused = 0, [], []
             for item in old:
                 uuid = item["uuid"]
                 progress(f"{node.name}: {uuid}")
                 try:
                     freed += item["bytes"] if is_dry_run else _clean(link, workflow=uuid)
                 except AgentError as error:
-                    refused.append(f"{uuid}: {error.detail}")
+                    errors.append(f"{uuid}: {error.detail}")
                 else:
                     removed.append(uuid)
-            venvs: list[CleanedVenv] = []
             for item in survey.get("venvs", ()):
                 unused_s = max(0.0, survey["now"] - item["used_at"])
                 if item["in_use"] or unused_s < older_than_s:
@@ -113,11 +114,11 @@ def clean_node(
                 try:
                     freed += item["bytes"] if is_dry_run else _clean(link, venv=item["key"])
                 except AgentError as error:
-                    refused.append(f"{name}: {error.detail}")
+                    errors.append(f"{name}: {error.detail}")
                 else:
                     venvs.append(CleanedVenv(file=item["file"], size=item["bytes"], unused_s=unused_s))
     except DistflowError as error:
-        return Cleaned(node=node.name, error=error.message)
+        errors.append(error.message)
     return Cleaned(
         node=node.name,
         removed=tuple(removed),
@@ -126,7 +127,7 @@ def clean_node(
         kept_venvs=len(survey.get("venvs", ())) - len(venvs),
         freed_bytes=freed,
         free_bytes=survey.get("free_bytes"),
-        error="; ".join(refused),
+        error="; ".join(errors),
     )
 
 

@@ -1,12 +1,16 @@
-"""Reading a node's report of its workflows, which is not trusted: names and numbers must be valid."""
+"""Removing workflows from a node, and reading its report of its workflows: names and numbers must be valid."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from distflow.backends.machines.cleanup import _workflow
+from distflow.backends.machines import cleanup
+from distflow.backends.machines.cleanup import _workflow, clean_node
+from distflow.errors import NodeUnreachable
+from distflow.pools.model import Node, Pool
 
 UUID = "0b51e6a25bd54f0c9c5e6d2f4e7b1a01"
 
@@ -32,3 +36,21 @@ def test_a_valid_answer() -> None:
 def test_invalid_fields_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         _workflow(answer(**changes), None)
+
+
+def test_a_broken_connection_does_not_hide_what_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Link:
+        def request(self, op: str, **fields: Any) -> dict[str, Any]:
+            if op == "survey":
+                old = {"bytes": 10, "modified_at": 0.0, "alive": []}
+                return {"now": 9.0, "workflows": [{"uuid": one, **old} for one in ("a", "b", "c")], "free_bytes": 5}
+            if fields["workflow"] == "b":
+                raise NodeUnreachable("n1", "the connection broke")
+            return {"freed_bytes": 10}
+
+    monkeypatch.setattr(cleanup, "link_to", lambda *_: nullcontext(Link()))
+    node = Node(name="n1", host="n1", root="/r", python="python3")
+    pool = Pool(name="p", backend="ssh", nodes=(node,))
+    found = clean_node(pool, node, older_than_s=1.0, unfinished=(), is_dry_run=False)
+    assert (found.removed, found.kept, found.freed_bytes, found.free_bytes) == (("a",), 2, 10, 5)
+    assert found.error == "n1: the connection broke"

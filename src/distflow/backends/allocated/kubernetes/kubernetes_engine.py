@@ -248,7 +248,7 @@ class KubernetesEngine:
         if ending:
             lost = [pod for pod in ending if states[pod].reason is Reason.NODE_LOST]
             if lost:
-                return _failure({pod: self._of_lost_node(by_name[pod]) for pod in lost}, by_name)
+                return _failure({pod: self._of_lost_node(by_name[pod], states[pod]) for pod in lost}, by_name)
             return Queued(why=f"is ending: {ending[0]} is being deleted")
         if all(one.phase in (Phase.RUNNING, Phase.DONE) for one in states.values()):
             hosts = {pod.index: pod.host for pod in pods}
@@ -296,8 +296,8 @@ class KubernetesEngine:
             return []  # events only add details
 
     @staticmethod
-    def _of_lost_node(pod: Pod) -> PodState:
-        return PodState(phase=Phase.FAILED, message=f"is on {pod.node}, which no longer responds", reason=Reason.NODE_LOST)
+    def _of_lost_node(pod: Pod, state: PodState) -> PodState:
+        return PodState(phase=Phase.FAILED, message=f"{state.message} ({pod.node})", reason=Reason.NODE_LOST)
 
 
 def _failure(failed: Mapping[str, PodState], pods: Mapping[str, Pod]) -> Over:

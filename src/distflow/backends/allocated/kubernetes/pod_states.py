@@ -242,7 +242,8 @@ def state_of(pod: Pod) -> PodState:
     if pod.phase == "Succeeded":
         return PodState(phase=Phase.DONE, message="has ended")
     if pod.is_deleted:
-        return PodState(phase=Phase.ENDING, message="is being deleted", reason=_why_deleted(pod))
+        reason, text = _why_deleted(pod)
+        return PodState(phase=Phase.ENDING, message=text, reason=reason)
     if pod.container("running") is not None:
         return PodState(phase=Phase.RUNNING)
     if pod.node:
@@ -261,29 +262,23 @@ def vanished(last: PodState | None, events: Sequence[Mapping[str, Any]]) -> tupl
 
     ``last``: its last known state; ``events``: the events of the namespace about it.
     """
-    if last is not None and last.phase is Phase.FAILED and last.reason is not None:
-        return last.reason, last.message
     if last is not None and last.reason is not None:
-        return last.reason, _reason_text(last.reason)
+        return last.reason, last.message
     for event in reversed(events):
         if (word := _text(event.get("reason"))) in FAILURES:
             return failure_of(word, "")
     return Reason.CANCELED, "was deleted, for example with `kubectl delete`"
 
 
-def _reason_text(reason: Reason) -> str:
-    return next((text for ours, text in FAILURES.values() if ours is reason), "was deleted")
-
-
 def _ended(pod: Pod) -> PodState:
     found = pod.container("terminated") or {}
     word, code = _text(found.get("reason")), found.get("exitCode")
-    disruption = _why_deleted(pod)
+    disruption, why = _why_deleted(pod)
     if pod.reason in FAILURES:
         reason, text = failure_of(pod.reason, pod.message)
         return PodState(phase=Phase.FAILED, message=text, reason=reason)
     if disruption is not None or (pod.is_deleted and word != "OOMKilled"):
-        return PodState(phase=Phase.ENDING, message="is being deleted", reason=disruption)
+        return PodState(phase=Phase.ENDING, message=why, reason=disruption)
     if not found:
         reason, text = failure_of(pod.reason, pod.message)
         return PodState(phase=Phase.FAILED, message=text, reason=reason)
@@ -299,15 +294,16 @@ def _ended(pod: Pod) -> PodState:
     return PodState(phase=Phase.FAILED, message=text, reason=reason, is_final=reason is Reason.START_ERROR)
 
 
-def _why_deleted(pod: Pod) -> Reason | None:
-    """Return why a pod is deleted or disrupted; ``None`` if its conditions do not contain that."""
+def _why_deleted(pod: Pod) -> tuple[Reason | None, str]:
+    """Return why a pod is deleted or disrupted (``None`` if its conditions do not contain that), and the end of a sentence."""
     target = pod.condition("DisruptionTarget")
     if target.get("status") == "True":
-        return FAILURES.get(_text(target.get("reason")), (Reason.PREEMPTED, ""))[0]
+        word = _text(target.get("reason"))
+        return FAILURES.get(word, (Reason.PREEMPTED, f"was preempted or evicted ({plain(word)[:60]})"))
     # The node controller marks the pods of a node that no longer responds, while their containers seem to run.
     if pod.is_deleted and pod.condition("Ready").get("status") == "False" and pod.container("running") is not None:
-        return Reason.NODE_LOST
-    return None
+        return FAILURES["NodeNotReady"]
+    return None, "is being deleted"
 
 
 def _starting(pod: Pod) -> PodState:

@@ -88,7 +88,7 @@ def disrupted(reason: str) -> dict[str, Any]:
             pod(container("Running", running={}) | {"conditions": [{"type": "Ready", "status": "False"}]}, deleted=True),
             Phase.ENDING,
             Reason.NODE_LOST,
-            "deleted",
+            "no longer responds",
         ),
         (
             pod(container("Running", running={}) | disrupted("PreemptionByScheduler"), deleted=True),
@@ -162,5 +162,9 @@ def test_a_missing_pod_is_explained_by_its_last_state_or_by_events() -> None:
     assert vanished(lost, [])[0] is Reason.NODE_LOST
     assert vanished(None, [{"reason": "Scheduled"}, {"reason": "Preempted"}])[0] is Reason.PREEMPTED
     assert vanished(None, [])[0] is Reason.CANCELED
+    for word in ("PreemptionByScheduler", "EvictionByEvictionAPI", "DeletionByTaintManager", "Unheard"):
+        ending = state_of(pod(container("Running", running={}) | disrupted(word), deleted=True))
+        expected = FAILURES.get(word, (Reason.PREEMPTED, "was preempted or evicted (Unheard)"))
+        assert vanished(ending, []) == expected, "not the text of another cause with the same reason"
     evicted = state_of(pod({"phase": "Failed", "reason": "Evicted"}))
     assert vanished(evicted, [])[0] is Reason.EVICTED
