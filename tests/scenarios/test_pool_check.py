@@ -215,7 +215,7 @@ def test_settings_that_tasks_would_see_are_used_and_checked(hosts: Hosts) -> Non
     answer = hosts.check(code=0)
     said = {finding["nodes"][0]: finding for finding in answer["findings"] if finding["grade"] == "warning"}
     assert "torch cannot be imported: OSError('libcudart.so.12" in said["gpu1"]["message"]
-    assert "does not start in the environment of tasks: exit code 7" in said["gpu2"]["message"]
+    assert "does not answer in the environment of tasks: exit code 7" in said["gpu2"]["message"]
 
 
 def test_cleaning_says_in_one_document_which_node_could_not_be_reached(hosts: Hosts) -> None:

@@ -350,8 +350,8 @@ class Collected(_OfAttempt):
     size: int
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
-    """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also links that lead out of its
-    directory and files that kept changing."""
+    """Names of files that were left out: sockets, pipes and devices, and in a checkpoint also files that kept changing, and
+    links that lead out of its directory but not to a file. After three names, the number of the others."""
     is_everywhere: bool = False
     """Whether the archive stayed on a shared file system that all nodes of the pool see, and was not copied to this machine."""
 
@@ -371,12 +371,12 @@ class LogComplete(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLost(_OfAttempt):
-    """Output of the running attempt is being lost, because its node's disk is full."""
+    """Output of the running attempt is being lost, because its node cannot store it, usually on a full disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputWaits(_OfAttempt):
-    """Output of the attempt, and perhaps of others, stays on its node, because this machine has no room for it now."""
+    """Output of the attempt, and perhaps of others, stays on its node: this machine has no room for it now, or a disk error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

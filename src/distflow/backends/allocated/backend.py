@@ -55,6 +55,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.steady import now
+from distflow.documents.quantities import seconds_text
 from distflow.documents.requirements import Requirements
 from distflow.errors import DistflowError, NodeUnreachable, StorageError
 from distflow.lifecycle.states import Reason
@@ -230,7 +231,7 @@ class AllocatedBackend:
         self._machines.cancel_venv(key)
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Copy files and launch record to the node."""
+        """Bring inputs, files, image and launch record to the node."""
         self._command(key, partial(self._machines.prepare, key, launch, secrets, stop_grace_s, memo))
 
     def start(self, key: AttemptKey) -> None:
@@ -494,8 +495,9 @@ class AllocatedBackend:
             self._machines.connect([self._pool.node(name) for name in held.nodes.values()])
         if not self._lease_if_connected(held) and time.monotonic() > held.connects_until:
             away = [name for name in held.nodes.values() if name not in self._up]
-            why = f" ({held.last_message})" if held.last_message else ""
-            self._refuse(held, {name: f"{name} did not answer in time{why}" for name in away}, is_final=False)
+            why = f"within {seconds_text(self._pool.start_barrier_s)} (`start_barrier`)"
+            why += f": {held.last_message}" if held.last_message else ""
+            self._refuse(held, {name: f"{name} did not answer {why}" for name in away}, is_final=False)
 
     def _allocation_ended(self, held: _Held, state: Over) -> None:
         if held.request is not None:

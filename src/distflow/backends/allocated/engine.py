@@ -163,7 +163,8 @@ class QueryLimit:
 class Engine(Protocol):
     """A cluster engine.
 
-    Methods may block, and raise ``NodeUnreachable`` if the engine does not answer or its answer is malformed.
+    Methods may block, and raise ``NodeUnreachable`` if the engine does not answer or its answer is malformed. Each method may
+    raise ``RequestRefused`` if this machine lacks the software or the credentials file to use the engine.
     """
 
     query_limit: ClassVar[QueryLimit]

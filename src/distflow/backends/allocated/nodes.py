@@ -63,7 +63,7 @@ class SharedEngine:
         self._queried_at = -math.inf
 
     def exists(self, allocation: str) -> bool:
-        """Return whether the engine lists an allocation. Raises ``NodeUnreachable`` if the engine does not answer."""
+        """Return whether the engine lists an allocation. Raises the errors of ``Engine``."""
         with self._querying:
             if time.monotonic() - self._queried_at >= _CACHED_S:
                 self._existing, self._queried_at = self.engine.allocations().keys(), time.monotonic()

@@ -17,7 +17,7 @@ __all__ = ["resident_command", "resident_script"]
 def resident_script(python: str, idle_release_s: float, components: int) -> str:
     """Return a shell script that starts the resident program on all nodes of its Slurm job, with one Slurm task per node.
 
-    The script needs no other file. The script and its job end when no node had a process or a connection for
+    The script needs no other file. The script and its job end when no node has had a process or a connection for
     ``idle_release_s``. ``python`` is the value in the configuration. ``components`` is the number of components of a
     heterogeneous job.
     """
@@ -33,7 +33,7 @@ exec {command} -I -S -c "$resident" batch {idle_release_s:g} {components} "$resi
 def resident_command(python: str, allocation_id: str, host: str, idle_release_s: float) -> tuple[str, ...]:
     """Return the command of a container that is the node ``host`` of an allocation. It needs no file of distflow.
 
-    The container ends when it had no process and no connection for ``idle_release_s``. ``python`` is the value in the
+    The container ends when it has had no process and no connection for ``idle_release_s``. ``python`` is the value in the
     configuration.
     """
     return (*python_argv(python), "-I", "-S", "-c", _source(), "pod", allocation_id, host, f"{idle_release_s:g}")

@@ -146,7 +146,7 @@ class Leftover:
     """``None`` for a container or an allocation."""
     name: str
     attempt: str
-    """``<workflow uuid>/<group>/<task>/<n>``."""
+    """``<workflow uuid>/<group>/<task>/<n>``; of an allocation: ``<workflow uuid>/<group>/<n>``."""
     why: str
     """Why it is a leftover."""
     is_ours: bool
@@ -314,7 +314,10 @@ class Uninstalled:
 
 
 def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
-    """Remove distflow from a node. A node with running tasks refuses. Errors are in the result, and never raised."""
+    """Remove distflow from a node. It refuses while a task runs or a Python environment is built.
+
+    Errors are in the result, and never raised.
+    """
     try:
         with link_to(pool, node) as link:
             answer = link.request("uninstall", lease_dir=node.lease_dir, timeout_s=_UNINSTALL_S)

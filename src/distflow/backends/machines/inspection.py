@@ -29,7 +29,7 @@ class Holder:
     label: str = ""
     """``<workflow id>/<task>``; empty if the lease does not contain it."""
     pid: int | None
-    """Process id of the agent that leased it."""
+    """Process id of the attempt's runner; ``None`` if the lease does not contain it. Not trusted either."""
     gpus: tuple[int, ...] = ()
     ports: tuple[int, ...] = ()
     cpus: int = 0

@@ -58,8 +58,7 @@ class Session:
     """A command that runs on a node.
 
     1. ``events`` yields pairs: ``(False, data)`` for standard output, ``(True, data)`` for standard error, and finally an
-       ``Exit``. It raises ``NodeUnreachable`` if the connection ends first, or if a message is
-       malformed.
+       ``Exit``. It raises ``NodeUnreachable`` if the connection ends first, or if a message is malformed.
     2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. They
        never raise: ``events`` reports that the command is gone.
     3. ``close`` ends the command if it still runs.

@@ -134,7 +134,7 @@ class KubernetesApi:
                 refusal = self._refused(error.status_code, error.resp_body or b"").message
             except NodeUnreachable as refused:
                 raise NodeUnreachable(node, refused.detail, hint=refused.hint) from None
-            hint = "run `distflow pool check`, which names missing permissions"
+            hint = "run `distflow pool check`, which names missing permissions" if error.status_code == 403 else ""
             raise NodeUnreachable(node, f"exec into the pod was refused: {refusal}", hint=hint) from None
         except (websocket.WebSocketException, OSError) as error:
             raise NodeUnreachable(node, f"exec into the pod failed: {plain(str(error))[:300]}") from None
@@ -181,20 +181,22 @@ class KubernetesApi:
             ) from None
         settings = self._settings
         files = settings.kubeconfig or os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
-        is_inside = not any(map(os.path.exists, files.split(os.pathsep))) and "KUBERNETES_SERVICE_HOST" in os.environ
+        has_file = any(map(os.path.exists, files.split(os.pathsep)))
+        is_inside = not has_file and "KUBERNETES_SERVICE_HOST" in os.environ and settings.context is None
         configuration = client.Configuration()
         try:
-            if is_inside and settings.context is None:
+            if is_inside:
                 config.load_incluster_config(client_configuration=configuration)
                 self._namespace = self._namespace or (_SERVICE_ACCOUNT / "namespace").read_text().strip()
             else:
                 config.load_kube_config(files, settings.context, configuration, persist_config=False)
                 self._namespace = self._namespace or _namespace_of(config.list_kube_config_contexts, files, settings.context)
         except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
-            raise RequestRefused(
-                f"the kubeconfig cannot be used: {plain(str(error))[:300]}",
-                hint="check `kubernetes.context` and `kubernetes.kubeconfig` of the pool with `kubectl config get-contexts`",
-            ) from None
+            what = "there is no kubeconfig, and the service account of this pod" if is_inside else "the kubeconfig"
+            hint = "check `kubernetes.context` and `kubernetes.kubeconfig` of the pool with `kubectl config get-contexts`"
+            if is_inside:
+                hint = "mount a token of the service account, or set `kubernetes.kubeconfig` of the pool"
+            raise RequestRefused(f"{what} cannot be used: {plain(str(error))[:300]}", hint=hint) from None
         configuration.retries = False
         if not configuration.verify_ssl:
             warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the kubeconfig disables verification

@@ -234,12 +234,14 @@ class _Check:
                     )
                 return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version}", "")
             if state.phase is Phase.FAILED:
-                return error("image", self._at, f"a pod {state.message}", "change `image` or `python` of the pool")
+                hint = "change `kubernetes.image` or `python` of the pool" if state.is_final else "run the check again"
+                return error("image", self._at, f"a pod {state.message}", hint)
             last = state.message or last
             pause.wait(_POLL_S)
         return warning(
-            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}", "check whether the cluster has free nodes"
-        )
+            "pod", self._at, f"a pod did not run within {_POD_S:g} s: {last}",
+            "check whether the cluster has free nodes, and whether they can pull the image",
+        )  # fmt: skip
 
 
 def _message(pod: Pod) -> str:

@@ -61,7 +61,10 @@ job cannot create steps.
 
 
 def job_end_command(separator: str, root: str, jobs: Sequence[str]) -> tuple[str, ...]:
-    """Return a command that prints the four fields of ``JobEnd`` for each job, and then the states of all nodes."""
+    """Return a command that prints the four fields of ``JobEnd`` for each job, and then the states of all nodes.
+
+    It also removes the files with the messages of the jobs' scripts.
+    """
     script = _SCRIPT.format(separator=separator, longest=_LONGEST_LOG, log=log_path(root, "$job"))
     return ("sh", "-c", script, "sh", *jobs)
 

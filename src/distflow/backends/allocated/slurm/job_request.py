@@ -108,7 +108,8 @@ def as_one_shape(nodes: Sequence[NodeRequest]) -> tuple[NodeRequest, ...]:
     if len(platforms) > 1:
         raise RequestRefused(
             "the group has tasks for different platforms, which need a heterogeneous job",
-            hint="give all tasks of the group one platform, or allow heterogeneous jobs with `slurm: {het_jobs: true}`",
+            hint="give all tasks of the group one platform; heterogeneous jobs need `slurm: {het_jobs: true}`, and a cluster "
+            "that allows them",
         )
     gpus, cpus, memory = (max(getattr(node, key) for node in nodes) for key in ("gpus", "cpus", "memory"))
     return tuple(replace(node, gpus=gpus, cpus=cpus, memory=memory) for node in nodes)

@@ -126,7 +126,10 @@ class _Check:
         return partitions_of(self._commands.query(*SHOW_PARTITIONS))
 
     def partition(self, platform: str, settings: SlurmPlatform, known: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-        """Check that the partitions of a platform exist, are up, and allow the pool's time limit."""
+        """Check that the partitions of a platform exist, are up, and allow the pool's time limit.
+
+        If none is configured, only check that the cluster has a default partition.
+        """
         wanted = settings.partition or self.settings.partition
         if wanted is None:
             if not any(one.get("Default") == "YES" for one in known.values()):
@@ -200,7 +203,10 @@ class _Check:
             yield error("slurm", self._at, message, refused.hint)
 
     def python(self) -> Iterator[Finding]:
-        """Run the pool's Python on a node if one is free, and check whether the node shares ``root`` with the login node."""
+        """Run the pool's Python on a node if one is free.
+
+        Also check ``srun --overlap`` there, and whether the node shares ``root`` with the login node.
+        """
         if self._is_busy:
             yield note("python", self._at, "Python on the nodes was not checked: no node is free now", "")
             return

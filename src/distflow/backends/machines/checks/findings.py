@@ -179,10 +179,11 @@ def _root(measured: Measured) -> Iterator[Finding]:
 def _paths(measured: Measured) -> Iterator[Finding]:
     for path, found in (measured.probe.get("paths") or {}).items():
         if found["error"]:
-            hint = "copy or mount the data there, because a gang's tasks run on any node with free resources"
+            hint = "copy or mount the data there, or make it readable: a gang's tasks run on any node with free resources"
             yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
         elif not found["is_complete"]:
-            message = f"{path} has too many files to check: {count(found['files'], 'file')} found"
+            seen = count(found["files"], "file")
+            message = f"{path} was checked only in part (limits: half a minute, a million files): {seen} found"
             yield note("path", [measured.node.name], message, "")
 
 
@@ -191,7 +192,7 @@ def _leases(measured: Measured) -> Iterator[Finding]:
     if not leases:
         return
     if leases["error"]:
-        hint = "remove the file at this path, or set another `lease_dir`, the same for all users of the machine"
+        hint = f"make {leases['path']} a directory with mode 1777, or set another `lease_dir` for all users of the machine"
         yield error("leases", names, leases["error"], hint)
     elif _is_network(leases["file_system"]):
         yield warning(
@@ -272,7 +273,7 @@ def _torch(measured: Measured) -> Iterator[Finding]:
     if torch is None:
         return
     if not torch.python:
-        message = f"its python {measured.node.python} does not start in the environment of tasks: {torch.error}"
+        message = f"its python {measured.node.python} does not answer in the environment of tasks: {torch.error}"
         yield warning("python", names, message, "check `python`, `setup` and `environment` of the node")
     elif torch.error:
         what = "torch cannot be imported"

@@ -59,10 +59,10 @@ class Torch:
     """The Python of a node's tasks, started in their environment, and its torch."""
 
     python: str = ""
-    """Version of Python; empty if it did not start."""
+    """Version of Python; empty if it gave no valid answer (then ``error`` has the cause)."""
     executable: str = ""
     version: str | None = None
-    """Version of torch; ``None`` if it is missing, or if it cannot be imported (then ``error`` has the cause)."""
+    """Version of torch; ``None`` if it is missing or cannot be imported."""
     cuda: str | None = None
     """CUDA or HIP version of torch; ``None`` for a build without support for GPUs."""
     is_available: bool = False
@@ -71,6 +71,7 @@ class Torch:
     nccl: str | None = None
     """Version of NCCL; ``None`` if torch has no usable one."""
     error: str = ""
+    """Why Python gave no valid answer, or why torch cannot be imported or queried; empty also if torch is only missing."""
     others: tuple[str, ...] = ()
     """If torch, or a module that it imports, is missing: other Pythons on the node that have torch."""
 

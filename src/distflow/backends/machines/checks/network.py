@@ -274,7 +274,7 @@ def run_python(
 ) -> Mapping[str, Any]:
     """Run a script with the Python of the node's tasks: with their setup, variables, PATH and packages.
 
-    Raises ``AgentError`` (``no_venv``) if their environment is not built yet.
+    Raises ``NodeError``, which is an ``AgentError`` of the kind ``no_venv`` if their environment is not built yet.
     """
     node, facts, venv = measured.node, measured.facts, measured.venv
     return link.request(

@@ -292,7 +292,7 @@ class Opened:
 def open_service(
     transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: Bundle = RUNTIME
 ) -> Opened:
-    """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` with the node's error.
+    """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` if it does not start there.
 
     ``~`` in ``root`` and ``python`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path.
     """

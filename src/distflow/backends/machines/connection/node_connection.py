@@ -68,7 +68,7 @@ Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 _LOG_KINDS = ("idx", "log", "samples")
 """Kinds of mirrored files. The index comes first, because it assigns the text to ranks."""
 _ROOM_S = 5.0
-"""Seconds between tries to resume output for which this machine had no room."""
+"""Seconds between tries to resume output that this machine could not store."""
 _END = "exit.json"
 
 
@@ -95,7 +95,7 @@ class Connection:
         self._drained: dict[str, set[str]] = {}
         """Attempt → the parts of its data that are complete on this connection (``_mark_complete``)."""
         self._waiting: set[tuple[AttemptKey, str]] = set()
-        """Output (attempt and kind of file) that stays on its node, because this machine had no room for it."""
+        """Output (attempt and kind of file) that stays on its node, because this machine could not store it."""
         self._losing: set[str] = set()
         """Attempts whose loss of output has been reported."""
         self._unwanted: set[AttemptKey] = set()
@@ -191,7 +191,7 @@ class Connection:
             if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
                 raise NodeError(
                     self.node.name,
-                    f"the file {gone[0]} was removed from it, and this machine has no copy",
+                    f"it does not have the file {gone[0]}, and this machine has no copy",
                     hint="submit the workflow again",
                 )
             if lacking:

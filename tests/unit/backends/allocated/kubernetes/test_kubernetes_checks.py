@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from distflow.backends.allocated.engine import RequestRefused
 from distflow.backends.allocated.kubernetes.api import ApiError, KubernetesApi
 from distflow.backends.allocated.kubernetes.kubernetes_checks import check_kubernetes
 from distflow.pools.model import KubernetesSettings, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class _Api(KubernetesApi):
@@ -54,3 +56,17 @@ def test_a_refused_call_is_a_finding(refused: str, message: str) -> None:
     pool = Pool(name="k", backend="kubernetes", nodes=(), kubernetes=KubernetesSettings(image="i:1"))
     findings = list(check_kubernetes(pool, _Api(refused)))
     assert any(message in one.message for one in findings)
+
+
+def test_a_pod_without_a_service_account_token_is_not_blamed_on_a_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("kubernetes")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    api = KubernetesApi(KubernetesSettings())
+    with pytest.raises(RequestRefused, match=r"^the kubeconfig cannot be used: "):
+        api.call("GET", "/version")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(RequestRefused, match=r"^there is no kubeconfig, and the service account of this pod cannot be used: "):
+        api.call("GET", "/version")
