@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.context import open_client
-from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption, command_app
+from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption, command_app, pool_check_command
 from distflow.cli.render.tables import table, terminal_width
 from distflow.client.nodes import (
     Cleaned,
@@ -30,7 +29,7 @@ from distflow.client.workflows import workflow_ids
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, duration, parse_duration
 from distflow.documents.text import plain
-from distflow.errors import DistflowError, InputError, NodeError, NodeUnreachable
+from distflow.errors import DistflowError, InputError, NodeError
 
 __all__ = [
     "app",
@@ -64,23 +63,26 @@ def clean(
     """Remove logs, outputs and files of ended workflows from nodes.
 
     A workflow is kept if it is unfinished in this machine's store, or if it runs on the node. Copies of logs on this machine
-    stay. Python environments that were not used for the same time are removed, too.
+    stay. Python environments that were not used for the time of --older-than are removed, too.
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:
         nodes = choose_nodes(client, pool, hosts=client.hosts(hostfile))
         results = clean_nodes(client, nodes, older_than_s=age_s, is_dry_run=dry_run)
     _show_cleaned(results, dry_run, format_type)
-    failed = [result for result in results if result.error]
-    if failed and format_type is Format.JSON:
-        # The JSON document already contains the error.
-        raise typer.Exit(NodeUnreachable.exit_code)
-    if failed:
-        raise NodeUnreachable(failed[0].node, failed[0].error, hint=_details(failed[0].node, pool))
+    _raise_first(nodes, [result.error for result in results], hostfile, format_type)
 
 
-def _details(node: str, pool: str | None) -> str:
-    return f"details: distflow pool check{f' --pool {pool}' if pool else ''} --node {node}"
+def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str | None, format_type: Format) -> None:
+    """Raise the first error of some nodes. With JSON, only exit, because the document already contains the error."""
+    failed = next(((pool, node, error) for (pool, node), error in zip(nodes, errors, strict=True) if error), None)
+    if failed is None:
+        return
+    if format_type is Format.JSON:
+        raise typer.Exit(NodeError.exit_code)
+    pool, node, error = failed
+    hint = f"details: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
+    raise NodeError(node.name, error.removeprefix(f"{node.name}: "), hint=hint)
 
 
 def _seconds(text: str) -> float:
@@ -102,7 +104,13 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
         print(json.dumps({"dry_run": dry_run, "nodes": rows}, indent=2))
         return
     text = [
-        (one.node, str(len(one.removed)), str(one.kept), f"{one.freed_bytes / 2**20:.1f} MiB", plain(one.error) or "-")
+        (
+            one.node,
+            str(len(one.removed)),
+            str(one.kept),
+            f"{one.freed_bytes / 2**20:.1f} MiB",
+            plain(one.error.removeprefix(f"{one.node}: ")) or "-",
+        )
         for one in results
     ]
     print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")
@@ -115,7 +123,7 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
             print(f"{one.node}: {verb} {what} ({bytes_text(venv.size)}, unused for {unused})")
         if one.kept_venvs:
             print(f"{one.node}: kept {count_text(one.kept_venvs, 'Python environment')}")
-    if os.isatty(sys.stderr.fileno()) and dry_run:
+    if dry_run and sys.stderr.isatty():
         print("Dry run: nothing was removed.", file=sys.stderr)
 
 
@@ -139,8 +147,10 @@ def reap(
     if format_type is Format.JSON:
         print(json.dumps({"dry_run": dry_run, "nodes": [_reaped_json(one) for one in results]}, indent=2))
     else:
-        _show_reaped(results, dry_run, ids)
-    error = _worst_error(results, ids, pool)
+        _show_reaped(results, len(chosen), dry_run, ids)
+    commands = [pool_check_command(one.name, node.name, hostfile=hostfile) for one, node in chosen]
+    commands += [pool_check_command(one.node) for one in jobs]
+    error = _worst_error(results, commands, ids)
     if error is None:
         return
     if format_type is Format.JSON:
@@ -149,11 +159,12 @@ def reap(
     raise error
 
 
-def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str], pool: str | None) -> DistflowError | None:
-    for one in results:
+def _worst_error(results: Sequence[Reaped], commands: Sequence[str], ids: Mapping[str, str]) -> DistflowError | None:
+    """Return the first error, or ``None``. ``commands`` has the command that checks the node or pool of each result."""
+    for one, command in zip(results, commands, strict=True):
         if one.error:
             message = replace_uuids(one.error.removeprefix(f"{one.node}: "), ids)
-            return NodeError(one.node, message, hint=_details(one.node, pool))
+            return NodeError(one.node, message, hint=f"details: {command}")
     for one in results:
         for left in one.found:
             if left.error:
@@ -162,7 +173,8 @@ def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str], pool: str | 
     return None
 
 
-def _show_reaped(results: Sequence[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
+def _show_reaped(results: Sequence[Reaped], node_count: int, dry_run: bool, ids: Mapping[str, str]) -> None:
+    """Print the leftovers. The first ``node_count`` results are about nodes, and the others about the jobs of pools."""
     rows = [_reaped_row(one.node, left, dry_run, ids) for one in results for left in one.found]
     if rows:
         header = ("Node", "Pid", "Name", "Age", "GPUs", "Task", "Done", "Why")
@@ -172,9 +184,10 @@ def _show_reaped(results: Sequence[Reaped], dry_run: bool, ids: Mapping[str, str
             verb = "would be recorded" if dry_run else "is now recorded"
             names = plain(replace_uuids(", ".join(one.settled), ids))
             print(f"{one.node}: the end of {len(one.settled)} attempt{'s' * (len(one.settled) > 1)} {verb}: {names}")
-    reached = sum(1 for one in results if not one.error)
+    counts = (("node", results[:node_count]), ("pool", results[node_count:]))
+    reached = [count_text(n, noun) for noun, some in counts if (n := sum(not one.error for one in some))]
     if not rows and reached:
-        print(f"no leftovers on {reached} node{'s' if reached > 1 else ''}")
+        print(f"no leftovers on {' and '.join(reached)}")
     elif dry_run and reached:
         print("Dry run: nothing was stopped.", file=sys.stderr)
 
@@ -231,14 +244,7 @@ def uninstall(
         print(json.dumps({"nodes": rows}, indent=2))
     else:
         _show_uninstalled(results)
-    failed = [one for one in results if one.error]
-    if failed and format_type is Format.JSON:
-        # The JSON document already contains the error.
-        raise typer.Exit(NodeError.exit_code)
-    if failed:
-        raise NodeError(
-            failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "), hint=_details(failed[0].node, pool)
-        )
+    _raise_first(chosen, [one.error for one in results], hostfile, format_type)
 
 
 def _confirm(nodes: Sequence[PoolNode]) -> None:

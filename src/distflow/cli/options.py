@@ -37,6 +37,7 @@ __all__ = [
     "TasksOption",
     "command_app",
     "commands",
+    "pool_check_command",
 ]
 
 
@@ -87,6 +88,15 @@ HostfileOption = Annotated[
         help="Use the machines in this file over SSH. Each line is like `gpu1 slots=8`.",
     ),
 ]
+
+
+def pool_check_command(pool: str, node: str | None = None, *, hostfile: str | None = None) -> str:
+    """Return the command that checks a pool, or one of its nodes. ``hostfile`` is the value of ``HostfileOption``."""
+    import shlex
+
+    options = (("--pool", pool), ("--hostfile", hostfile), ("--node", node))
+    return shlex.join(["distflow", "pool", "check", *(word for name, value in options if value for word in (name, value))])
+
 
 PoolOption = Annotated[
     str | None,

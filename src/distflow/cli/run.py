@@ -40,7 +40,7 @@ from distflow.client.spec_drafts.drafts import Draft, spec_text
 from distflow.client.spec_drafts.quick_run import RESULTS, draft_run, fetch_results, unsent_directories
 from distflow.client.submission import SubmitRequest, plan, submit
 from distflow.documents.text import few, plain_lines
-from distflow.errors import InputError, WorkflowEnded
+from distflow.errors import DistflowError, InputError, WorkflowEnded
 from distflow.structs import replace
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _print_fetch(record: WorkflowRecord, to: Path) -> None:
 
 
 def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Format) -> None:
-    """Follow a workflow to its end, and fetch its results, even if it failed."""
+    """Follow a workflow to its end, and fetch its results, even if it failed. Then raise its failure, not that of the fetch."""
     failure: WorkflowEnded | None = None
     try:
         wait_for_end(client, record, format_type, fetches=True)
@@ -234,8 +234,14 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
     except KeyboardInterrupt:
         _print_fetch(record, to)
         raise
-    with ProgressLine(sys.stderr, "fetched") as line:
-        fetched = fetch_results(client, record, to, on_progress=lambda one: line.update(one.done, one.total))
+    try:
+        with ProgressLine(sys.stderr, "fetched") as line:
+            fetched = fetch_results(client, record, to, on_progress=lambda one: line.update(one.done, one.total))
+    except DistflowError as error:
+        if failure is None:
+            raise
+        print_notice(f"error: {error}")
+        raise failure from None
     try:
         if fetched is not None:
             _end_fetch(fetched, to)

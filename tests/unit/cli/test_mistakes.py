@@ -218,7 +218,12 @@ MISTAKES: Mapping[str, Mistake] = {
         command="node reap --node gpu1",
         files={"distflow.yaml": LAB.replace("host: gpu1", "host: 127.0.0.1, port: 1, user: ada")},
         where="gpu1",
-        remedy="distflow pool check --node gpu1",
+        remedy="distflow pool check --pool lab --node gpu1",
+    ),
+    "file in the home directory of an unknown user": Mistake(
+        command="credential set deploy --payload-file key=~no.such.user/key",
+        where="--payload-file key",
+        remedy="write the whole path",
     ),
 }
 

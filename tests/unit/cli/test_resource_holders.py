@@ -34,3 +34,10 @@ def test_holders_are_shown_by_workflow_and_task_with_ranges() -> None:
 
 def test_idle_nodes_are_reported_in_a_sentence() -> None:
     assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes.\n"
+
+
+def test_a_node_that_fails_is_named_once_and_not_called_idle() -> None:
+    failed = Holders(error="n2: connection refused")
+    assert holders_text([(USAGE, failed)], {}) == "n2: failed: connection refused\n"
+    both = holders_text([(USAGE, failed), (USAGE, Holders())], {})
+    assert both == "Nothing is in use on the nodes that responded.\nn2: failed: connection refused\n"

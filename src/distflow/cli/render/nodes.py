@@ -246,9 +246,11 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
         for one in report.holders
     ]
     rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
-    idle = "the nodes that responded" if any(report.error for _, report in found) else "these nodes"
-    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else [f"Nothing is in use on {idle}.\n"]
-    lines += [f"{usage.node.name}: failed: {plain(report.error)}\n" for usage, report in found if report.error]
+    failed = [(usage.node.name, report.error) for usage, report in found if report.error]
+    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else []
+    if not rows and (not failed or len(failed) < len(found)):
+        lines.append(f"Nothing is in use on {'the nodes that responded' if failed else 'these nodes'}.\n")
+    lines += [f"{node}: failed: {plain(error.removeprefix(f'{node}: '))}\n" for node, error in failed]
     return "".join(lines)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from distflow.cli.completion import complete_tag, complete_workflow
 from distflow.cli.context import WorkflowsArgument, open_client
-from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
+from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app, pool_check_command
 from distflow.cli.render.tables import print_notice, table
 from distflow.cli.render.workflow_json import workflow_key
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
@@ -184,7 +184,10 @@ def adopt_workflows(
         # The JSON document already contains the error.
         raise typer.Exit(NodeError.exit_code)
     if failed:
-        raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
+        first = failed[0]
+        node = None if first.pool.is_allocated else first.node
+        hint = f"details: {pool_check_command(first.pool.name, node, hostfile=hostfile)}"
+        raise NodeError(first.node, first.error.removeprefix(f"{first.node}: "), hint=hint)
 
 
 def _show_adoption(found: Adoption, dry_run: bool) -> None:
@@ -198,7 +201,7 @@ def _show_adoption(found: Adoption, dry_run: bool) -> None:
         print(f"{plain(one.name)}: {'would be adopted' if dry_run else 'adopted'}")
         for note in one.notes:
             print(f"  {plain(note)}")
-    if not found.workflows:
+    if not found.workflows and (not found.nodes or any(not one.error for one in found.nodes)):
         print("Nothing to adopt: the store has every workflow that the nodes reported.")
 
 

@@ -17,7 +17,15 @@ import typer
 from distflow.cli.completion import complete_pool, complete_priority, complete_workflow
 from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, VenvOption, parse_node_settings
-from distflow.cli.options import CheckFormat, CheckFormatOption, Format, FormatOption, HostfileOption, command_app
+from distflow.cli.options import (
+    CheckFormat,
+    CheckFormatOption,
+    Format,
+    FormatOption,
+    HostfileOption,
+    command_app,
+    pool_check_command,
+)
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.terminal import BottomLine, ProgressLine
 from distflow.cli.search_options import priorities
@@ -186,7 +194,7 @@ def submit_workflow(
         warn(planned.checked.warnings)
         report.warn(planned.checked.warnings)
         if preflight:
-            _check_nodes(planned)
+            _check_nodes(planned, hostfile)
         record = _start(client, submit, planned, wait, plain)
         if copied is not None:
             from distflow.cli.workflow.rsync import copy_to_first_lead
@@ -323,7 +331,7 @@ def print_plan(planned: PlannedWorkflow, format_type: Format) -> None:
         print(plain_lines(plan_text(planned.plan, planned.placement, planned.checked.pictures)), end="")
 
 
-def _check_nodes(planned: PlannedWorkflow) -> None:
+def _check_nodes(planned: PlannedWorkflow, hostfile: str | None) -> None:
     """Check the nodes of a workflow as ``pool check`` does, and print the findings to standard error.
 
     Raises ``typer.Exit`` with the exit code of ``NodeError`` if a gang cannot run on these nodes.
@@ -340,10 +348,8 @@ def _check_nodes(planned: PlannedWorkflow) -> None:
     for line in findings_text(found, paint):
         print(line, file=sys.stderr)
     if not found.can_run:
-        print(
-            f"{paint.bad(found.text)}\nNothing was started. Details: distflow pool check --pool {planned.pool.name}",
-            file=sys.stderr,
-        )
+        details = pool_check_command(planned.pool.name, hostfile=hostfile)
+        print(f"{paint.bad(found.text)}\nNothing was started. Details: {details}", file=sys.stderr)
         raise typer.Exit(NodeError.exit_code)
 
 

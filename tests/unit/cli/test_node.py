@@ -1,0 +1,79 @@
+"""Errors of ``distflow node`` and ``workflow adopt``: the failed node, and the command that shows details."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from distflow.backends.machines.cleanup import Recalled
+from distflow.cli.app import run
+from distflow.client.adoption import Adoption
+from distflow.client.nodes import Cleaned, PoolNode, Reaped
+from distflow.pools.model import Pool
+from unit.cli.screen import Screen
+
+CONFIGURATION = """
+default_pool: idle
+pools:
+  idle: {backend: local, nodes: [{name: here}]}
+  lab: {backend: ssh, nodes: [{name: gpu1, host: gpu1}]}
+"""
+
+
+@pytest.fixture
+def folder(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory, which has the configuration."""
+    (tmp_path / "distflow.yaml").write_text(CONFIGURATION)
+    (tmp_path / "distflow.yaml").chmod(0o600)
+    monkeypatch.setenv("DISTFLOW_CONFIG", str(tmp_path / "distflow.yaml"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _cleaned(client: object, nodes: Sequence[PoolNode], **_: object) -> list[Cleaned]:
+    return [Cleaned(node=node.name, error="" if node.name == "here" else f"{node.name}: refused") for _, node in nodes]
+
+
+def test_an_error_names_its_node_once_and_the_command_its_pool(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distflow.cli.node.clean_nodes", _cleaned)
+    assert run(["node", "clean"]) == 3
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].split() == ["gpu1", "0", "0", "0.0", "MiB", "refused"]
+    assert err == "error: gpu1: refused\ndetails: distflow pool check --pool lab --node gpu1\n"
+    (folder / "hosts").write_text("gpu7\n")
+    assert run(["node", "clean", "--hostfile", "hosts"]) == 3
+    command = "distflow pool check --pool hostfile --hostfile hosts --node gpu7"
+    assert capsys.readouterr().err == f"error: gpu7: refused\ndetails: {command}\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_jobs_of_a_pool_are_not_a_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("distflow.cli.node.reap_nodes", lambda nodes, **_: [Reaped(node=node.name) for _, node in nodes])
+    monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster")])
+    assert run(["node", "reap"]) == 0
+    assert capsys.readouterr().out == "no leftovers on 2 nodes and 1 pool\n"
+    monkeypatch.setattr("distflow.cli.node.reap_jobs", lambda *_, **__: [Reaped(node="cluster", error="squeue failed")])
+    assert run(["node", "reap"]) == 3
+    assert capsys.readouterr().err == "error: cluster: squeue failed\ndetails: distflow pool check --pool cluster\n"
+
+
+@pytest.mark.usefixtures("screen")
+def test_adopt_draws_no_conclusion_from_nodes_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = Recalled(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="gpu1: refused")
+
+    def found(*nodes: Recalled) -> Adoption:
+        return Adoption(workflows=(), nodes=nodes, kept_aside=None)
+
+    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: found(failed))
+    assert run(["workflow", "adopt"]) == 3
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: gpu1: refused\ndetails: distflow pool check --pool lab --node gpu1\n")
+    monkeypatch.setattr("distflow.client.adoption.adopt", lambda *_, **__: found())
+    assert run(["workflow", "adopt"]) == 0
+    assert capsys.readouterr().out.startswith("Nothing to adopt: ")

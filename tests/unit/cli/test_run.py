@@ -1,0 +1,30 @@
+"""The end of ``distflow run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.options import Format
+from distflow.cli.run import _finish
+from distflow.errors import StorageError, WorkflowEnded
+from unit.cli.screen import Screen
+from unit.state.stored import workflow
+
+
+def test_the_failure_of_a_workflow_counts_more_than_that_of_the_fetch(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    ended, refused = WorkflowEnded(""), StorageError("outputs: it is not a directory")
+    monkeypatch.setattr("distflow.cli.run.fetch_results", lambda *_, **__: fail(refused))
+    monkeypatch.setattr("distflow.cli.run.wait_for_end", lambda *_, **__: fail(ended))
+    with pytest.raises(WorkflowEnded):
+        _finish(screen.client, workflow([]), Path("outputs"), Format.TEXT)
+    assert capsys.readouterr().err == "error: outputs: it is not a directory\n"
+    monkeypatch.setattr("distflow.cli.run.wait_for_end", lambda *_, **__: None)
+    with pytest.raises(StorageError):
+        _finish(screen.client, workflow([]), Path("outputs"), Format.TEXT)
