@@ -158,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _open_streams() -> None:
     """Connect closed standard streams to /dev/null.
 
-    Make stdout escape characters that its encoding does not support, and name itself in its errors.
+    Make stdout escape characters that its encoding does not support, and name itself in its errors. Make stdin accept any
+    bytes, because the check of a spec reports those that are not UTF-8.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -166,9 +167,10 @@ def _open_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
     sys.stderr = sys.stderr or open(2, "w", closefd=False)
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors=errors)
     for name in ("write", "flush"):
         setattr(sys.stdout, name, _with_name(getattr(sys.stdout, name)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def list_command(
     Each line has one relative path. The path of a folder ends with a slash.
     """
     source = parse_data_url(url)
-    if file is not None and file.exists():
+    if file is not None and os.path.exists(file):  # ``Path.exists`` raises an error in a directory that is not readable
         raise InputError(f"`{file}` already exists", hint="name a new file")
     with open_client() as client:
         found = list_data(client, url, regex=regex, prefix=prefix)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import distflow
 from distflow.cli.app import run, wants_json
 from distflow.client.client import user_name
 from distflow.errors import StateError
@@ -244,3 +245,12 @@ def test_a_full_disk_of_the_output_is_reported_as_such(write: str) -> None:
         done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     said = "error: standard output: No space left on device; free some space and try again\n"
     assert (done.returncode, done.stderr) == (5, said)
+
+
+def test_a_spec_on_standard_input_that_is_not_utf8_is_an_error_with_its_position(screen: Screen) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "distflow", "validate", "-"], input=b"workflow: \xff\n", capture_output=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict", "PYTHONPATH": str(Path(distflow.__file__).parents[1])},
+    )  # fmt: skip
+    assert b"the file is not UTF-8: byte 0xff at offset 10" in done.stderr
+    assert (done.returncode, done.stdout) == (2, b"")

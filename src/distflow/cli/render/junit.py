@@ -52,10 +52,11 @@ def junit_text(record: WorkflowRecord) -> str:
 
 def check_path(option: str, path: Path) -> None:
     """Raise ``InputError`` if a report cannot be written to this path. Call it before the workflow starts."""
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        reason = "the file is not writable" if path.exists() else "the directory does not exist or is not writable"
-        reason = "it is a directory" if path.is_dir() else reason
+    # Methods of ``Path`` raise an error for a path in a directory that this user cannot read.
+    exists, is_directory = os.path.exists(path), os.path.isdir(path)
+    if is_directory or not os.access(path if exists else path.absolute().parent, os.W_OK):
+        reason = "the file is not writable" if exists else "the directory does not exist or is not writable"
+        reason = "it is a directory" if is_directory else reason
         raise InputError(
             f"{option}: `{path}` cannot be written: {reason}", hint="name a file in a directory that you can write to"
         )

@@ -220,10 +220,15 @@ def _cancel(client: Client, record: WorkflowRecord, _: Request) -> dict[str, obj
 
 
 def _restart(client: Client, record: WorkflowRecord, _: Request) -> dict[str, object]:
-    from distflow.client.specs import Overrides
+    from distflow.client.specs import Overrides, SecretsMissing
     from distflow.client.submission import plan_restart, restart
 
-    planned = plan_restart(client, record.uuid, Overrides(secrets={}))
+    try:
+        planned = plan_restart(client, record.uuid, Overrides(secrets={}))
+    except SecretsMissing as error:
+        options = " ".join(f"--set-env {name}=…" for name in error.names)
+        hint = f"use a terminal: `distflow workflow restart {record.id} {options}`"
+        raise InputError(error.message, hint=hint) from None
     return {"workflow_id": restart(client, planned).id}
 
 

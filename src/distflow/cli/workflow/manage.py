@@ -53,11 +53,14 @@ def cancel_workflows(
     with open_client() as client:
         results = cancel(client, ids, message=message, force=force)
         records = [one.record for one in results if one.record is not None]
+        failures = [one.error for one in results if one.error is not None]
         try:
             if format_type is Format.TEXT:
                 lines = [line for one in records for line in (f"{one.id}: canceling", *_unreachable_words(client, one))]
                 print("".join(f"{line}\n" for line in lines), end="", flush=True)
         finally:
+            for failure in failures:
+                print_notice(f"error: {failure}")
             # Wait even if printing fails because the reader has closed the output.
             if wait_s is not None:
                 ended = wait(
@@ -70,9 +73,6 @@ def cancel_workflows(
                     print_notice(f"warning: {words}")
     if format_type is Format.JSON:
         print(json.dumps({"workflows": [_cancellation_json(one) for one in results]}, indent=2))
-    failures = [one.error for one in results if one.error is not None]
-    for failure in failures:
-        print_notice(f"error: {failure}")
     if failures:
         # The JSON document already contains the errors. Raising an error would print a second document.
         raise typer.Exit(failures[-1].exit_code)

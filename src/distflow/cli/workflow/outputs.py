@@ -54,7 +54,7 @@ def outputs(
         if format_type is Format.JSON:
             print(json.dumps(outputs_json(record, found), indent=2))
         else:
-            _print_outputs(record, found, workdir, is_filtered=bool(task) or attempt is not None)
+            _print_outputs(record, found, workdir, _filters(task, attempt))
     _exit_with(one.error for one in found)
 
 
@@ -107,7 +107,7 @@ def fetch(
     elif fetched.files or fetched.unchanged:
         print(fetched_text(fetched, folder))
     elif not fetched.errors and not fetched.problems:
-        print_notice(_no_files(record, workdir, is_filtered=bool(task) or attempt is not None))
+        print_notice(_no_files(record, workdir, _filters(task, attempt)))
     end_fetch(fetched)
 
 
@@ -138,7 +138,12 @@ def end_fetch(fetched: FetchedFiles) -> None:
     _exit_with(fetched.errors, has_failed=bool(fetched.problems))
 
 
-def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir: bool, *, is_filtered: bool) -> None:
+def _filters(task: Sequence[str] | None, attempt: int | None) -> str:
+    """Return the options that choose these tasks and this attempt, each after a space."""
+    return "".join(f" --task {name}" for name in task or ()) + ("" if attempt is None else f" --retry-id {attempt}")
+
+
+def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir: bool, filters: str) -> None:
     rows = [
         (one.task, bytes_text(file.size), local_minute(file.modified_at), plain(file.path) + _arrow(file.link))
         for one in found
@@ -149,10 +154,11 @@ def _print_outputs(record: WorkflowRecord, found: Sequence[TaskOutputs], workdir
         size = sum(file.size for one in found for file in one.files)
         option = " --workdir" if workdir else ""
         print_notice(
-            f"{count_text(len(rows), 'file')}, {bytes_text(size)}. To copy them: distflow workflow fetch {record.id}{option}"
+            f"{count_text(len(rows), 'file')}, {bytes_text(size)}. "
+            f"To copy them: distflow workflow fetch {record.id}{option}{filters}"
         )
     elif not any(one.error for one in found):
-        print_notice(_no_files(record, workdir, is_filtered=is_filtered))
+        print_notice(_no_files(record, workdir, filters))
     if left_out := sum(one.left_out for one in found):
         print_notice(
             f"note: {count_text(left_out, 'file')} not listed: sockets, pipes, devices, and links to directories outside"
@@ -164,12 +170,12 @@ def _arrow(link: str) -> str:
     return f" -> {plain(link)}" if link else ""
 
 
-def _no_files(record: WorkflowRecord, workdir: bool, *, is_filtered: bool) -> str:
-    chosen = "the chosen tasks or attempt of " if is_filtered else ""
+def _no_files(record: WorkflowRecord, workdir: bool, filters: str) -> str:
+    chosen = "the chosen tasks or attempt of " if filters else ""
     if workdir:
         return f"The commands of {chosen}{record.id} wrote no files to their working directories."
-    other = f"distflow workflow outputs {record.id} --workdir"
-    where = f"{chosen}{record.id}: " if is_filtered else f"{record.id} has "
+    other = f"distflow workflow outputs {record.id} --workdir{filters}"
+    where = f"{chosen}{record.id}: " if filters else f"{record.id} has "
     return f"{where}no files in {{{{output}}}}. Files in the working directories: {other}"
 
 

@@ -439,7 +439,7 @@ class FetchLine:
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
-    """Print the id of a new workflow or, with JSON, a document. After an id on a terminal, also print commands to follow it."""
+    """Print the id of a new workflow or, with JSON, a document. On a terminal, commands to follow it come after the id."""
     if format_type is Format.JSON:
         print(json.dumps(_submitted_json(record), indent=2), flush=True)
         return

@@ -65,7 +65,11 @@ render(
     report ? h('span', { class: 'quiet' }, `Report of ${report.made}`) : null,
     theme,
   ),
-  h('p', { class: 'offline-note', role: 'status' }, 'The connection is lost. If the server has ended, run `distflow ui` again.'),
+  h(
+    'p',
+    { class: 'offline-note', role: 'status' },
+    withCode('The connection is lost. If the server has ended, run `distflow ui` again.'),
+  ),
   main,
 );
 
