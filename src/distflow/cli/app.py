@@ -121,7 +121,7 @@ class _Root(LazyGroup):
 app = typer.Typer(
     cls=_Root,
     name="distflow",
-    help="Run distributed training on machines that you can reach over SSH: one YAML file, one command.",
+    help="Run distributed training on SSH machines, Slurm, Kubernetes and Ray: one YAML file, one command.",
     epilog="Example: distflow init --sample hello-world && distflow submit hello_world.yaml --wait",
     no_args_is_help=True,
     rich_markup_mode=None,

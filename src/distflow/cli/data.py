@@ -93,8 +93,8 @@ def download(
 ) -> None:
     """Download the data at a URL into a directory.
 
-    Paths are relative to the URL, and a single object keeps its name. A file appears after it is complete. If the store
-    has its checksum, the file is verified first. Repeat the command to continue an interrupted download.
+    Paths are relative to the URL, and a single object keeps its name. A file appears when it is complete and, if the store has
+    a checksum of it, verified. Repeat the command with --resume to continue an interrupted download.
     """
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
         moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.update)
@@ -200,7 +200,7 @@ def _report(
     if format_type is Format.JSON:
         print(json.dumps(body, indent=2))
         return
-    skipped = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
+    skipped = f"; {moved.skipped} of them {'was' if moved.skipped == 1 else 'were'} already there" if moved.skipped else ""
     print(f"{verb}ed {count_text(moved.files, 'file')}, {bytes_text(moved.size)}{skipped}")
 
 

@@ -114,7 +114,7 @@ def update(
 @app.command(epilog="Example: distflow dataset download mnist:3 data")
 def download(
     name: NameArgument,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The files go to DIR/NAME.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An existing directory. The files go to DIR/NAME.")],
     regex: RegexOption = "",
     resume: ResumeOption = False,
     format_type: FormatOption = Format.TEXT,

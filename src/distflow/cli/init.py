@@ -44,15 +44,27 @@ def init(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="The workflow's name; its spec is NAME.yaml. Default: the name of the script, program, Slurm job or sample.",
+            help="The workflow's name; its spec is NAME.yaml. Default: the name of the script, program or Slurm job. "
+            "With --sample, NAME is only for the file.",
             show_default=False,
         ),
     ] = None,
     command: Annotated[
         str | None, typer.Option("--command", metavar="TEXT", help="The command, such as 'train.py --lr 0.1'.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="The number of nodes.")] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each node.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="The number of nodes. Default: as in the torchrun command or sbatch script, or 1."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=0,
+            help="GPUs of each node. Default: as in the sbatch script, or none. For torchrun's `--nproc_per_node gpu`: "
+            "as in the default pool.",
+        ),
+    ] = None,
     ranks: RanksOption = None,
     from_sbatch: FromSbatchOption = None,
     from_torchrun: Annotated[

@@ -75,7 +75,7 @@ CheckFormatOption = Annotated[
     typer.Option(
         "--format-type",
         "-t",
-        help="Print text for people, one JSON document for programs, or also annotations and a job summary for GitHub Actions.",
+        help="Print text, one JSON document for programs, or text with annotations and a job summary for GitHub Actions.",
     ),
 ]
 

@@ -115,7 +115,8 @@ def advise_strategy(
 )
 def bench(
     what: Annotated[
-        Measurement, typer.Argument(help="allreduce: bandwidth by message size. scaling: training speed with 1 to N ranks.")
+        Measurement,
+        typer.Argument(help="allreduce: bandwidth by message size. scaling: training speed with 1, 2, 4 … and N ranks."),
     ],
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="The number of ranks to start on this machine.")] = 2,
     format_type: FormatOption = Format.TEXT,

@@ -82,9 +82,9 @@ def workflow_summary(record: WorkflowRecord, remedies: Mapping[str, str]) -> str
 
 
 def problem_summary(problems: Sequence[Problem]) -> str:
-    """Return the findings in specs as Markdown."""
+    """Return the findings in specs, or another error, as Markdown."""
     rows = [(str(problem.where), problem.severity.value, problem.message, problem.hint) for problem in problems]
-    return "\n".join(["### distflow: problems in specs", "", *_table(("Where", "Severity", "Problem", "Remedy"), rows)])
+    return "\n".join(["### distflow: problems", "", *_table(("Where", "Severity", "Problem", "Remedy"), rows)])
 
 
 @contextmanager

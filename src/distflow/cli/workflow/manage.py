@@ -40,7 +40,12 @@ def cancel_workflows(
         bool, typer.Option("--force", "-f", help="Kill tasks immediately, without a grace period after SIGTERM.")
     ] = False,
     wait_s: Annotated[
-        float | None, typer.Option("--wait", metavar="SECONDS", help="Wait until the workflows have ended, at most this long.")
+        float | None,
+        typer.Option(
+            "--wait",
+            metavar="SECONDS",
+            help="Wait until the workflows have ended. Exit with 3 if one has not ended after this time.",
+        ),
     ] = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:

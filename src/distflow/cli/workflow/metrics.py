@@ -94,7 +94,7 @@ def metrics(
         typer.Option("--format-type", "-t", help="Print the latest values by task and rank (text), or all values (json, csv)."),
     ] = _Format.TEXT,
 ) -> None:
-    """Show the metrics that tasks print, and their use of resources.
+    """Show the metrics that tasks print or, with --system, their use of resources.
 
     A task prints metrics as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}.
     """

@@ -144,7 +144,11 @@ def submit_workflow(
     ] = None,
     preflight: Annotated[
         bool,
-        typer.Option("--preflight", help="First check the nodes like `distflow pool check`, and stop if the check fails."),
+        typer.Option(
+            "--preflight",
+            help="First check the nodes like `distflow pool check`, and stop if the check fails. "
+            "Nodes that Slurm, Kubernetes or Ray chooses are not checked.",
+        ),
     ] = False,
     rsync: Annotated[
         str | None,
@@ -168,7 +172,7 @@ def submit_workflow(
     """Check a spec and run it, and print the workflow's id.
 
     Ranks, files and resources are checked before anything starts. The workflow continues when this terminal closes. If you give
-    the id of a workflow, its spec is submitted again with its labels and its priority.
+    the id of a workflow, its spec is submitted again with its pool, labels and priority.
     """
     plain, report = format_type.plain, CiReport(format_type, junit, page, is_waiting=wait)
     urgency = priorities([priority])[0] if priority is not None else None
