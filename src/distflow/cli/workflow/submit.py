@@ -147,7 +147,7 @@ def submit_workflow(
         typer.Option(
             "--preflight",
             help="First check the nodes like `distflow pool check`, and stop if the check fails. "
-            "Nodes that Slurm, Kubernetes or Ray chooses are not checked.",
+            "If Slurm, Kubernetes or Ray chooses the nodes, that system is checked.",
         ),
     ] = False,
     rsync: Annotated[
