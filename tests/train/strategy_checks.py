@@ -107,6 +107,22 @@ def traced_pipeline() -> Found:
     }  # fmt: skip
 
 
+def pipeline_in_bfloat16() -> Found:
+    """Return the losses of all ranks for a model whose dtype only the last stage knows from its loss."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    plan, x = prepared(model, "pipeline", loss=nn.functional.mse_loss), torch.ones(2, 4, dtype=torch.bfloat16)
+    losses = plan.forward_backward(x, x, nn.functional.mse_loss), plan.evaluate(x, x, nn.functional.mse_loss)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [(one.item(), str(one.dtype)) for one in losses])
+    return {"losses": found}
+
+
+def frozen_replicas() -> Found:
+    """Return the difference between the ranks' parameters in a model without trainable ones, which DDP does not wrap."""
+    model = new_model(seed=dist.get_rank()).requires_grad_(False)
+    return {"before": rank_difference(model), "after": rank_difference(prepared(model, "ddp").model)}
+
+
 def mesh_groups() -> Found:
     mesh = make_mesh(make_strategy("hybrid", 4, {"tp_size": 2}))
     groups = {axis: sorted(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in ("fsdp", "tp")}
@@ -338,6 +354,8 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "pipeline interleaved": made("pipeline", schedule="interleaved_1f1b", micro_batches=4),
         "pipeline cut": made("pipeline", split_points=["head"]),
         "traced pipeline": traced_pipeline,
+        "pipeline in bfloat16": pipeline_in_bfloat16,
+        "frozen replicas": frozen_replicas,
         "sequence parts": sequence_parts,
         "compression": compression,
         "powersgd": powersgd_sends_less,

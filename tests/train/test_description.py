@@ -138,8 +138,9 @@ def test_both_sides_mean_the_same_mesh(kind: str, options: dict[str, object]) ->
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("hybrid", {}, "the size of `tp` is not defined: add tp_size"),
+        ("hybrid", {}, r"the size of `tp` is not defined: add tp_size, or mesh_shape: \[\[…, …\], \[fsdp, tp\]\]"),
         ("hybrid", {"tp_size": 3}, "`tp_size` is 3, which does not divide 4 ranks"),
+        ("hybrid", {"tp_size": 2, "cp_size": 3}, "which does not divide the remaining 2 ranks: use one of 1, 2"),
         ("zero", {}, "unknown strategy 'zero'"),
     ],
 )

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train import finish
 from distflow.train.parallel import ParallelPlan
 from distflow.train.strategies.description import choose, data_shard, forget, make_strategy
+from distflow.train.strategies.sequences import part_of_sequences
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -48,6 +50,12 @@ def test_averages_that_the_program_makes_are_not_missed() -> None:
     plan = planned()
     plan.local_sgd(torch.optim.SGD(plan.model.parameters(), lr=0.1))
     step(plan)
+
+
+def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
+    parts = part_of_sequences(init_device_mesh("cpu", (1,)), torch.ones(4), None)
+    with pytest.raises(ValueError, match=r"need the shape \(samples, time, …\).*found \(4,\)"), parts:
+        pass
 
 
 def test_a_teacher_that_was_made_first_changes_nothing() -> None:

@@ -116,6 +116,17 @@ def test_every_stage_knows_the_loss(worlds: Worlds) -> None:
         assert losses[0] > 1
 
 
+def test_a_loss_of_any_dtype_reaches_every_stage(worlds: Worlds) -> None:
+    first, last = worlds[2]["pipeline in bfloat16"]["losses"]
+    assert first == last
+    assert [dtype for _, dtype in first] == ["torch.float32"] * 2
+
+
+def test_frozen_replicas_begin_with_the_parameters_of_rank_0(worlds: Worlds) -> None:
+    found = worlds[2]["frozen replicas"]
+    assert found["before"] > found["after"] == 0
+
+
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EVALUATED.items() for name in names])
 def test_ranks_evaluate_as_one_process_does_between_steps(worlds: Worlds, world: int, name: str) -> None:
     found = worlds[world][f"{name}, evaluated"]

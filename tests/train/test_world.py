@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from distflow.diagnosis.diagnose import diagnose
+from distflow.diagnosis.model import Case, TaskOutcome
 from distflow.layout.strategy.model import parse_strategy
+from distflow.lifecycle.states import Reason
 from distflow.testing.waiting import wait_until
 from distflow.train import world
 from distflow.train.world import WorldError, _gather, _meet, _place
@@ -503,6 +506,17 @@ def test_ranks_of_another_world_are_named() -> None:
 def test_a_master_that_is_not_there_is_named() -> None:
     (said,) = meet([(1, 2)], 1)
     assert said.startswith("rank 1 does not reach the master at 127.0.0.1:")
+
+
+def test_a_rank_without_a_gpu_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    environment = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(WorldError, match="start at most 2 ranks on this machine") as caught:
+        _place(environment, "auto")
+    line = f"distflow.train.world.WorldError: {caught.value}"
+    task = TaskOutcome(task="master", node="gpu1", ranks=range(4), lines=(line,), reason=Reason.EXIT_CODE, exit_code=1)
+    assert [one.key for one in diagnose(Case(outcomes=(task,), first=None))] == ["too-few-gpus"]
 
 
 @pytest.mark.parametrize(

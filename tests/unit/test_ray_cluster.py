@@ -93,6 +93,12 @@ def test_without_ray_the_remedy_is_named(folder: Path) -> None:
     assert "pip install ray" in done.stderr
 
 
+def test_a_command_that_does_not_exist_is_named(folder: Path) -> None:
+    done = run(folder, *HEAD, "--", "no-such-command")
+    assert done.returncode == 127
+    assert done.stderr.splitlines()[-1] == "no-such-command: not found"
+
+
 @pytest.mark.parametrize("words", [HEAD, [*WORKER, "--", "true"]])
 def test_a_command_is_the_heads_alone(words: list[str], folder: Path) -> None:
     assert run(folder, *words).returncode == 2

@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         patterns=_any(
             r"CUDA out of memory\.? Tried to allocate (?P<wanted>[\d.]+ \w+)"
             r"(?:.*?GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free)?",
-            r"CUBLAS_STATUS_ALLOC_FAILED", r"CUDA error: out of memory", r"steps in a row had no memory on some rank",
+            r"CUBLAS_STATUS_ALLOC_FAILED", r"CUDA error: out of memory", r"some rank ran out of memory in \d+ steps in a row",
         ),
         explain=explanations.gpu_memory,
     ),
@@ -212,12 +212,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="too-few-gpus",
-        shows="`invalid device ordinal`, `wants GPU 4, but this machine shows 2`, `Duplicate GPU detected`",
+        shows="`invalid device ordinal`, `wants GPU 4, but torch sees 2 GPUs`, `Duplicate GPU detected`",
         cause="a rank has no GPU of its own",
         remedy="Each rank needs one GPU: request as many GPUs as the task has ranks (`gpu:` in `resources`), use "
         "LOCAL_RANK (not RANK) as the device number, and check CUDA_VISIBLE_DEVICES.",
         patterns=_any(
-            r"invalid device ordinal", r"rank \d+ wants GPU \d+, but this machine shows \d+",
+            r"invalid device ordinal", r"rank \d+ wants GPU \d+, but torch sees \d+",
             r"Duplicate GPU detected : rank \d+ and rank \d+ both on CUDA device \w+",
         ),
     ),

@@ -67,7 +67,7 @@ class ParallelPlan:
         self.model = model
         """This rank's model: unchanged, in ``DistributedDataParallel``, with shards as parameters, or stages of a pipeline.
 
-        Create the optimizer from its parameters. Call it as before, except for a pipeline or under context parallelism.
+        Create the optimizer from its parameters. Call the model as before, except for a pipeline or under context parallelism.
         """
         self.strategy = strategy
         """The strategy on the mesh of all ranks."""
@@ -127,8 +127,9 @@ class ParallelPlan:
         in the last pass, except by ``local_sgd``. ``loss(outputs, targets)`` returns a mean over samples, with a gradient. A
         pipeline uses its own number of micro-batches and the loss that it was created with.
 
-        The result is a scalar without a gradient, in the dtype of the loss. It is the mean of this rank's batch; all stages of
-        a pipeline get it. Except for a pipeline, raises ``ValueError`` for fewer samples than micro-batches.
+        The result is the mean of this rank's batch: a scalar without a gradient, in the dtype of the loss. All stages of a
+        pipeline get it, in torch's default dtype. Raises ``ValueError`` for a batch that cannot be cut into the micro-batches
+        or has no samples, and ``TypeError`` if the targets of a pipeline are not a tensor.
         """
         count = self.strategy.passes if micro_batches is None else micro_batches
         if isinstance(self.model, Pipeline):
@@ -227,8 +228,8 @@ class ParallelPlan:
         """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
 
         ``every`` is by default the strategy's ``sync_gradients_every``. With 1, or on one rank, the given optimizer is
-        returned. After ``warmup_steps`` ordinary steps, gradients are no longer sent. Steps of the result are
-        collective. Raises ``TypeError`` for a model that is not in DDP, and ``ValueError`` for ``every`` below 1.
+        returned. After ``warmup_steps`` ordinary steps, gradients are no longer sent. Steps of the result are collective.
+        Raises ``TypeError`` for a model not in DDP, ``RuntimeError`` with ``compression``, ``ValueError`` for ``every`` < 1.
         """
         return local_sgd(self.model, optimizer, every=self._apart if every is None else every, warmup_steps=warmup_steps)
 

@@ -103,7 +103,7 @@ class MemoryGuard:
         self.count += self.skipped
         if self._in_a_row > self._limit:
             raise OutOfMemory(
-                f"{self._in_a_row} steps in a row had no memory on some rank: use smaller batches, more accumulation, or "
+                f"some rank ran out of memory in {self._in_a_row} steps in a row: use smaller batches, more accumulation, or "
                 "activation checkpointing"
             ) from error
         return error is not None

@@ -77,8 +77,8 @@ class World:
 
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
-
-        Raises ``ValueError`` if model, strategy, options, files and ranks do not fit; ``FileNotFoundError`` without files.
+        Raises ``ValueError`` or ``TypeError`` if model, strategy, options, files and ranks do not fit, ``FileNotFoundError``
+        without files, and ``RuntimeError`` for files if torch is older than 2.8.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 
@@ -112,7 +112,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     if _joined is not None:
         return _joined
     if dist.is_initialized():
-        raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
+        raise WorldError("the process group exists already: call distflow.train.init() instead of init_process_group()")
     # Handle SIGUSR1 first: once the stack file exists, the node may send the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     faulthandler.register(signal.SIGUSR1, file=_stack_file(), all_threads=True, chain=False)
@@ -229,8 +229,8 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
     if has_cuda and "nccl" in backend:
         if local_rank >= (count := torch.cuda.device_count()):
             raise WorldError(
-                f"rank {rank} wants GPU {local_rank}, but torch sees {count} GPU{'s' * (count > 1)}: give --size {count} or "
-                "less here, or check CUDA_VISIBLE_DEVICES"
+                f"rank {rank} wants GPU {local_rank}, but torch sees {count} GPU{'s' * (count > 1)}: start at most {count} "
+                f"rank{'s' * (count > 1)} on this machine, or check CUDA_VISIBLE_DEVICES"
             )
         device = torch.device("cuda", local_rank)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)

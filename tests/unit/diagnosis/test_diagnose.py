@@ -58,6 +58,7 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
             "rank 11 (worker on gpu2) tried to allocate 2.00 GiB; GPU 3 has 79.11 GiB, of which 1.12 GiB were",
         ),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling …", "gpu-memory", "worker on gpu2"),
+        ("OutOfMemory: some rank ran out of memory in 11 steps in a row: use …", "gpu-memory", "worker on gpu2"),
         (SHARED, "shared-memory", "on worker on gpu2"),
         (BUS_ERROR, "shared-memory", "on worker on gpu2"),
         (VERSIONS, "nccl-versions", "rank 8 (worker on gpu2) has 22705, rank 0 (master on gpu1) has 22703"),

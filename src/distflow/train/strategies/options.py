@@ -291,7 +291,7 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
     sizes = {axis: int(options[name]) for name, axis in MESH_SIZES.items() if name in options}
     has_replicas = options.get("sharding_strategy") == "HYBRID_SHARD"
     if kind == "tp" and sizes.setdefault("tp", ranks) != ranks:
-        hint = "write kind: hybrid, which shards the model over the other ranks"
+        hint = "remove `tp_size`, or write kind: hybrid, which shards the model over groups of `tp_size` ranks"
         return Misfit("tp_size", f"`tp_size` is {sizes['tp']}, but the number of ranks is {ranks}", hint)
     if kind == "fsdp" and not has_replicas and "shard_size" in options:
         message = "`shard_size` has no effect without HYBRID_SHARD: all ranks share the shards"
@@ -300,15 +300,14 @@ def default_mesh(kind: str, ranks: int, options: Mapping[str, Any], per_node: in
         sizes.setdefault("fsdp", per_node)
     for name, axis in (("tp_size", "tp"),) if kind == "hybrid" else (("shard_size", "fsdp"),) if has_replicas else ():
         if axis not in sizes:
-            return Misfit(
-                name, f"the size of `{axis}` is not defined", f"add {name}, or mesh_shape: [[…, …], {list(AXES[kind][-2:])}]"
-            )
+            axes = "fsdp, tp" if axis == "tp" else "dp, fsdp"
+            return Misfit(name, f"the size of `{axis}` is not defined", f"add {name}, or mesh_shape: [[…, …], [{axes}]]")
     rest = ranks
     for name, axis in MESH_SIZES.items():
         if rest % sizes.get(axis, 1):
             fitting = ", ".join(str(number) for number in range(1, rest + 1) if rest % number == 0)
-            message = f"`{name}` is {sizes[axis]}, which does not divide {rest} rank{'s' * (rest > 1)}"
-            return Misfit(name, message, f"use one of {fitting}")
+            left = f"{'the remaining ' * (rest < ranks)}{rest} rank{'s' * (rest > 1)}"
+            return Misfit(name, f"`{name}` is {sizes[axis]}, which does not divide {left}", f"use one of {fitting}")
         rest //= sizes.get(axis, 1)
     outer = next((axis for axis in (MAIN_AXIS[kind], "fsdp" if kind == "hybrid" else "dp") if axis not in sizes), "dp")
     sizes[outer] = rest

@@ -45,7 +45,7 @@ def part_of_sequences(mesh: DeviceMesh, inputs: Batch, targets: Batch) -> Iterat
     given = [tensor for _, tensor in tensors_of((arguments, named, targets))]
     pieces = 2 * mesh.size()
     shape, lengths = given[0].shape, {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in given}
-    if len(lengths) > 1 or shape[1] % pieces:
+    if len(lengths) > 1 or 0 in lengths or shape[1] % pieces:
         raise ValueError(
             f"context parallelism: the tensors of a batch need the shape (samples, time, …) and equal times divisible by "
             f"{pieces}: found {', '.join(str(tuple(tensor.shape)) for tensor in given)}"

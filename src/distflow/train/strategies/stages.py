@@ -111,8 +111,8 @@ class Pipeline(nn.Module):
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the last stage's scalar on every rank."""
-        value = torch.zeros((), device=self._device) if loss is None else loss.detach()
+        """Return the last stage's scalar on every rank, in torch's default dtype: only the last stage knows another one."""
+        value = torch.zeros((), device=self._device) if loss is None else loss.detach().to(torch.get_default_dtype())
         dist.broadcast(value, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return value
 
@@ -177,7 +177,7 @@ def make_pipeline(
             "give parallelize(…, example=(inputs of one micro-batch,))"
         )
     elif any(tensor.is_meta for tensor in model.parameters()):
-        raise ValueError("pipeline: a model on the meta device cannot be traced; make it an nn.Sequential, or on the CPU")
+        raise ValueError("pipeline: a model on the meta device cannot be traced: use an nn.Sequential, or create it on the CPU")
     else:
         pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
