@@ -52,6 +52,12 @@ def test_averages_that_the_program_makes_are_not_missed() -> None:
     step(plan)
 
 
+def test_a_plan_does_not_take_the_batch_size_of_another_one() -> None:
+    choose(make_strategy("ddp", 1, {"global_batch_size": 8}), rank=0)
+    with pytest.raises(ValueError, match="the strategy of the plan sets no batch size"):
+        ParallelPlan(nn.Linear(2, 1), make_strategy("ddp", 1)).batch_sizes()
+
+
 def test_tensors_without_a_second_dimension_have_no_sequences() -> None:
     parts = part_of_sequences(init_device_mesh("cpu", (1,)), torch.ones(4), None)
     with pytest.raises(ValueError, match=r"need the shape \(samples, time, …\).*found \(4,\)"), parts:

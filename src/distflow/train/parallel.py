@@ -107,11 +107,10 @@ class ParallelPlan:
         ``per_rank`` of the result is the size of the batches for ``forward_backward``, which divides them itself. Raises
         ``ValueError`` if the sizes do not fit each other or the number of shares, or if the strategy has none.
         """
-        if global_batch_size is None and per_rank_batch_size is None:
-            global_batch_size = self.strategy.batch_size
-        return batch_sizes(
-            global_batch_size=global_batch_size, per_rank_batch_size=per_rank_batch_size, shares=self.data_shard[1]
-        )
+        whole, shares = global_batch_size, self.data_shard[1]
+        if whole is None and per_rank_batch_size is None and (whole := self.strategy.batch_size) is None:
+            raise ValueError("give global_batch_size or per_rank_batch_size: the strategy of the plan sets no batch size")
+        return batch_sizes(global_batch_size=whole, per_rank_batch_size=per_rank_batch_size, shares=shares)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
