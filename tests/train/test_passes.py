@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train import finish
-from distflow.train.parallel import ParallelPlan
+from distflow.train.parallel import ParallelPlan, parallelize
 from distflow.train.strategies.description import choose, data_shard, forget, make_strategy
 from distflow.train.strategies.sequences import part_of_sequences
 
@@ -56,6 +56,12 @@ def test_a_plan_does_not_take_the_batch_size_of_another_one() -> None:
     choose(make_strategy("ddp", 1, {"global_batch_size": 8}), rank=0)
     with pytest.raises(ValueError, match="the strategy of the plan sets no batch size"):
         ParallelPlan(nn.Linear(2, 1), make_strategy("ddp", 1)).batch_sizes()
+
+
+def test_a_pipeline_refuses_a_batch_without_samples() -> None:
+    plan = parallelize(nn.Sequential(nn.Linear(2, 1)), "pipeline", loss=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="the batch has no samples"):
+        plan.forward_backward(torch.ones(0, 2), torch.ones(0, 1), nn.functional.mse_loss)
 
 
 def test_tensors_without_a_second_dimension_have_no_sequences() -> None:

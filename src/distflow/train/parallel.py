@@ -97,9 +97,7 @@ class ParallelPlan:
         The arguments are those of ``Loader``. Raises ``ValueError``, and ``TypeError`` for a dataset without a length.
         """
         rank, size = self.data_shard
-        return Loader(
-            dataset, batch_size, shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=size, **options
-        )  # fmt: skip
+        return Loader(dataset, batch_size, shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=size, **options)
 
     def batch_sizes(self, *, global_batch_size: int | None = None, per_rank_batch_size: int | None = None) -> BatchSizes:
         """Return the sizes of one step in samples; without arguments, those of the strategy. Not collective.

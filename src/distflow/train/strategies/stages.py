@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
 
         All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
         the tensors of a tuple one by one, and with those of a mapping by their names. The mean gradient of the micro-batches
-        is added to the existing gradients. Raises ``TypeError`` for targets that are not a tensor.
+        is added to the existing ones. Raises ``TypeError`` if the targets are not a tensor, and ``ValueError`` without samples.
         """
         if not isinstance(targets, torch.Tensor):
             raise TypeError("a pipeline takes its targets as one tensor, which torch cuts into micro-batches")
@@ -94,7 +94,8 @@ class Pipeline(nn.Module):
 
     def _schedule(self, inputs: Batch, *, trains: bool) -> Any:
         """Return a schedule for batches of this shape: a torch schedule accepts only the shape of its first batch."""
-        samples = sample_count(inputs)
+        if not (samples := sample_count(inputs)):
+            raise ValueError("the batch has no samples: each rank of a pipeline needs at least one")
         if self._shards is not None:
             # Each micro-batch gathers the shards, so ranks that share them need the same number of micro-batches.
             found = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(dist.get_world_size(self._shards))]
