@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("text", nargs="*", help="files or folders with text (default: the samples of distflow)")
     parser.add_argument("--strategy", help="ddp, fsdp, tp, hybrid, pipeline or none (default: the strategy of the spec)")
-    parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid")
+    parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid or pipeline")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (not with pipeline)")

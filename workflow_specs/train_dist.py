@@ -165,7 +165,7 @@ def listen_for_stop() -> threading.Event:
     """Return an event that the training loop checks. SIGTERM, Ctrl-C and the end of a parent that used ``spawn`` set it.
 
     Python runs signal handlers only in the main thread, which may wait in C++ for a peer that never answers. The signal also
-    writes to a wake-up pipe at once. A separate thread reads the pipe, and ends the process if that runs for too long.
+    writes to a wake-up pipe at once. A separate thread reads the pipe, and ends the process if it does not end in time.
     """
     stop = threading.Event()
     reader, writer = os.pipe()

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) ->
         if code == 0:
             os.execvp(command[0], command)  # noqa: S606  the command takes this process's place
         return code
-    except FileNotFoundError as error:  # without a file name, it is of `os.execvp`
+    except FileNotFoundError as error:  # that of `os.execvp` has no file name
         hint = "; install Ray on every node (pip install ray)" if error.filename == "ray" else ""
         _say(f"{error.filename or command[0]}: not found{hint}")
         return 127

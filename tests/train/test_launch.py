@@ -310,7 +310,7 @@ def test_a_variable_that_is_no_number_is_named() -> None:
 
 
 def test_a_function_that_other_processes_cannot_find_is_refused() -> None:
-    with pytest.raises(TypeError, match="define the function at the top of a module"):
+    with pytest.raises(TypeError, match="define the function at the top level of a module"):
         launch(lambda: None)
     with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="call it in the main thread"):
         threads.submit(launch, print).result()

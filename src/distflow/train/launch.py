@@ -2,7 +2,7 @@
 
 Every machine of a world runs this, with its own offset. Under distflow the flags can be left out: a task's variables say
 the same. The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it). If none
-failed, it is 0 if all ranks exited with 0, else 143 (stopped; 130 after Ctrl-C, 129 after SIGHUP). Wrong command line: 2.
+failed, it is 0 if all ranks exited with 0, else 143 (stopped; Ctrl-C: 130, SIGHUP: 129, SIGQUIT: 131). Wrong arguments: 2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-restarts", "--max_restarts", type=int, help="restarts of all ranks after failures (one machine only)")
     add("--stop-grace", dest="stop_grace_s", type=float, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--failure-grace", dest="failure_grace_s", type=float, metavar="S", help="the same, after a rank failed (default: 3)")
-    add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, where the machine says which")
+    add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, if the machine reports it")
     add("-m", "--module", action="store_true", default=False, help="the target is the name of a module, as in python -m")
     parser.add_argument("target", help="script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")

@@ -126,7 +126,7 @@ class StepTimer:
             self._work_s = (self._work_s or 0.0) + time.perf_counter() - entered
 
     def step(self, samples: int = 0) -> Pace | None:
-        """End a step with ``samples`` samples of this rank. Every ``every`` steps, report and return the pace."""
+        """End a step of ``samples`` samples of this rank. Every ``every`` steps, report and return the pace, else ``None``."""
         self._steps += 1
         self._samples += samples
         if self._steps % self._every:

@@ -99,7 +99,7 @@ class Checkpoints:
         """Write a checkpoint, which is complete and on disk when this returns. It replaces a checkpoint of the same step.
 
         It contains rank 0's state of each of ``others`` under its name, and the random state of every rank. Raises
-        ``CheckpointError``; earlier checkpoints then remain.
+        ``CheckpointError`` (earlier checkpoints then remain), ``ValueError`` for a negative step, and ``TypeError`` for LBFGS.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)
@@ -160,7 +160,7 @@ class Checkpoints:
             self._group = None
 
     def _leave_at_exit(self) -> None:
-        """Exit with 1 if the last checkpoint failed: an exception at exit does not change the exit code."""
+        """Exit with 1 if the last asynchronous save failed: an exception at exit does not change the exit code."""
         try:
             self._leave()
         except RuntimeError as error:
@@ -230,7 +230,7 @@ class Checkpoints:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _whole(self, folder: Path) -> files.Manifest | None:
-        """Return the manifest if a directory has the complete checkpoint. Copy the checkpoint to directories that lack it.
+        """Return the manifest of a complete checkpoint, or ``None``. Copy the checkpoint to directories that lack it.
 
         Each rank checks its share of the files.
         """

@@ -162,7 +162,7 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        warnings.warn(f"{folder} could not be removed, which is tried again at the next save: {error}", stacklevel=2)
+        warnings.warn(f"{folder} could not be removed (the next save tries again): {error}", stacklevel=2)
 
 
 def _digest(path: Path) -> str:

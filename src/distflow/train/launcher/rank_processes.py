@@ -22,7 +22,7 @@ from distflow.train.launcher.rank import Failure, read_failure
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 
 STOPPED = 128 + signal.SIGTERM
-"""143: the exit code of a process that stopped on request. A script ends with ``sys.exit(STOPPED)``."""
+"""143: the exit code of a process that stopped on request. Its script ends with ``sys.exit(STOPPED)``."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 1.0
 """Longest time between checks of the ranks, in case the launcher misses the signal that a rank has ended."""

@@ -158,7 +158,7 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
     except Exception as error:
         raise TypeError(
             f"launch() cannot hand {function!r} and its arguments to other processes ({error}): define the function at the top "
-            "of a module, and give it plain values"
+            "level of a module, and give it plain values"
         ) from error
     program = sys.modules["__main__"]
     # Whether new processes can import this program.
@@ -194,7 +194,7 @@ def launch(function: Callable[..., object], args: tuple[Any, ...] = (), **option
 
 
 def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Be one rank. Top level, so that it can be pickled."""
+    """Run as one rank. This function is at the top level so that it can be pickled."""
     os.setsid()
     rank_process.prepare_process()
     with rank_process.RecordedFailure():

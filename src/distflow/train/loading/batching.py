@@ -182,7 +182,7 @@ def batch_sizes(
     times = shares * accumulation
     if per_rank_batch_size is None:
         if global_batch_size is None:
-            raise ValueError("give global_batch_size or per_rank_batch_size: the spec has no strategy with a batch size")
+            raise ValueError("give global_batch_size or per_rank_batch_size: no strategy sets a batch size")
         if global_batch_size % times:
             near = max(1, round(global_batch_size / times)) * times
             raise ValueError(

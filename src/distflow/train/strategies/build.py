@@ -215,7 +215,7 @@ _DDP_OPTIONS = ("bucket_cap_mb", "static_graph", "find_unused_parameters")
 def replicate(model: nn.Module, device: torch.device, options: Mapping[str, Any]) -> nn.Module:
     """Return the model wrapped so that its gradients are averaged over all ranks during the backward pass."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _broadcast_from_first(model)  # DDP refuses a model without trainable parameters
+        _broadcast_from_first(model)  # as DDP does, which refuses a model without trainable parameters
         return model
     settings = {name: options[name] for name in _DDP_OPTIONS if name in options}
     settings["gradient_as_bucket_view"] = options.get("gradient_as_bucket_view", True)
