@@ -252,7 +252,7 @@ def test_another_supervisor_continues_in_every_phase(cluster: Cluster, phase: st
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("running", "collecting")])
 def test_without_a_supervisor_no_job_stays(cluster: Cluster, phase: str) -> None:
-    cluster.configure(slurm={"idle_release": "2s"}, start_barrier="5s", stop_grace="1s")
+    cluster.configure(slurm={"idle_release": "2s"}, start_barrier="10s", stop_grace="1s")
     gang = Interrupted(cluster, phase)
     gang.begin()
     cluster.cli.kill_supervisor()
