@@ -204,10 +204,9 @@ def _thermal(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:
     if not hot:
         return ""
     share = max(gpu.mean("throttle_thermal") or 0.0 for gpu in hot)
-    warmest = max(max(gpu.values.get("temperature", (0.0,))) for gpu in hot)
-    return (
-        f"{_named([gpu.number for gpu in hot])} of {use.place} at up to {warmest:.0f} °C, slowed down {share:.0%} of the time"
-    )
+    warmest = max((one for gpu in hot for one in gpu.values.get("temperature", ())), default=None)
+    degrees = f" at up to {warmest:.0f} °C" if warmest is not None else ""
+    return f"{_named([gpu.number for gpu in hot])} of {use.place}{degrees}, slowed down {share:.0%} of the time"
 
 
 def _idle(use: ResourceUse, gpus: Sequence[_Gpu]) -> str:

@@ -102,6 +102,8 @@ def _is_url_valid(entry: View) -> bool:
         entry.add(f"`url` cannot have the scheme `{scheme}://`, only http:// and https://", hint, key="url")
         return False
     try:
+        if not separator and url.startswith("/"):
+            raise InputError("it is a path")
         parsed = parse_url(url)
     except InputError as error:
         # The error's message may quote the path, which may be a secret.

@@ -76,6 +76,10 @@ BUSY: dict[str, Value] = {"cpu_usage": 4.0, "gpu0_utilization": 97.0, "gpu0_cloc
             {"gpu-throttled": "GPU 0 of worker on worker-node at up to 91 °C, slowed down 25% of the time"},
         ),
         (
+            [use(**BUSY | {"gpu0_throttle_thermal": 1.0}, gpu0_temperature=None)],
+            {"gpu-throttled": "GPU 0 of worker on worker-node, slowed down 100% of the time"},
+        ),
+        (
             [use("master", **BUSY), use("third", **BUSY), use(**BUSY | {"gpu0_clock": 1200.0})],
             {"ranks-unequal": "clock of GPU 0 of worker on worker-node is 1200 MHz, the median is 1980 MHz"},
         ),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.documents.problems import Problem, errors_of
 from distflow.layout.checks.group_checks import check_layout
-from distflow.spec.model import Ranks, TaskSpec
+from distflow.spec.model import GroupSpec, Ranks, TaskSpec
+from distflow.structs import replace
 from unit.layout.layout_specs import flags, spec, task
 
 Numbers = list[dict[str, int]]
@@ -181,3 +182,27 @@ def test_a_thousand_tasks_are_checked_at_once(mistake: dict[str, int]) -> None:
     began = time.perf_counter()
     assert bool(errors(tasks(rows))) == bool(mistake)
     assert time.perf_counter() - began < 60
+
+
+def test_the_hint_moves_a_wrong_offset_with_the_tasks_that_follow_it() -> None:
+    sizes = [Ranks(offset=4, size=4), Ranks(size=4), Ranks(offset=0, size=4), Ranks(size=4)]
+    (problem,) = errors([task(f"t{index}", "true", lead=index == 0, ranks=ranks) for index, ranks in enumerate(sizes)])
+    assert problem.message == "t0: ranks 4-7 are claimed by t0 and t3"
+    assert problem.hint.splitlines()[1:] == [f"{problem.where} t0: write offset: 8 instead of offset: 4"]
+
+
+def test_a_lone_task_need_not_state_the_world_size_to_get_the_hint_about_groups() -> None:
+    first = task("a", "true", lead=True, ranks=Ranks(size=8))
+    second = task("b", "true", lead=True, ranks=Ranks(offset=8, size=8))
+    whole = spec([first])
+    groups = (*whole.groups, GroupSpec(name="h", tasks=(second,)))
+    (problem,) = errors_of(check_layout(replace(whole, groups=groups))[1])
+    assert problem.message == "b holds ranks 8-15, but it is the only task of its group"
+    assert problem.hint == "tasks share a world only within a group: put b and a under one `groups:` entry"
+
+
+def test_a_program_of_replicas_gets_its_rank_only_from_a_token() -> None:
+    program = task("worker", "python3", "train.py", "--rank", "0", "--world-size", "2")
+    (problem,) = errors([replace(program, name=f"worker-{number}", replica=number, lead=not number) for number in range(2)])
+    assert problem.message == "--rank 0 gives the same rank to all replicas: worker-0 and worker-1"
+    assert problem.hint == "write --rank {{node_rank}}"  # no program reads PET_NODE_RANK, except torchrun

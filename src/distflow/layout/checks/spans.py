@@ -207,7 +207,8 @@ class _Mistake:
         edits = single_edits(self.rows)
         if self.alone and len(self.members) == 1 and self.gaps:
             ranks = rank_text(*self.intervals[0])
-            symptoms = f"holds ranks {ranks} of a world of {self.agreed}, but it is the only task of its group"
+            whole = f" of a world of {self.agreed}" if self.agreed is not None else ""
+            symptoms = f"holds ranks {ranks}{whole}, but it is the only task of its group"
             return [self._problem(0, "offset", symptoms, [self.alone], sign=" ")]
         if edits and edits[0].key == "world_size" and len(self.members) > 1:
             return self._world_sizes()
@@ -282,7 +283,11 @@ class _Mistake:
 
     def _several_numbers(self) -> Problem:
         """Return the problem of a layout with several wrong numbers. Its hint gives the tasks consecutive ranks."""
-        order = sorted(range(len(self.rows)), key=lambda index: (self.intervals[index][0], index))
+        # Tasks without an offset stay behind the task before them, because its change moves them.
+        heads: list[int] = []
+        for at, row in enumerate(self.rows):
+            heads.append(heads[-1] if heads and row.offset is None else at)
+        order = sorted(range(len(self.rows)), key=lambda index: (self.intervals[heads[index]][0], index))
         changes: list[tuple[int, str, str]] = []
         cursor = 0
         for index in order:

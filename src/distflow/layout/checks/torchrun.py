@@ -97,22 +97,21 @@ def _plain(member: Member) -> Member:
 
 
 def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    lines: dict[tuple[object, str], list[str]] = {}
-    claims: dict[tuple[object, str], Claim] = {}
+    lines: dict[tuple[object, str], list[Member]] = {}
     for member in members:
         claim = member.literal("node_rank")
         if claim is not None and member.claims.task.replica is not None:
-            lines.setdefault((claim.where, claim.text), []).append(member.name)
-            claims[claim.where, claim.text] = claim
-    return [
-        Problem(
-            where=claims[key].where,
-            message=f"{claims[key].text} gives the same node rank to all replicas: {and_list(names)}",
-            hint=f"write {claims[key].written(token_for('node_rank'))}, or remove it: distflow sets PET_NODE_RANK",
-        )
-        for key, names in lines.items()
-        if len(names) > 1
-    ]
+            lines.setdefault((claim.where, claim.text), []).append(member)
+    problems = []
+    for same in lines.values():
+        claim, invocation = same[0].literal("node_rank"), same[0].invocation
+        if claim is not None and len(same) > 1:
+            hint, noun = f"write {claim.written(token_for('node_rank'))}", "rank"
+            if invocation is not None and invocation.launcher == "torchrun":
+                hint, noun = f"{hint}, or remove it: distflow sets PET_NODE_RANK", "node rank"
+            message = f"{claim.text} gives the same {noun} to all replicas: {and_list(member.name for member in same)}"
+            problems.append(Problem(where=claim.where, message=message, hint=hint))
+    return problems
 
 
 def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
