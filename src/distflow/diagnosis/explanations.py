@@ -129,7 +129,7 @@ def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the missing interface, or the loopback address that a rank announced to another node.
+    """Return the missing interface, that none was found, or the loopback address that a rank announced to another node.
 
     On a single node, such an address is correct, so the result is ``None``.
     """
@@ -145,13 +145,13 @@ def interface(case: Case, hits: Sequence[Hit]) -> str | None:
 
 
 def port(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the port, if the lines name it."""
+    """Return the rank or task that could not listen, and the port, if the lines name it."""
     number = next((hit.match.groupdict().get("port") for hit in hits if hit.match.groupdict().get("port")), "")
     return f"{hits[0].who} could not listen" + (f" on port {number}" if number else "")
 
 
 def variable(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the variable that is not set."""
+    """Return the variable that is not set, and the ranks or tasks that need it."""
     return f"{hits[0].match[1]} is not set in {_who(hits)}"
 
 

@@ -68,7 +68,7 @@ def _duration_of(text: str) -> float:
     if text.startswith("-"):
         raise InvalidValue(f"`{text}` is negative", _EXAMPLES)
     if re.fullmatch(r"[0-9.]+", text):
-        raise InvalidValue(f'"{text}" in quotes has no unit', f"write `{text}s`, or the number without quotes")
+        raise InvalidValue(f'the text "{text}" has no unit', f"write `{text}s`")
     if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
         total = min(_LONGEST_S, sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text)))
         raise InvalidValue(f"`{text}` has several units", f"write it in one unit: `{duration_text(total)}`")

@@ -143,8 +143,8 @@ def _secrets(line: str) -> Iterator[str]:
 def _problem_of(line: str, where: Mark) -> Problem | None:
     """Return the problem of a line that names a file of this machine, or a URL with a password; ``None`` for other lines."""
     if any(_VARIABLE.sub("", secret) for secret in _secrets(line)):
-        hint = "put the password into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
-        return Problem(where=where, message="the URL contains a password, which plans would show", hint=hint)
+        hint = "put it into ~/.netrc on the nodes, or write `${NAME}` and set the variable on the nodes"
+        return Problem(where=where, message="the URL contains a password or a token, which plans would show", hint=hint)
     option = _LOCATION.fullmatch(line)
     if option is None and line.startswith("-"):
         return None

@@ -64,7 +64,7 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind:
 
 
 def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> str:
-    """Return the text of a UTF-8 file, with all line ends as line feeds. The arguments are those of ``read_bytes``."""
+    """Return the text of a UTF-8 file, as ``decode`` does. Arguments are those of ``read_bytes``. Raises ``ProblemsFound``."""
     data = read_bytes(path, shown=shown, limit=limit, kind=kind)
     return decode(data, shown=path if shown is None else shown, limit=limit, kind=kind)
 

@@ -88,7 +88,8 @@ def load_configuration(
     path = find_configuration(cwd, environ)
     if path is None:
         return Configuration(pools=MappingProxyType({"local": _built_in(root, machine)}), default_pool="local")
-    return parse_configuration(read_text(path), path, root=root, machine=machine, names_only=names_only)
+    text = read_text(path, kind="configuration file")
+    return parse_configuration(text, path, root=root, machine=machine, names_only=names_only)
 
 
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
@@ -118,7 +119,7 @@ def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
 
 
 def load_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile. Raises ``ProblemsFound`` with the findings of ``parse_hostfile``."""
+    """Return the hosts of a hostfile. Raises ``ProblemsFound``, also if the file cannot be read."""
     hosts, problems = parse_hostfile(read_text(path, limit=_HOSTFILE_LIMIT, kind="hostfile"), path)
     raise_errors(problems)
     return hosts

@@ -38,11 +38,11 @@ class EndReason(str, enum.Enum):
     REBOOTED = "rebooted"
     """The node was rebooted before the attempt had ended."""
     RUNNER_DIED = "runner_died"
-    """The runner process was killed, so the keeper stopped the command."""
+    """The runner process died, so the keeper stopped the command."""
     KEEPER_DIED = "keeper_died"
-    """The keeper process was killed, so the runner stopped the command."""
+    """The keeper process died, so the runner stopped the command."""
     BOTH_DIED = "both_died"
-    """Runner and keeper were killed, so an agent killed the remaining processes."""
+    """Runner and keeper died, so an agent killed the remaining processes."""
     ALLOCATION_OVER = "allocation_over"
     """The cluster engine ended the allocation of the attempt's node. The supervisor sets this reason, never a node."""
     UNKNOWN = "unknown"
@@ -71,7 +71,7 @@ def is_in(code: int, ranges: Ranges) -> bool:
 
 
 def code_of(exit_code: Optional[int], signal: Optional[int]) -> Optional[int]:
-    """Return the exit code of a command as a shell reports it: 128 + n when signal n ended it."""
+    """Return the exit code of a command as a shell reports it: 128 + n when signal n ended it. None if it has neither."""
     return exit_code if signal is None else 128 + signal
 
 

@@ -7,7 +7,7 @@ These rules follow OSMO's tutorial and torch's launcher:
 
 * Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
   the world size follow the same rule.
-* Tasks that state a world_size or a port state the same one. Other tasks state the address of the lead's node.
+* Tasks that state a world_size or a port state the same one. A stated master address is that of the lead's node.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
 """
@@ -223,7 +223,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for tasks that are in several groups by mistake; empty for a group of several tasks, or a lone one."""
+    """Return the hint for tasks that are in several groups by mistake; empty if the group has several tasks or is the only one."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)

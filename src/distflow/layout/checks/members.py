@@ -108,7 +108,7 @@ def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> lis
 
 
 def _no_number(member: Member, claim: Claim) -> Problem:
-    hint = f"write a number, such as {claim.written(8 if claim.key != 'offset' else 0)}"
+    hint = f"write a number, such as {claim.written(0 if claim.key in {'offset', 'node_rank'} else 8)}"
     if "$" in claim.value:
         hint += "; no shell replaces the variable, because the command does not run in one (use command: [bash, -c, ...])"
     message = f"{member.name}: {claim.text}: {claim.key} must be a whole number"
@@ -118,11 +118,13 @@ def _no_number(member: Member, claim: Claim) -> Problem:
 def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Problem:
     """Return the warning for a value that is known only when the task runs."""
     taken = f"; distflow assumes {assumed}" if assumed is not None else ""
+    is_undefined = claim.key in {"size", "nproc_per_node"} and member.claims.field is None
+    also = f", and add {ranks_field(member.claims.gpus or 'N')} to the task" if is_undefined else ""
     return Problem(
         where=claim.where,
         severity=Severity.WARNING,
         message=f"{member.name}: {claim.text} cannot be checked before the task runs{taken}",
-        hint=f"write the number, or let distflow compute it: {claim.written(token_for(claim.key))}",
+        hint=f"write the number, or let distflow compute it: {claim.written(token_for(claim.key))}{also}",
     )
 
 

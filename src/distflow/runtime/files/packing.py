@@ -75,8 +75,8 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
 
     ``place`` is the path of the directory below the attempt's directory, and its last part begins all names in the archive. If
     there is no file to pack, ``files`` is 0, ``hash`` is empty and there is no blob. ``left_out`` also names files that change
-    meanwhile, and links to directories outside. Raises ``busy`` if all files of the directory keep changing, or if different
-    files change in each pass.
+    meanwhile, and links to directories outside. Raises ``not_found`` if the attempt's directory is gone, and ``busy`` if all
+    files of the directory keep changing, or if different files change in each pass.
     """
     directory = attempts.directory_of(root, attempt)
     path = path_inside(directory, place)

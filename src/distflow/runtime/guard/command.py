@@ -216,7 +216,8 @@ def exec_program(argv: List[str], env: Dict[str, str], cwd: str) -> Tuple[int, s
     if refused is not None:
         return 126, _why_refused(refused)
     if "/" in name:
-        return 127, "`{}` does not exist on this node; relative paths start in the task's working directory".format(name)
+        start = "" if name.startswith("/") else "; relative paths start in the task's working directory"
+        return 127, "`{}` does not exist on this node{}".format(name, start)
     searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
     hint = "install it, or add its directory to PATH with the node's `python` or `setup`"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
