@@ -68,9 +68,10 @@ def _limit_problems(elastic: Elastic, world: World | None) -> list[Problem]:
     if world is None:
         message, hint = "`elastic` needs ranks, but no task of this group has ranks", "add `ranks: {size: N}` to its tasks"
     elif not 1 <= elastic.least < len(world.tasks):
-        message = f"`elastic.min` is {elastic.least}, but it must be less than the number of tasks with ranks"
+        most = len(world.tasks) - 1
+        message = f"`elastic.min` is {elastic.least}, but it must be at least 1 and less than the number of tasks with ranks"
         message += f", which is {len(world.tasks)}"
-        hint = f"write a number from 1 to {len(world.tasks) - 1}" if len(world.tasks) > 1 else "remove `elastic`"
+        hint = f"write a number from 1 to {most}" if most > 1 else "write 1" if most else "remove `elastic`"
     elif len(world.tasks) - elastic.least > _MOST_SIZES:
         message = f"`elastic` allows {len(world.tasks) - elastic.least} smaller worlds, but the maximum is {_MOST_SIZES}"
         hint = f"write `min: {len(world.tasks) - _MOST_SIZES}` or more"

@@ -223,7 +223,7 @@ def _separate_worlds(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for tasks that are in several groups by mistake; empty if the group has several tasks or is the only one."""
+    """Return the hint for tasks that are in several groups by mistake; empty for a group of several tasks or the only group."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)

@@ -155,8 +155,8 @@ def is_reachable(directory: str) -> bool:
 def lock_task(directory: str, *, wait: bool) -> int:
     """Lock the task, so that no other agent creates its attempts or records their ends. Closing the descriptor unlocks it.
 
-    Without ``wait``, raises ``TaskIsLocked`` if another process has locked the task. Raises ``FileNotFoundError`` if the task has
-    no directory.
+    Without ``wait``, raises ``TaskIsLocked`` if another process has locked the task. Raises ``FileNotFoundError`` if the task
+    has no directory.
     """
     return _lock(os.path.dirname(directory), 0 if wait else fcntl.LOCK_NB)
 
