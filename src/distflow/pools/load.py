@@ -102,7 +102,7 @@ def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
         return named
     for folder in (*_folders(cwd, environ), _user_folder(environ)):
         path = folder / _FILE_NAME
-        if path.exists():
+        if os.path.exists(path):  # unlike `Path.exists`, false in a directory that this user may not search
             _check_owner(path, environ)
             return str(path)
     return None
@@ -184,7 +184,7 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
     for folder in (cwd, *cwd.parents):
         seen.append(folder)
         boundary = folder / ".git"
-        if str(folder) == home or (boundary.exists() and owned_by_stranger(boundary, environ) is None):
+        if str(folder) == home or (os.path.exists(boundary) and owned_by_stranger(boundary, environ) is None):
             return seen
     # The directories above may belong to other users. distflow must not use a file that another user wrote, such as in /tmp.
     return [cwd]

@@ -353,3 +353,15 @@ def test_this_machine_has_something() -> None:
     assert machine.cpus
     assert machine.memory
     assert Path(machine.python).exists()
+
+
+def test_a_directory_that_may_not_be_searched_has_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = os.stat
+
+    def refused(path: object, *arguments: object, **options: object) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert find_configuration(tmp_path, {"HOME": "/nonexistent", "XDG_CONFIG_HOME": "/nonexistent"}) is None
