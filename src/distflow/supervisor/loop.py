@@ -357,8 +357,8 @@ class Supervisor:
     def _backend(self, record: WorkflowRecord) -> Backend:
         key = record.pool_key
         if key not in self._backends:
-            pool = replace(self._store.pool(record.uuid), name=key)
-            self._backends[key] = self._open_backend(pool, self.report)
+            pool = self._store.pool(record.uuid)
+            self._backends[key] = self._open_backend(pool, lambda seen: self.report(_with_key(seen, key)))
             self._pools = {**self._pools, key: pool}
             self._nodes = {**self._nodes, **{(key, node.name): self._view(key, node.name) for node in pool.nodes}}
             self._backends[key].connect(pool.nodes)
@@ -517,6 +517,11 @@ class Supervisor:
             self._allocated = (self._allocated | used) - gone
             if gone:
                 self._nodes = {place: view for place, view in self._nodes.items() if place not in gone}
+
+
+def _with_key(seen: Observation, pool_key: str) -> Observation:
+    """Return an observation from a backend, which knows only the name of its pool, with the key of the pool."""
+    return replace(seen, pool=pool_key) if isinstance(seen, NodeUp | NodeDown) else seen
 
 
 def _one_line(error: DistflowError) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Backend, CheckpointRef, Collected
+from distflow.backends.base import AttemptKey, Backend, CheckpointRef, Collected, NodeUp, Sink
 from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State
+from distflow.pools.model import Pool
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, DataKind, DataRef, Event, OrphanState, TransferResult
@@ -179,6 +180,24 @@ def test_running_workflow_is_resumed_after_its_backend_was_not_installed(
     driver.settle()
     assert driver.supervisor.skipped == set()
     assert driver.record("u1").groups[0].state is State.RUNNING
+
+
+def test_messages_name_the_pool_and_node_observations_have_its_key(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Pool, Sink]] = []
+
+    def open_backend(pool: Pool, sink: Sink) -> Backend:
+        opened.append((pool, sink))
+        return driver.backend
+
+    monkeypatch.setattr(driver.supervisor, "_open_backend", open_backend)
+    one = workflow(group_plan(tasks=1))
+    driver.add(replace(one, record=replace(one.record, pool_key="lab-3f2a91bc")))
+    driver.step()
+    ((opened_pool, sink),) = opened
+    assert opened_pool.name == "lab"
+    sink(NodeUp(at=driver.clock.now(), pool=opened_pool.name, node="n1"))
+    driver.supervisor.step(0.0)
+    assert [place for place, view in driver.supervisor.snapshot().nodes.items() if view.up] == [("lab-3f2a91bc", "n1")]
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
