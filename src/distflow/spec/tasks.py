@@ -450,7 +450,10 @@ def parse_retry(owner: View, above: Retry) -> Retry:
 
 
 def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Problem, ...]:
-    """Return a warning for each RESCHEDULE without effect. ``worlds`` has the names of groups whose tasks share a world."""
+    """Return a warning for each RESCHEDULE that has no effect, or none after the start of its task.
+
+    ``worlds`` has the names of groups whose tasks share a world.
+    """
     found = []
     for group in spec.groups:
         ignores = group.ignore_nonlead_status if group.ignore_nonlead_status is not None else group.name not in worlds
@@ -459,11 +462,12 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
                 continue
             message = hint = ""
             if group.retry.limit == 0:
-                message, hint = "`retry` has the limit 0", "raise the limit, or remove it for the default of 10"
+                message, hint = "no effect: `retry` has the limit 0", "raise the limit, or remove it for the default of 10"
             elif ignores and not task.lead:
-                message = f"the group continues without `{task.written_name}`, because only its lead decides its end"
+                why = f"the group continues without `{task.written_name}`, because only its lead decides its end"
+                message = f"no effect after its start: {why}"
                 hint = "set `ignoreNonleadStatus: false` to retry the whole group"
             if message:
-                message = f"RESCHEDULE of `{task.written_name}` has no effect: {message}"
+                message = f"RESCHEDULE of `{task.written_name}` has {message}"
                 found.append(Problem(where=task.mark, severity=Severity.WARNING, message=message, hint=hint))
     return tuple(found)

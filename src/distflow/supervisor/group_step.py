@@ -402,7 +402,7 @@ class GroupStep:
         cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
             # No task has failed whose end counts, so the cause is a task that could not start, although its end does not count.
-            cause = first_cause(group.tasks, self._lines())
+            cause = first_cause([task for task in group.tasks if task.started_at is None], self._lines())
         if cause is not None or group.stop_reason is Reason.PEER_FAILED:
             cause = hidden_cause(group, cause, self._last_lines)
         if group.stop_reason is Reason.CANCELED:
@@ -557,7 +557,9 @@ def _canceled(request: CancelRequest) -> str:
 
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     """Return whether the spec requires another attempt after this failure, regardless of the number of attempts."""
-    actions, has_run = plan.launch(cause.task).exit_actions, group.task(cause.task).started_at is not None
+    actions, task = plan.launch(cause.task).exit_actions, group.task(cause.task)
+    # If the task's own reason is another one, DATA is the reason of its output, even if the task never started.
+    has_run = task.started_at is not None or task.reason is not Reason.DATA
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 
 

@@ -67,7 +67,7 @@ def test_retries_and_exit_actions_of_task_group_and_workflow() -> None:
 def test_a_reschedule_without_effect_is_one_warning_for_each_entry() -> None:
     helper, one = unused_reschedules(load(), ())
     assert helper.as_text() == (
-        "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect:"
+        "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect after its start:"
         " the group continues without `helper`, because only its lead decides its end\n"
         "    set `ignoreNonleadStatus: false` to retry the whole group"
     )

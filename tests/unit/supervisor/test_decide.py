@@ -8,6 +8,7 @@ from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Stagin
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.spec.model import Retry
 from distflow.state.record import OrphanState
 from distflow.structs import replace
 from distflow.supervisor.commands import Lease, Stop
@@ -120,6 +121,28 @@ def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
     driver.run()
     assert driver.group().state is State.FAILED
     assert driver.cause().task == "t1"
+
+
+def test_started_helper_that_does_not_count_is_not_the_cause_if_another_cannot_start() -> None:
+    def behave(key: AttemptKey) -> Behavior:
+        return {"t1": Behavior(seconds=0, exit_code=3), "t2": Behavior(prepare_error="no such image")}.get(key.task, HANG)
+
+    actions = ExitActions(reschedule=((3, 3),))
+    plan = group_plan(tasks=3, gpus=0, world=False, barrier=False, exit_actions=actions, retry=Retry(limit=1))
+    driver = Driver(workflow(plan), behavior=behave)
+    original = driver.backend.prepare
+
+    def hold_back(key: AttemptKey, *rest: object) -> None:
+        if key.task != "t2" or driver.group().task("t1").state is State.FAILED:
+            original(key, *rest)  # type: ignore[arg-type]
+
+    driver.backend.prepare = hold_back  # type: ignore[method-assign,assignment]
+    driver.settle()
+    driver.advance(1.0)
+    driver.restart()  # repeats the command that was held back
+    driver.run()
+    assert driver.group().task("t1").started_at is not None
+    assert (driver.group().attempt, driver.cause().task, driver.cause().message) == (0, "t2", "no such image")
 
 
 def test_refused_gang_fails_although_its_node_has_no_attempt_to_stop() -> None:

@@ -8,7 +8,7 @@ from distflow.backends.base import AttemptKey
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.pools.model import Node
-from distflow.spec.model import Retry
+from distflow.spec.model import InputSpec, Retry
 from distflow.state.record import OrphanState
 from distflow.structs import replace
 from distflow.supervisor.decide import decide
@@ -230,6 +230,17 @@ def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
     driver = Driver(workflow(plan), behavior=behave)
     driver.run()
     assert (driver.record().state, driver.group().attempt) == (WorkflowState.COMPLETED, 1)
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(2012, 2), (2010, 1)])
+def test_missing_output_of_a_task_that_never_started_is_code_2012(code: int, attempts: int) -> None:
+    actions = ExitActions(complete=((3003, 3003),), reschedule=((code, code),))
+    top = group_plan("top", 1, world=False, exit_actions=actions, retry=Retry(limit=1, backoff_s=1.0))
+    bottom = group_plan("bottom", 1, world=False, after=("top",), inputs=(InputSpec(position=0, task="t0"),))
+    unstarted = Behavior(prepare_error="no such image", collect_error="no output")
+    driver = Driver(workflow(top, bottom), behavior=lambda _: unstarted)
+    driver.run()
+    assert (driver.group().attempt + 1, driver.cause().reason) == (attempts, Reason.DATA)
 
 
 def test_timeouts_of_running_and_cancellations_have_no_code() -> None:
