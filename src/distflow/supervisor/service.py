@@ -19,7 +19,7 @@ from distflow.backends.registry import open_backend, preload
 from distflow.errors import StateError, StoreTooNew
 from distflow.pools.model import Pool
 from distflow.state.credentials import data_credentials
-from distflow.state.directory import StateDirectory, has_room
+from distflow.state.directory import StateDirectory, has_room, state_errors
 from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
@@ -73,10 +73,12 @@ def main(argv: list[str]) -> int:
     gc.enable()
     starter, lock = _Starter(ready), Lock(directory)
     while True:
-        if not lock.take():
-            starter.report(b"other")
-            return 0
         try:
+            with state_errors(directory.path):
+                is_taken = lock.take()
+            if not is_taken:
+                starter.report(b"other")
+                return 0
             if _serve(directory, starter, lock):
                 return 0
         except StoreTooNew as error:
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> int:
             lock.release()
             return error.exit_code
         except (StateError, OSError) as error:
-            _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
+            _log(f"cannot continue: {_one_line(error)}")
             lock.release()
             # The process that started this one waits for a report. Without one, it shows the last line of the log.
             if starter.is_waiting or not _await_room(directory):
@@ -125,15 +127,21 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
 def _await_room(directory: StateDirectory) -> bool:
     """Wait while the disk of the state directory is full. Return False if it is not full, or stays full for too long.
 
-    Meanwhile, nodes keep the output, and a gang that fails stops without the supervisor.
+    Return False also if the directory no longer exists. Meanwhile, nodes keep the output, and a gang that fails stops without
+    the supervisor.
     """
-    if has_room(directory):
-        return False
     until, pause = time.monotonic() + _FULL_DISK_PATIENCE_S, threading.Event()
-    while not has_room(directory):
-        if time.monotonic() > until:
-            return False
-        pause.wait(_POLL_S)
+    try:
+        with state_errors(directory.path):
+            if has_room(directory):
+                return False
+            while not has_room(directory):
+                if time.monotonic() > until:
+                    return False
+                pause.wait(_POLL_S)
+    except StateError as error:
+        _log(f"cannot check the free space: {_one_line(error)}")
+        return False
     return True
 
 
@@ -178,6 +186,10 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collect
             start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it starts the sender
     _log("all other workflows have ended" if supervisor.skipped else "all workflows have ended")
     return supervisor.skipped
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(str(error).splitlines())
 
 
 def _log(text: str) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import distflow
 from distflow.errors import StateError, StoreTooNew, SupervisorError
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.supervisor.process import Lock, is_running, open_wake_socket, stop_outdated_supervisor, wake
-from distflow.supervisor.service import _serve, _Starter
+from distflow.supervisor.service import _await_room, _serve, _Starter
 from unit.state.stored import running_group, submit, workflow
 
 
@@ -53,6 +54,19 @@ def test_supervisor_ends_although_notifications_cannot_be_read(tmp_path: Path, m
     assert lock.take()
     assert _serve(directory, _Starter(tell), lock)
     os.close(told)
+
+
+def test_removed_state_directory_is_logged_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    command = [sys.executable, "-m", "distflow.supervisor", str(gone), "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(distflow.__file__).parents[1])}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 1
+    assert f" cannot continue: cannot use the state directory: {gone}/blobs: No such file or directory; " in ended.stderr
+    assert not _await_room(StateDirectory(gone))
+    logged = capsys.readouterr().err
+    assert f" cannot check the free space: cannot use the state directory: {gone}: No such file or directory; " in logged
+    assert (ended.stderr + logged).count("\n") == 2
 
 
 def test_a_lock_holds_although_its_file_was_removed(tmp_path: Path) -> None:
