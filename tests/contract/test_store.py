@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -18,7 +19,7 @@ from distflow.errors import NotFound, RecordUnreadable, StateError, StoreBroken,
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import HangOver, HangSuspected, Message, NodeReachable, NodeUnreachable
-from distflow.state.opening import set_aside
+from distflow.state.opening import set_aside, state_error
 from distflow.state.record import CancelRequest, End, Event, OrphanState, Priority, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
@@ -400,10 +401,16 @@ def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:
 
 def test_a_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StateError, match="cannot use"):
+    with pytest.raises(StateError, match=rf"^cannot use {tmp_path}/file: Not a directory\n"):
         Store(tmp_path / "file" / "store.sqlite3")
     with pytest.raises(StateError, match="cannot use the state directory"):
         StateDirectory(tmp_path / "file" / "state").ensure()
+
+
+def test_full_temporary_directory_is_named_instead_of_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    full = OSError(errno.ENOSPC, "No space left on device", str(path), None, "/tmp/copy")  # as shutil.copyfile raises it
+    assert state_error(path, full).message == "cannot use /tmp/copy: No space left on device"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

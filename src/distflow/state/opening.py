@@ -76,8 +76,12 @@ def state_error(path: Path, error: Exception) -> StateError:
         )
     if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
         return StateError(f"cannot use {path}: {error}", hint="another process is using it; try again")
+    where, why = path, str(error)
+    if isinstance(error, OSError):
+        # The second name is the target of a copy, such as a file in a full directory for temporary files.
+        where, why = error.filename2 or error.filename or path, error.strerror or why
     return StateError(
-        f"cannot use {path}: {error}",
+        f"cannot use {where}: {why}",
         hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
     )
 
