@@ -279,12 +279,15 @@ def bundle_files(spec: WorkflowSpec, blobs: Path, on_pack: OnPack = _ignore) -> 
     directory, are problems at their line in the spec. Raises ``StateError`` if a blob cannot be written.
     """
     packing = _Packing(on_pack)
-    blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    kept = _sizes(blobs)
     bundles: dict[str, Bundle] = {}
     problems: list[Problem] = []
-    if _sends_library(spec):
-        bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
+    try:
+        blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        kept = _sizes(blobs)
+        if _sends_library(spec):
+            bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
+    except OSError as error:
+        raise StateError(f"cannot use `{error.filename or blobs}`: {error.strerror or error}") from error
     for file in _files(spec):
         key = file.bundle
         if key in bundles:

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ workflow:
     command: ["true"]
     files: [{path: /x, localpath: what}]
 """
+TRAIN = "workflow: {name: w, tasks: [{name: t, launcher: LAUNCHER, command: [python3, train.py]}]}"
+
+
+@contextmanager
+def file_size_limit(size: int = 1 << 20) -> Iterator[None]:
+    """Limit the size of files that this process writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -306,14 +319,19 @@ def test_a_file_that_is_too_large_is_an_error_and_leaves_no_part(folder: Path, i
     path = folder / "what" / "big" if is_directory else folder / "what"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(os.urandom(5_000_000))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(StateError, match=r"cannot copy .*what` to .*blobs`: File too large"):
-            bundle(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(), pytest.raises(StateError, match=r"cannot copy .*what` to .*blobs`: File too large"):
+        bundle(folder)
     assert list((folder / "blobs").iterdir()) == []
+
+
+def test_blobs_that_cannot_be_written_are_errors_of_the_state(folder: Path) -> None:
+    (folder / "spec.yaml").write_text(TRAIN.replace("LAUNCHER", "spawn"))
+    with file_size_limit(1 << 10), pytest.raises(StateError, match=r"cannot use `.*blobs`: File too large"):
+        bundle(folder)
+    (folder / "blobs").rmdir()
+    (folder / "blobs").touch()
+    with pytest.raises(StateError, match=r"cannot use `.*blobs`: File exists"):
+        bundle(folder)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_named(folder: Path) -> None:
@@ -336,9 +354,8 @@ def test_a_blob_that_is_removed_while_sizes_are_read_does_no_harm(folder: Path) 
 
 
 def test_distflow_train_is_sent_if_a_task_needs_it(folder: Path) -> None:
-    text = "workflow: {name: w, tasks: [{name: t, launcher: LAUNCHER, command: [python3, train.py]}]}"
     for launcher, sent in (("spawn", [LIBRARY]), ("torchrun", [])):
-        (folder / "spec.yaml").write_text(text.replace("LAUNCHER", launcher))
+        (folder / "spec.yaml").write_text(TRAIN.replace("LAUNCHER", launcher))
         bundles, problems = bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")
         assert not problems
         assert list(bundles) == sent
