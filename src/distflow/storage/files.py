@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import posixpath
@@ -279,8 +280,10 @@ def _walk_files(top: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]
     for item in sorted(os.scandir(top), key=lambda one: os.fsencode(one.name)):
         try:
             found = item.stat()
-        except FileNotFoundError:
-            continue  # a broken link, or a file that was removed during the listing
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            continue  # a link to nothing or to itself, or a file that was removed during the listing
         if stat.S_ISDIR(found.st_mode):
             if _identity(found) not in above:
                 yield from _walk_files(item.path, (*above, _identity(found)))

@@ -192,6 +192,13 @@ def test_a_folder_that_cannot_be_inspected_is_an_error_of_the_store(tmp_path: Pa
     FolderStore().check_writable(f"{tmp_path}/new/deep".lstrip("/"))
 
 
+def test_links_to_nothing_or_to_themselves_are_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, target in (("broken", "gone"), ("inside", "file/gone"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
+    assert [one.key for one in FolderStore().find(str(tmp_path).lstrip("/"))] == [f"{tmp_path}/file".lstrip("/")]
+
+
 def test_a_wrong_ssh_configuration_is_not_retried() -> None:
     with pytest.raises(StorageError, match="the SSH configuration is wrong") as caught:
         SftpStore(parse_url("sftp://a;b@host/x")).find("x")
