@@ -144,6 +144,16 @@ NO_KEYS = paramiko.BadAuthenticationType("", ["password"])
 FAR = "u@gpu1"
 
 
+def log_in(keys: int, answers: list[Any]) -> None:
+    """Try to log in at a server that gives these answers."""
+    server: Any = LoginServer(list(answers))
+    host: Any = resolve_hop(Hop(host="gpu1", user="u"), SshDestination(host="gpu1", config_file="none"))
+    key: Any = object()
+    keyring = _Keyring(identities=[_Identity(key, f"key {number}") for number in range(keys)])
+    with foreign_errors("gpu1", FAR, "logging in"):
+        _try_all("gpu1", server, host, keyring, FAR, Deadline(60.0))
+
+
 @pytest.mark.parametrize(
     ("keys", "answers", "says", "hints"),
     [
@@ -154,18 +164,27 @@ FAR = "u@gpu1"
         (1, [["password"], NO_KEYS, 0], "accepted a key, but requires more", ["after that, the host accepts only password,"]),
         (1, [["publickey"], ONLY_KEYS, 0], "accepted a key, but requires more", ["key 0: accepted"]),
         (1, [paramiko.SSHException("the agent did not sign")], "no usable key", ["key 0 cannot be used: the agent did not"]),
-        (2, [REFUSED, OSError("broken")], "refused 1 of 2 keys", ["  key 0", "key 1 cannot be used: broken"]),
+        (2, [REFUSED, paramiko.SSHException("unsigned")], "refused 1 of 2 keys", ["  key 0", "key 1 cannot be used: unsigned"]),
+        (2, [OSError("unsigned"), REFUSED, ONLY_KEYS, 0], "refused 1 of 2 keys", ["  key 1", "key 0 cannot be used: unsigned"]),
     ],
 )
 def test_a_refused_login_says_what_the_host_answered(keys: int, answers: list[Any], says: str, hints: list[str]) -> None:
-    server: Any = LoginServer(list(answers))
-    host: Any = resolve_hop(Hop(host="gpu1", user="u"), SshDestination(host="gpu1", config_file="none"))
-    key: Any = object()
-    keyring = _Keyring(identities=[_Identity(key, f"key {number}") for number in range(keys)])
     with pytest.raises(AuthenticationRefused) as caught:
-        _try_all("gpu1", server, host, keyring, FAR, Deadline(60.0))
+        log_in(keys, answers)
     assert says in caught.value.message
     for hint in hints:
         assert hint in caught.value.hint
     assert ("authorized_keys" in caught.value.hint) == caught.value.message.startswith(f"gpu1: {FAR} refused")
     assert "no key was found" not in caught.value.message
+
+
+@pytest.mark.parametrize("answers", [[ConnectionResetError(104, "reset")], [REFUSED, ConnectionResetError(104, "reset")]])
+def test_network_failure_during_the_login_is_not_a_refusal(answers: list[Any]) -> None:
+    with pytest.raises(NodeUnreachable, match=f"{FAR}: it reset the connection, while logging in") as caught:
+        log_in(1, answers)
+    assert not isinstance(caught.value, AuthenticationRefused)
+
+
+def test_close_after_the_only_key_is_not_explained_by_too_many_keys() -> None:
+    with pytest.raises(AuthenticationRefused, match=rf"{FAR} closed the connection after the key\n"):
+        log_in(1, [REFUSED])

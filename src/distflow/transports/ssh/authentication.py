@@ -75,7 +75,8 @@ class _Agent(AgentSSH):
 def authenticate(node: str, transport: paramiko.Transport, host: SshHost, endpoint: str, deadline: Deadline) -> None:
     """Log in with one of the keys, or without a key if the host needs none.
 
-    Raises ``AuthenticationRefused``, and ``NodeUnreachable`` after the deadline.
+    Raises ``AuthenticationRefused``, ``NodeUnreachable`` after the deadline, and ``OSError`` if the connection breaks. A host
+    that closes the connection regularly, as OpenSSH does after ``MaxAuthTries``, has refused the login.
     """
     keyring = _Keyring()
     try:
@@ -107,7 +108,8 @@ def _try_all(
         except paramiko.AuthenticationException:
             tried.append(identity.label)
         except (paramiko.SSHException, OSError, struct.error) as error:
-            # The agent refuses to sign, or there is no common algorithm: try the next key. The connection may also have broken.
+            _raise_if_broken(transport, error)
+            # The agent refuses to sign, which ends paramiko's thread, or there is no common algorithm: try the next key.
             keyring.notes.append(f"{identity.label} cannot be used: {error}")
             has_broken = not transport.is_active()
         if deadline.has_passed:
@@ -121,10 +123,16 @@ def _try_all(
             return
         except paramiko.BadAuthenticationType as error:
             allowed = error.allowed_types
-        except (paramiko.SSHException, OSError, EOFError):
-            pass
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            _raise_if_broken(transport, error)
     hung_up = not transport.is_active() and not has_broken
     raise _refusal(node, keyring, tried, allowed, endpoint, hung_up=hung_up, was_accepted=was_accepted)
+
+
+def _raise_if_broken(transport: paramiko.Transport, error: Exception) -> None:
+    """Raise an error of a login if the connection broke. If the host closed it regularly, the error is not an ``OSError``."""
+    if isinstance(error, OSError) and not transport.is_active():
+        raise error
 
 
 def _refusal(
@@ -144,7 +152,8 @@ def _refusal(
     if was_accepted:
         message = f"{endpoint} accepted a key, but requires more"
     elif tried and hung_up:
-        message = f"{endpoint} closed the connection after {which}; perhaps too many keys were tried"
+        why = "; perhaps too many keys were tried" if count > 1 else ""
+        message = f"{endpoint} closed the connection after {which}{why}"
         hints.append("set the right key: `identity_file` of the node, or `IdentityFile` with `IdentitiesOnly yes`")
     elif tried:
         message = f"{endpoint} refused {which}"
