@@ -315,7 +315,11 @@ def status_table() -> str:
 
 
 def _by_status(members: Any, status_of: Callable[[Any, Reason | None], str]) -> dict[str, str]:
-    """Return the states and reasons of each status. The reason CANCELED only occurs with the state CANCELED."""
+    """Return the states and reasons of each status.
+
+    The state and the reason CANCELED have one status and one name, so the reason is left out. FAILED also has this reason if a
+    task was canceled outside of distflow.
+    """
     found: dict[str, list[str]] = {}
     for state in members:
         if state.name != "FAILED":
