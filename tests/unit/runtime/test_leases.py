@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -220,6 +221,17 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
         with pytest.raises(OpError, match="other processes keep 1 file `claim") as caught:
             node_leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
         assert caught.value.kind == "busy"
+
+
+def test_lock_file_that_cannot_be_created_is_the_reason_that_no_port_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int, name: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    monkeypatch.setattr(lease_files, "open_lock", refuse)
+    with pytest.raises(OpError, match=r"^no free port was found. The last one .*: port-\d+\.lock: No space left on device$"):
+        node_leases.take(str(tmp_path / "leases"), 0, [], "any", {})
 
 
 def test_only_positive_integers_are_amounts() -> None:

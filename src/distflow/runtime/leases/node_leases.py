@@ -145,6 +145,7 @@ def _kept_for(kept: Kept, amount: float) -> str:
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:
     if port == "any":
+        why = ""
         for _ in range(_ATTEMPTS_AT_ANY_PORT):
             try:
                 sockets = _bind(0)
@@ -153,12 +154,13 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                     continue  # the port is free only for IPv4
                 raise OpError.from_os(error, "cannot reserve a port") from error
             number = _port_of(sockets[0])
-            held, _ = lock(directory, "port-{}.lock".format(number), holder)
+            held, why = lock(directory, "port-{}.lock".format(number), holder)
             if held >= 0:
                 return number, held, sockets
             for fd in sockets:
                 os.close(fd)
-        raise OpError("port_taken", "no free port was found")
+        last = ". The last one could not be leased: {}".format(why) if why else ""
+        raise OpError("port_taken", "no free port was found" + last)
     number = int(port)
     held, _ = lock(directory, "port-{}.lock".format(number), holder)
     if held < 0:
