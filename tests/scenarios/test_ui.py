@@ -176,6 +176,8 @@ def test_a_running_training_is_shown_live(cli: Cli, ui: Ui) -> None:
     assert page.locator(".chart h2").all_inner_texts() == ["loss", "step_s"]
     assert "rank 1" in page.locator(".bars .slow").inner_text()  # 0.9 s a step, and the other one 0.2 s
     page.wait_for_selector("h2 >> text=CPU cores in use")
+    page.click("text=Diagnosis")
+    page.wait_for_selector(".found >> text=some ranks of the gang are slower than the others")
     page.click("text=Logs")
     page.wait_for_selector(".row >> text=green")
     go.touch()

@@ -448,70 +448,81 @@ function eventTable({ events }) {
 }
 
 function diagnosis(why, diagnose, base) {
-  if (why.message) return h('p', { class: 'card' }, why.message);
-  return why.groups.map((group) =>
-    !group.first_cause
-      ? h('p', { class: 'card' }, h('b', {}, `${group.name}: `), group.message ?? '')
-      : [
-          causeCard(group.first_cause, `First cause in ${group.name}`, base),
-          diagnose.groups
-            .filter((one) => one.name === group.name)
-            .map((one) =>
-              h(
-                'section',
-                { class: 'card' },
-                h('h2', {}, 'Diagnosis'),
-                one.message ? h('p', {}, one.message) : null,
-                one.diagnoses.map((found) =>
-                  h(
-                    'div',
-                    { class: 'found' },
-                    h('h3', {}, found.cause),
-                    found.found ? h('p', {}, found.found) : null,
-                    h('p', { class: 'remedy' }, h('b', {}, 'Remedy '), withCode(found.remedy)),
-                    found.traceback || found.line ? pre(found.traceback ?? found.line, 'Evidence') : null,
-                  ),
-                ),
-              ),
-            ),
+  const examined = (isWanted) => diagnose.groups.filter(isWanted).map(examinedGroup);
+  return [
+    why.message ? h('p', { class: 'card' }, why.message) : null,
+    why.groups.map((group) => [
+      group.first_cause
+        ? causeCard(group.first_cause, `First cause in ${group.name}`, base)
+        : h('p', { class: 'card' }, h('b', {}, `${group.name}: `), group.message ?? ''),
+      examined((one) => one.name === group.name),
+      group.timeline.length ? moments(group) : null,
+    ]),
+    examined((one) => !why.groups.some((group) => group.name === one.name)),
+  ];
+}
+
+const examinedGroup = (group) => [
+  group.message || group.diagnoses.length ? foundCard(`Diagnosis of ${group.name}`, group.message, group.diagnoses) : null,
+  group.findings.length ? foundCard(`Findings in the use of resources by ${group.name}`, null, group.findings) : null,
+];
+
+function foundCard(title, message, items) {
+  return h(
+    'section',
+    { class: 'card' },
+    h('h2', {}, title),
+    message ? h('p', {}, message) : null,
+    items.map((found) =>
+      h(
+        'div',
+        { class: 'found' },
+        h('h3', {}, found.cause),
+        found.found ? h('p', {}, found.found) : null,
+        h('p', { class: 'remedy' }, h('b', {}, 'Remedy '), withCode(found.remedy)),
+        found.traceback || found.line ? pre(found.traceback ?? found.line, 'Evidence') : null,
+      ),
+    ),
+  );
+}
+
+function moments(group) {
+  return h(
+    'section',
+    { class: 'card' },
+    h('h2', {}, 'What happened when'),
+    h(
+      'div',
+      { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'Times' },
+      h(
+        'table',
+        {},
+        h(
+          'thead',
+          {},
           h(
-            'section',
-            { class: 'card' },
-            h('h2', {}, 'What happened when'),
+            'tr',
+            {},
+            ['Time', 'Node', 'Task', 'What', 'Because'].map((name) => h('th', { scope: 'col' }, name)),
+          ),
+        ),
+        h(
+          'tbody',
+          {},
+          group.timeline.map((moment) =>
             h(
-              'div',
-              { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'Times' },
-              h(
-                'table',
-                {},
-                h(
-                  'thead',
-                  {},
-                  h(
-                    'tr',
-                    {},
-                    ['Time', 'Node', 'Task', 'What', 'Because'].map((name) => h('th', { scope: 'col' }, name)),
-                  ),
-                ),
-                h(
-                  'tbody',
-                  {},
-                  group.timeline.map((moment) =>
-                    h(
-                      'tr',
-                      {},
-                      h('td', { class: 'number' }, `${moment.offset_s < 0 ? '−' : '+'}${Math.abs(moment.offset_s).toFixed(3)} s`),
-                      h('td', {}, moment.node ?? ''),
-                      h('td', {}, moment.task ?? ''),
-                      h('td', {}, moment.text),
-                      h('td', {}, moment.because ?? ''),
-                    ),
-                  ),
-                ),
-              ),
+              'tr',
+              {},
+              h('td', { class: 'number' }, `${moment.offset_s < 0 ? '−' : '+'}${Math.abs(moment.offset_s).toFixed(3)} s`),
+              h('td', {}, moment.node ?? ''),
+              h('td', {}, moment.task ?? ''),
+              h('td', {}, moment.text),
+              h('td', {}, moment.because ?? ''),
             ),
           ),
-        ],
+        ),
+      ),
+    ),
   );
 }
 
