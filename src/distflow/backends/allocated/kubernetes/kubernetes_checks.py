@@ -123,7 +123,7 @@ class _Check:
             full = [
                 f"{plain(name)} {plain(str(used.get(name)))} of {plain(str(most))}"
                 for name, most in hard.items()
-                if used.get(name) == most
+                if _is_used_up(used.get(name), most)
             ]
             name = plain(str((one.get("metadata") or {}).get("name", "")))
             if full:
@@ -232,7 +232,7 @@ class _Check:
                     return error(
                         "python", self._at, f"in `{pod.image}`, `{python}` {plain(trouble)}", "use an image with a newer Python"
                     )
-                return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version}", "")
+                return note("python", self._at, f"in `{pod.image}`, `{python}` is Python {version or 'of unknown version'}", "")
             if state.phase is Phase.FAILED:
                 hint = "change `kubernetes.image` or `python` of the pool" if state.is_final else "run the check again"
                 return error("image", self._at, f"a pod {state.message}", hint)
@@ -247,6 +247,16 @@ class _Check:
 def _message(pod: Pod) -> str:
     text = str((pod.container("terminated") or {}).get("message", ""))
     return text if re.fullmatch(r"[0-9a-z.+]{1,30}", text) else ""
+
+
+def _is_used_up(used: object, hard: object) -> bool:
+    """Return whether a resource of a quota is used up. The values are Kubernetes quantities, such as ``2`` and ``2000m``."""
+    from kubernetes.utils.quantity import parse_quantity  # noqa: PLC0415  an optional package that takes long to import
+
+    try:
+        return bool(parse_quantity(used) >= parse_quantity(hard))
+    except (ValueError, ArithmeticError):
+        return False
 
 
 def _request(platform: str) -> AllocationRequest:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class _Api(KubernetesApi):
-    """An API server without pods that refuses one kind of call."""
+    """An API server with the given objects that refuses one kind of call."""
 
-    def __init__(self, refused: str) -> None:
+    def __init__(self, refused: str = "-", **objects: dict[str, Any]) -> None:
         super().__init__(KubernetesSettings(context="lab"))
         self._refused_call = refused
+        self._objects = {"nodes": {}, **objects}
 
     @property
     def namespace(self) -> str:
@@ -41,7 +42,7 @@ class _Api(KubernetesApi):
             "gitVersion": "v1.34",
             "status": {"allowed": True},
             "metadata": {"name": "x", "uid": "u"},
-            "items": [{}] if path == "/api/v1/nodes" else [],
+            "items": [self._objects[kind]] if (kind := path.rpartition("/")[2]) in self._objects else [],
         }
 
 
@@ -53,9 +54,29 @@ class _Api(KubernetesApi):
     ],
 )
 def test_a_refused_call_is_a_finding(refused: str, message: str) -> None:
+    assert any(message in one for one in _messages(_Api(refused)))
+
+
+def _messages(api: _Api) -> list[str]:
     pool = Pool(name="k", backend="kubernetes", nodes=(), kubernetes=KubernetesSettings(image="i:1"))
-    findings = list(check_kubernetes(pool, _Api(refused)))
-    assert any(message in one.message for one in findings)
+    return [one.message for one in check_kubernetes(pool, api)]
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [("2000m", "quota `cpus` is used up: cpu 2000m of 2"), ("1999m", "quota `cpus` allows more pods")],
+)
+def test_the_quantities_of_a_quota_may_have_different_units(used: str, message: str) -> None:
+    pytest.importorskip("kubernetes")
+    quota = {"metadata": {"name": "cpus"}, "status": {"hard": {"cpu": "2"}, "used": {"cpu": used}}}
+    assert message in _messages(_Api(resourcequotas=quota))
+
+
+@pytest.mark.parametrize(("written", "shown"), [("3.12.1", "3.12.1"), ("not a version", "of unknown version")])
+def test_the_python_of_a_pod_is_shown(written: str, shown: str) -> None:
+    ended = {"exitCode": 0, "message": written}
+    pod = {"status": {"phase": "Succeeded", "containerStatuses": [{"name": "task", "state": {"terminated": ended}}]}}
+    assert any(one.endswith(f"`python3` is Python {shown}") for one in _messages(_Api(pods=pod)))
 
 
 def test_a_pod_without_a_service_account_token_is_not_blamed_on_a_kubeconfig(
