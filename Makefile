@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
 
+BENCHMARKS := startup launch first_line fanout staging first_upload failure functions samples train
+
 # Of `make lint`; each prints its output as a whole.
 LINTS := lint-ruff lint-format lint-types lint-imports lint-runtime lint-prose
 LINT_FLAGS := --no-print-directory --jobs --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync)
@@ -85,16 +87,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	@sh scripts/install_sshd.sh
 	@. scripts/apt.sh; apt_install pdsh rsync || echo "pdsh or rsync is missing: run sudo apt-get install pdsh rsync" >&2
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/first_line.py
-	$(BIN)/python benchmarks/fanout.py
-	$(BIN)/python benchmarks/staging.py
-	$(BIN)/python benchmarks/first_upload.py
-	$(BIN)/python benchmarks/failure.py
-	$(BIN)/python benchmarks/functions.py
-	$(BIN)/python benchmarks/samples.py
-	$(BIN)/python benchmarks/train.py
+	@failed=; for name in $(BENCHMARKS); do \
+		echo "$(BIN)/python benchmarks/$$name.py"; \
+		$(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; \
+	done; \
+	[ -z "$$failed" ] || { echo "these benchmarks failed or missed a limit:$$failed" >&2; exit 1; }
 
 soak: $(STAMP)
 	@sh scripts/install_sshd.sh

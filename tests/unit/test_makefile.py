@@ -28,3 +28,20 @@ def test_a_target_installs_only_its_extras(
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     installs = [line for line in done.stdout.splitlines() if "setup.sh" in line]
     assert installs == ([f'PYTHON="python3" sh scripts/setup.sh {tmp_path} {extras}'] if extras else [])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_all_benchmarks_run_after_a_failure(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / ".installed").touch()
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "ran $1"\ncase "$1" in */launch.py) exit 1;; */fanout.py) exit 2;; esac\n')
+    python.chmod(0o755)
+    shown = subprocess.run(
+        ["make", "--dry-run", "bench", f"VENV={tmp_path}"], cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
+    # The commands before these install packages of the system.
+    commands = shown[shown.index("failed=") :]
+    done = subprocess.run(["sh", "-c", commands], cwd=repository, capture_output=True, text=True, check=False)
+    assert done.stdout.count("ran benchmarks/") == 10
+    assert (done.returncode, done.stderr) == (1, "these benchmarks failed or missed a limit: launch fanout\n")
