@@ -106,7 +106,7 @@ def update(
     """Create a version of a dataset by adding files.
 
     The new version has the files of the latest version, or of VERSION, and local files, which replace files with the same path.
-    The files of that version are not uploaded again.
+    The files of that version, and local files that equal them, are not uploaded again.
     """
     _create_version(name, paths, regex, format_type, is_update=True)
 

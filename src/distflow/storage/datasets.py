@@ -145,15 +145,15 @@ class Datasets:
 
         ``name`` is the dataset with the number of that version, or without a number for the latest one. The latest one is
         determined after the upload, so files that other uploads add at the same time are kept. The files of the existing
-        version are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and ``NotFound`` for a missing
-        version.
+        version, and files that equal them, are not uploaded again. ``upload_id`` is as in ``add``. Raises ``StorageError``, and
+        ``NotFound`` for a missing version.
         """
         plain, wanted = parse_dataset(name)
-        self.manifest(plain, wanted)  # fails before anything is uploaded
+        base = self.manifest(plain, wanted)  # fails before anything is uploaded
         number = self._claim(plain, upload_id)
         if any(one.number == number for one in self.versions(plain)):
             return self.manifest(plain, number)
-        listed = self._send(plain, number, files, on_progress)
+        listed = self._send(plain, number, files, on_progress, base.files)
         with self._turn(plain, upload_id):
             old = self.manifest(plain, wanted)
             latest = self.versions(plain)[-1].number
@@ -162,27 +162,33 @@ class Datasets:
             whole = tuple(sorted((*_not_replaced(old.files, listed), *listed), key=lambda one: one.path))
             manifest = Manifest(name=plain, number=number, created=at, files=whole)
             self._put(manifest)
-            if not any(one.number == old.number for one in self.versions(plain)):
+            missing = {base.number, old.number}.difference(one.number for one in self.versions(plain))
+            if missing:
                 # The process that removed it may also have removed files that the new version shares.
                 self.remove(plain, number)
-                message = f"version {old.number} of the dataset `{plain}` was removed during the update"
+                message = f"version {min(missing)} of the dataset `{plain}` was removed during the update"
                 raise StorageError(message, hint="update another version")
         return manifest
 
-    def _send(self, name: str, number: int, files: Sequence[Source], on_progress: Progress) -> tuple[File, ...]:
+    def _send(
+        self, name: str, number: int, files: Sequence[Source], on_progress: Progress, existing: Sequence[File] = ()
+    ) -> tuple[File, ...]:
+        """Upload the files that are not equal to an existing one, and return all files."""
+        stored = {(one.path, one.size, one.sha256): one.number for one in existing}
         before = []
         for one in files:
             with local_errors(one.path):
                 before.append((one.path.stat().st_mtime_ns, sha256(one.path)))
-        goal = self._data(name, number)
-        upload(self._store, goal, files, retries=self._retries, on_progress=on_progress)
+        listed = [
+            File(path=one.name, size=one.size, sha256=sha, number=stored.get((one.name, one.size, sha), number))
+            for one, (_, sha) in zip(files, before, strict=True)
+        ]
+        new = [source for source, one in zip(files, listed, strict=True) if one.number == number]
+        upload(self._store, self._data(name, number), new, retries=self._retries, on_progress=on_progress)
         for one, (changed, _) in zip(files, before, strict=True):
             with local_errors(one.path):
                 if one.path.stat().st_mtime_ns != changed:
                     raise StorageError(f"{one.path} was changed during its upload", hint="upload it again")
-        listed = (
-            File(path=one.name, size=one.size, sha256=sha, number=number) for one, (_, sha) in zip(files, before, strict=True)
-        )
         return tuple(sorted(listed, key=lambda one: one.path))
 
     def fetch(
