@@ -71,6 +71,7 @@ def test_a_pool_without_mistakes(checked: Check, slurm: Slurm, tmp_path: Path) -
             "slurm: {constraint: x}",
             "error: login: Slurm refused a job of one node: Invalid feature specification\n    change `slurm.constr",
         ),
+        ("slurm: {container: pyxis}", "warning: login: `/no/such/python`, the `python` of the pool, must exist"),
         ("slurm: {reservation: x}", "error: login: Slurm refused a job of one node: Requested reservation is invalid\n"),
         (
             "slurm: {extra: [--nope]}",
@@ -83,7 +84,7 @@ def test_mistakes_have_remedies(checked: Check, slurm: Slurm, settings: str, wor
         slurm.run("scontrol", "create", "PartitionName=closed", "Nodes=ALL", "State=DOWN")
         slurm.run("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=5")
     try:
-        assert words in checked(settings, python="/no/such/python" if "tpu" in settings else "python3")
+        assert words in checked(settings, python="/no/such/python" if "tpu" in settings or "pyxis" in settings else "python3")
     finally:
         if "closed" in settings or "short" in settings:
             slurm.run("scontrol", "delete", "PartitionName=closed")

@@ -111,7 +111,7 @@ class _Check:
             )
 
     def pyxis(self) -> Iterator[Finding]:
-        """Check that the cluster has Pyxis, if the pool uses it."""
+        """Check that the cluster has Pyxis, and that the pool sets no Python, if the pool uses Pyxis."""
         if self.settings.container != "pyxis":
             return
         shown = self._commands.run("srun", "--help")
@@ -119,6 +119,12 @@ class _Check:
             yield error(
                 "container", self._at, "`srun` has no option `--container-image`: Pyxis is not installed on this cluster",
                 "remove `slurm.container`, and set `container: apptainer` of the pool if the nodes have Apptainer",
+            )  # fmt: skip
+        default, python = ssh_node().python, (self._pool.template or ssh_node()).python
+        if python != default:
+            yield warning(
+                "container", self._at, f"`{python}`, the `python` of the pool, must exist in the `image` of each task",
+                f"remove `python` of the pool, so that `{default}` is used, or use only images with this Python",
             )  # fmt: skip
 
     def partitions(self) -> Mapping[str, Mapping[str, str]]:
