@@ -173,7 +173,7 @@ def _notes_of(name: str, value: str) -> Iterator[str]:
     if name not in _TRANSLATED:
         yield f"{shown}: {_ADVICE.get(name, 'distflow has no such option')}"
     elif name == "nodes" and "-" in value:
-        yield f"{shown}: to run with fewer nodes if there is no room, write `elastic` into the group"
+        yield f"{shown}: to run with fewer nodes if there is no room, use a spec with `elastic` in the group"
     elif name == "gres":
         others = [entry for entry in value.split(",") if entry.split(":")[0] not in ("gpu", "none")]
         if others:
