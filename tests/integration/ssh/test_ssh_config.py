@@ -188,7 +188,7 @@ def test_an_error_is_reported_in_the_words_of_ssh(text: str, resolve: Resolve) -
     ("text", "said"),
     [
         ("HostName %q\n", "unknown key %q"),
-        ("ProxyCommand nc %z\n", "`ProxyCommand nc %z`: `%z` is not a token"),
+        ("ProxyCommand nc %z\n", "`ProxyCommand nc %z`: distflow does not support the token `%z`"),
         ("IdentityFile ${NOT_SET_AT_ALL}/k\n", "the environment variable `NOT_SET_AT_ALL` is not set"),
         ("ProxyJump a:b:c\n", 'Invalid ProxyJump "a:b:c"'),
         ("ProxyCommand x\nProxyUseFdpass yes\n", "distflow does not support `ProxyUseFdpass yes`"),
