@@ -6,6 +6,7 @@ also if the package for the storage is not installed.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import time
@@ -201,9 +202,9 @@ def check_data_access(client: Client, url: str, access: str) -> None:
 
 def _check_directory(path: Path) -> None:
     """Raise ``InputError`` if a path is not a directory."""
-    if path.is_dir():
+    if os.path.isdir(path):  # ``Path.is_dir`` raises an error for a path that cannot be inspected
         return
-    if path.exists():
+    if os.path.exists(path):
         raise InputError(f"{path} is not a directory", hint="choose another path")
     raise InputError(f"the directory {path} does not exist", hint=f"create it: mkdir -p {shlex.quote(str(path))}")
 

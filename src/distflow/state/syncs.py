@@ -72,11 +72,15 @@ class Syncs:
         return self._path(sync, "log")
 
     def take(self, sync: Sync) -> int | None:
-        """Take the lock of a task and return its handle, or ``None`` if another process copies to the task."""
-        handle = os.open(self._path(sync, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        if lock_at_once(handle):
-            return handle
-        os.close(handle)
+        """Take the lock of a task and return its handle, or ``None`` if another process copies to the task.
+
+        Raises ``StateError``.
+        """
+        with state_errors(self._folder):
+            handle = os.open(self._path(sync, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            if lock_at_once(handle):
+                return handle
+            os.close(handle)
         return None
 
     def write(self, sync: Sync) -> None:

@@ -185,7 +185,7 @@ class _Download:
 
     def is_complete(self) -> bool:
         """Return whether the file is known to have the object's content already."""
-        if not self._path.is_file() or self._path.is_symlink():
+        if not os.path.isfile(self._path) or self._path.is_symlink():
             return False
         if self._sha256:
             return self._path.stat().st_size == self._entry.size and sha256(self._path) == self._sha256

@@ -190,6 +190,8 @@ def test_tensorboard_gets_a_run_for_each_rank(
     assert screen.out.startswith("13 values written to ")
     assert screen.run("metrics", trained.id, "--tensorboard", str(folder)) == 2
     assert "exists already" in screen.err
+    assert screen.run("metrics", trained.id, "--tensorboard", "a" * 300) == 2
+    assert "cannot be written: File name too long" in screen.err
 
 
 def test_a_real_tensorboard_reads_what_was_written(screen: Screen, trained: WorkflowRecord, tmp_path: Path) -> None:

@@ -9,7 +9,19 @@ import pytest
 
 from distflow.client.client import Client
 from distflow.client.data import download_data, download_dataset
-from distflow.errors import InputError
+from distflow.errors import InputError, StorageError
+
+
+def test_a_resumed_download_to_a_path_that_is_too_long_is_an_error(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (source / ("a" * 250)).touch()
+    while len(str(target)) < 3900:
+        target /= "d" * 100
+    target.mkdir(parents=True)
+    client = Client(environ={**os.environ, "DISTFLOW_STATE": str(tmp_path / "state")})
+    with client, pytest.raises(StorageError, match="File name too long"):
+        download_data(client, f"file://{source}", target, resume=True)
 
 
 @pytest.mark.parametrize("name", ["missing dir", "a file"])

@@ -7,6 +7,7 @@ The resource samples of a task are a run, too (``master-system``), whose steps a
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric], samples: ChosenSa
 
     """
     summary = _package("tensorboard.summary", "tensorboard", "TensorBoard files")
-    if folder.exists():
+    if os.path.exists(folder):
         raise InputError(f"{folder} exists already", hint="remove it, or use another directory")
     try:
         folder.mkdir(parents=True)

@@ -20,7 +20,7 @@ from typing import NoReturn
 from distflow.client.client import now
 from distflow.client.rsync.copies import exit_text, rsync_command
 from distflow.documents.quantities import local_second
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, StateError
 from distflow.lifecycle.states import State
 from distflow.state.codec import decode
 from distflow.state.directory import StateDirectory
@@ -109,7 +109,11 @@ def main(arguments: Sequence[str]) -> int:
     wanted = decode(sys.stdin.buffer.read(), Sync)
     directory = StateDirectory(state)
     syncs = Syncs(directory.syncs)
-    lock = syncs.take(wanted)
+    try:
+        lock = syncs.take(wanted)
+    except StateError as error:
+        sys.stderr.write(f"error: {error}\n")  # standard error is the log of the copy
+        return error.exit_code
     if lock is None:
         os.write(answer_to, b"other")
         return 1

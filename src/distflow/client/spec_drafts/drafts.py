@@ -84,7 +84,7 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
     python = python_command(draft.command)
     if not isinstance(python, PythonCommand) or python.is_module:
         return _with_project(draft, project_directory(folder, None, project), folder)
-    if not must_exist and not (folder / python.target).is_file():
+    if not must_exist and not os.path.isfile(folder / python.target):
         note = f"the script `{python.target}` does not exist in the project"
         return replace(_with_project(draft, project_directory(folder, None, project), folder), notes=(*draft.notes, note))
     return _with_script(draft, python.target, folder, project)
@@ -102,7 +102,7 @@ def _draft_python(words: Sequence[str]) -> Draft | None:
 
 def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) -> Draft:
     script = Path(os.path.abspath(folder / target))
-    if not script.is_file():
+    if not os.path.isfile(script):  # ``Path.is_file`` raises an error for a path that cannot be inspected
         hint = did_you_mean(target, [path.name for path in folder.glob("*.py")], what="Python scripts")
         raise InputError(f"the script `{target}` does not exist in {folder}", hint=hint)
     root = project_directory(folder, script, project)
@@ -122,12 +122,12 @@ def project_directory(folder: Path, script: Path | None, given: Path | None) -> 
     """
     if given is not None:
         root = Path(os.path.abspath(folder / given))
-        if not root.is_dir():
+        if not os.path.isdir(root):
             raise InputError(f"the project `{given}` is not a directory")
         return root
     root = folder
     if script is not None and not script.is_relative_to(folder):
-        root = next((one for one in script.parents if (one / ".git").exists()), script.parent)
+        root = next((one for one in script.parents if os.path.exists(one / ".git")), script.parent)
     home = Path.home()
     if root == home or root in home.parents:
         hint = "change to the directory of your project, or name it with --project"

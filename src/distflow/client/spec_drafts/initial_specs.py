@@ -209,10 +209,10 @@ def copy_sample(name: str, *, file: Path | None = None, force: bool = False) -> 
     targets = {spec: texts[sample.files[0]].replace(f"workflow_specs/{sample.files[0]}", spec.name)}
     targets |= {spec.parent / script: texts[script] for script in sample.files[1:]}
     schema = spec.parent / _SCHEMA  # the first line of the spec names it
-    if not schema.exists():
+    if not os.path.exists(schema):  # ``Path.exists`` raises an error for a path that cannot be inspected
         targets[schema] = schema_text()
     for path in targets:
-        if path.exists() and not force:
+        if os.path.exists(path) and not force:
             raise InputError(f"{path} exists already", hint="choose another directory, or add --force to replace it")
     for path, text in targets.items():
         write_file(path, text, force=force)

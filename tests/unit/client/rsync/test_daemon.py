@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import pytest
 
 from distflow.client.rsync import daemon
 from distflow.client.rsync.daemon import CopySchedule, Daemon, take_snapshot
+from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.codec import encode
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
@@ -55,6 +58,18 @@ def test_task_that_ended_before_its_gang_is_copied_to_in_its_next_attempt(
     )  # fmt: skip
     assert Daemon(directory, syncs, sync).work() == "worker has ended: COMPLETED"
     assert copied == [1]
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sync = Sync(
+        workflow="u", workflow_id="digits-1", task="worker", local="/src", remote="src", poll_s=1, debounce_s=1, reconcile_s=60,
+        max_log_size=1,
+    )  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(encode(sync))))
+    assert daemon.main([str(tmp_path / "missing"), "1"]) == StateError.exit_code
+    assert capsys.readouterr().err.startswith("error: cannot use the state directory: ")
 
 
 def test_every_kind_of_change_is_detected(tmp_path: Path) -> None:
