@@ -7,6 +7,7 @@ import errno
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -302,8 +303,8 @@ def forward_ports(
         on_ready: Called with each forwarded port after all of them are ready.
 
     Raises:
-        InputError: if the task or its next attempt is not running yet, if a local port is not available, or if the
-            node is this machine and a local port equals its port of the node.
+        InputError: if the task or its next attempt is not running yet, if a newer attempt runs, if a local port is not
+            available, or if the node is this machine and a local port equals its port of the node.
         NodeError: if the node is unreachable.
         NotFound: if the workflow does not have the task.
         WorkflowEnded: if the task has ended.
@@ -322,7 +323,7 @@ def forward_ports(
         transport.run(["true"], timeout_s=connect_timeout)
         for local, remote in ports:
             on_ready(ForwardedPort(host=host, local=local, remote=remote, node=node.name))
-        for listener, connection in _connections(list(listeners), lambda: _running(client.store.find(record.uuid), task)):
+        for listener, connection in _connections(list(listeners), lambda: _check_attempt(client.store.find(record.uuid), one)):
             arguments = (transport, listeners[listener][1], connection, connect_timeout, client.notify)
             threading.Thread(target=_serve, args=arguments, name=f"port {listeners[listener][0]}", daemon=True).start()
 
@@ -337,6 +338,14 @@ def _running(record: WorkflowRecord, name: str) -> TaskRecord:
     return task
 
 
+def _check_attempt(record: WorkflowRecord, forwarded: TaskRecord) -> None:
+    """Raise an error as ``_running`` does, and also ``InputError`` if a newer attempt of the task runs."""
+    task = _running(record, forwarded.name)
+    if (task.node, task.attempt) != (forwarded.node, forwarded.attempt):
+        hint = f"run the command again to forward the ports to {task.node}"
+        raise InputError(f"the attempt of {task.name} on {forwarded.node} has ended; a new one runs on {task.node}", hint=hint)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -348,19 +357,24 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connections(listeners: list[socket.socket], check: Callable[[], object]) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield each new connection with its listener. After 2 s without one, call ``check``, which may raise an error to stop."""
+    """Yield each new connection with its listener. Call ``check`` every 2 s or before the next connection.
+
+    ``check`` may raise an error to stop.
+    """
+    checked_at = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ)
         while True:
             ready = selector.select(_CHECK_EVERY_S)
+            if not ready or time.monotonic() - checked_at >= _CHECK_EVERY_S:
+                check()
+                checked_at = time.monotonic()
             for key, _ in ready:
                 listener = next(one for one in listeners if one is key.fileobj)
                 with contextlib.suppress(OSError):
                     connection, _ = listener.accept()
                     yield listener, connection
-            if not ready:
-                check()
 
 
 def _serve(transport: Transport, port: int, connection: socket.socket, timeout_s: float, notify: Callable[[str], None]) -> None:

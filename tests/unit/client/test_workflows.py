@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distflow.client import workflows
+from distflow.client import running_tasks, workflows
 from distflow.client.client import Client
-from distflow.client.running_tasks import CommandsEnded, Exit, run_on_tasks
+from distflow.client.running_tasks import CommandsEnded, Exit, _check_attempt, _connections, _listen, run_on_tasks
 from distflow.client.workflows import wait
+from distflow.errors import InputError
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.structs import replace
-from unit.state.stored import T0, submit, workflow
+from unit.state.stored import T0, running_group, submit, workflow
 
 
 @pytest.mark.parametrize("key", ["digits", "-"])
@@ -33,6 +35,19 @@ def test_waiting_by_name_does_not_switch_to_a_newer_run(key: str, tmp_path: Path
     with Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
         assert [one.id for one in wait(client, [key])] == ["digits-1"]
     store.close()
+
+
+@pytest.mark.parametrize("changed", [{"node": "other-node"}, {"attempt": 1}])
+def test_ports_are_not_forwarded_to_an_earlier_attempt(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = running_group()
+    first = group.tasks[0]
+    newer = replace(group, tasks=(replace(first, **changed), *group.tasks[1:]))
+    _check_attempt(workflow([group], state=WorkflowState.RUNNING), first)
+    monkeypatch.setattr(running_tasks, "_CHECK_EVERY_S", 0.0)  # so that each connection is late enough for a check
+    with _listen("localhost", 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        record = workflow([newer], state=WorkflowState.RUNNING)
+        with pytest.raises(InputError, match=f"a new one runs on {newer.tasks[0].node}"):
+            next(_connections([listener], lambda: _check_attempt(record, first)))
 
 
 class EndedCommand:
