@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def test_an_error_names_its_node_once_and_the_command_its_pool(
     assert run(["node", "clean", "--hostfile", "hosts"]) == 3
     command = "distflow pool check --pool hostfile --hostfile hosts --node gpu7"
     assert capsys.readouterr().err == f"error: gpu7: refused\ndetails: {command}\n"
+
+
+@pytest.mark.parametrize("command", [["clean"], ["clean", "--dry-run", "-t", "json"], ["uninstall", "--yes"], ["uninstall"]])
+def test_pools_without_nodes_of_their_own_are_refused(
+    command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "distflow.yaml").write_text(f"{CONFIGURATION}  hpc: {{backend: slurm}}\n")
+    assert run(["node", *command, "--pool", "hpc"]) == 2
+    out, err = capsys.readouterr()
+    message = "pool 'hpc' has no nodes of its own, because slurm chooses them"
+    if "json" in command:
+        assert json.loads(out)["error"]["message"] == message
+    else:
+        hint = "to end leftover jobs: distflow node reap --pool hpc"
+        assert (out, err) == ("", f"error: {message}\n{hint}\n")
 
 
 @pytest.mark.usefixtures("folder")
