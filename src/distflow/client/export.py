@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from distflow.client.client import Client
 from distflow.client.notifications.targets import own_targets
 from distflow.client.spec_drafts.initial_specs import write_file
-from distflow.client.specs import CheckedSpec, check_spec, find_previous
+from distflow.client.specs import CheckedSpec, check_spec, find_previous, unknown_platforms
 from distflow.client.submission import SubmitRequest, with_environment
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
@@ -106,8 +107,13 @@ def export_to_kubernetes(
     with tempfile.TemporaryDirectory() as folder:
         plan, contents = _planned(client, request, checked, pool, Path(folder))
     text = kubernetes_manifests(plan, checked.spec, pool, contents, kind=kind, priority=priority.value)
+    hint = "add a `nodeSelector` to the manifests, or use a pool whose `platforms` has the platform"
+    left_out = [
+        Problem(where=mark, severity=Severity.WARNING, message=f"the platform `{name}` is not requested", hint=hint)
+        for name, mark in unknown_platforms(pool, checked.spec).items()
+    ]
     written = [] if file is None else _write(file, text, {}, force=force)
-    return Exported(text=text, warnings=tuple(in_document_order(checked.warnings)), files=tuple(written))
+    return Exported(text=text, warnings=tuple(in_document_order([*checked.warnings, *left_out])), files=tuple(written))
 
 
 def export_to_osmo(client: Client, request: SubmitRequest, *, file: Path | None = None, force: bool = False) -> Exported:
@@ -186,7 +192,7 @@ def _slurm_pool(client: Client, request: SubmitRequest, checked: CheckedSpec) ->
 
 def _write(file: Path, text: str, large: dict[Path, Path], *, force: bool) -> list[Path]:
     """Write the exported text and copy large files next to it. Raises ``InputError``."""
-    if not force and (taken := next((path for path in (file, *large) if path.exists()), None)):
+    if not force and (taken := next((path for path in (file, *large) if os.path.exists(path)), None)):
         raise InputError(f"{taken} exists already", hint="choose another name, or add --force to replace it")
     write_file(file, text, force=force)
     try:

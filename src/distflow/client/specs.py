@@ -16,7 +16,7 @@ from distflow.client.credentials import credential_problems
 from distflow.client.notifications.targets import own_targets, target_problems
 from distflow.client.previous_outputs import previous_output_problems
 from distflow.documents.notify import NotifyTarget
-from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
+from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.schema import load_schema
 from distflow.documents.text import did_you_mean, few
 from distflow.errors import InputError
@@ -50,6 +50,7 @@ __all__ = [
     "output_schema_text",
     "propose_placement",
     "schema_text",
+    "unknown_platforms",
     "validate",
 ]
 
@@ -112,7 +113,7 @@ def check_spec(
         ProblemsFound: if the file cannot be read or the spec has errors. The error contains all findings.
 
     """
-    if text is None and file.endswith(".py") and Path(file).is_file():
+    if text is None and file.endswith(".py") and os.path.isfile(file):
         raise InputError(f"{file} is a Python script, not a spec", hint=f"distflow run {shlex.quote(file)}")
     checks = _SpecChecks(client, is_tolerant=is_tolerant, notify=notify)
     spec, warnings = load_spec(
@@ -213,7 +214,7 @@ def propose_placement(
 
     """
     if pool.is_allocated:
-        return {}, _unknown_platforms(pool, spec, severity) + _required_topology(pool, spec, severity)
+        return {}, _platform_problems(pool, spec, severity) + _required_topology(pool, spec, severity)
     free = tuple(Free.whole(node) for node in pool.nodes)
     placement: dict[str, str] = {}
     problems: list[Problem] = []
@@ -238,15 +239,18 @@ def propose_placement(
     return placement, tuple(problems)
 
 
-def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
-    """Return a problem for each platform of a spec that the pool of a cluster engine does not translate."""
-    known = pool.platforms
-    marks = {
+def unknown_platforms(pool: Pool, spec: WorkflowSpec) -> Mapping[str, Mark]:
+    """Return each platform of a spec that the pool of a cluster engine does not translate, and the mark of a task with it."""
+    return {
         platform: task.mark
         for group in spec.groups
         for task in group.tasks
-        if (platform := spec.resources[task.resource].platform) is not None and platform not in known
+        if (platform := spec.resources[task.resource].platform) is not None and platform not in pool.platforms
     }
+
+
+def _platform_problems(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
+    known = pool.platforms
     return tuple(
         Problem(
             where=mark,
@@ -254,7 +258,7 @@ def _unknown_platforms(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
             message=f"pool `{pool.name}` has no platform `{name}`",
             hint=did_you_mean(name, known, what="platforms") if known else "add it to `platforms` of the pool",
         )
-        for name, mark in marks.items()
+        for name, mark in unknown_platforms(pool, spec).items()
     )
 
 

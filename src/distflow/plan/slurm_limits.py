@@ -111,7 +111,7 @@ def _resource_limits(resource: ResourceSpec, pool: Pool) -> Iterator[tuple[str, 
     if resource.topology:
         yield "`topology` is not requested", "Slurm's own option is `#SBATCH --switches=1`"
     if resource.platform is not None and (pool.slurm is None or resource.platform not in pool.slurm.platforms):
-        hint = "add `#SBATCH --partition` or `--constraint`, or use a pool whose `slurm: {platforms: …}` has the platform"
+        hint = "add `#SBATCH --partition` or `--constraint`, or use a pool whose `platforms` has the platform"
         yield f"the platform `{resource.platform}` is not requested", hint
 
 

@@ -28,7 +28,7 @@
 #   it)
 # * master: `topology` is not requested (Slurm's own option is `#SBATCH --switches=1`)
 # * worker-0, worker-1: the platform `unknown` is not requested (add `#SBATCH --partition` or `--constraint`, or use a
-#   pool whose `slurm: {platforms: …}` has the platform)
+#   pool whose `platforms` has the platform)
 #
 # Node 0 runs the task master, rank 0 of 9.
 # Node 1 runs the task worker-0, ranks 1-4 of 9.
@@ -179,4 +179,4 @@ srun --kill-on-bad-exit=1 --label --het-group=0 --cpus-per-task=2 bash "$run_dir
 # stderr: shapes.yaml: warning: master: `topology` is not requested
 # stderr:     Slurm's own option is `#SBATCH --switches=1`
 # stderr: shapes.yaml: warning: worker-0, worker-1: the platform `unknown` is not requested
-# stderr:     add `#SBATCH --partition` or `--constraint`, or use a pool whose `slurm: {platforms: …}` has the platform
+# stderr:     add `#SBATCH --partition` or `--constraint`, or use a pool whose `platforms` has the platform

@@ -99,6 +99,20 @@ def test_manifests_are_as_the_goldens_show_and_valid(name: str, kind: str, capsy
             subprocess.run(["bash", "-n"], input=one["data"]["task.sh"], text=True, check=True)
 
 
+@pytest.mark.parametrize("to", ["kubernetes", "trainjob"])
+def test_platforms_without_settings_cause_a_warning(to: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of({"name": "a", "image": "python:3.11", "launcher": "torchrun", "command": ["python3", "-m", "http"]})
+    assert run(["workflow", "export", spec, "--to", to]) == 0
+    assert capsys.readouterr().err == ""
+    Path("spec.yaml").write_text(Path("spec.yaml").read_text().replace('"h100"', '"b200"'))
+    warning = "spec.yaml:1: warning: the platform `b200` is not requested\n"
+    assert run(["workflow", "export", spec, "--to", to]) == 0
+    assert warning in capsys.readouterr().err
+    (folder / "distflow.yaml").write_text("pools: {local: {backend: local, nodes: [{name: here}]}}")
+    assert run(["workflow", "export", spec, "--to", to]) == 0
+    assert warning in capsys.readouterr().err
+
+
 def pod_of(train_job: dict[str, Any]) -> dict[str, Any]:
     """Return the pod that Kubeflow Trainer creates: the container of the trainer, with the patches of the runtime."""
     trainer = train_job["trainer"]
