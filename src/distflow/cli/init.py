@@ -87,6 +87,9 @@ def init(
         _print_samples(format_type)
         return
     given = [one for one, value in _sources(command, from_sbatch, from_torchrun, sample) if value is not None]
+    if sample is not None:
+        numbers = (("--nodes", nodes), ("--gpus", gpus), ("--nproc-per-node", ranks))
+        given += [one for one, value in numbers if value is not None]
     if len(given) > 1:
         raise InputError(f"{given[0]} and {given[1]} cannot be combined", hint="remove one of them")
     if sample is not None:

@@ -238,10 +238,11 @@ def _finish(client: Client, record: WorkflowRecord, to: Path, format_type: Forma
         with ProgressLine(sys.stderr, "fetched") as line:
             fetched = fetch_results(client, record, to, on_progress=lambda one: line.update(one.done, one.total))
     except DistflowError as error:
-        if failure is None:
+        if failure is None and format_type is not Format.JSON:
             raise
         print_notice(f"error: {error}")
-        raise failure from None
+        # With JSON, standard output already has the document of the workflow.
+        raise failure or typer.Exit(error.exit_code) from None
     try:
         if fetched is not None:
             _end_fetch(fetched, to)

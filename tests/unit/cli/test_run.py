@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
 from distflow.cli.options import Format
 from distflow.cli.run import _finish
@@ -28,3 +29,10 @@ def test_the_failure_of_a_workflow_counts_more_than_that_of_the_fetch(
     monkeypatch.setattr("distflow.cli.run.wait_for_end", lambda *_, **__: None)
     with pytest.raises(StorageError):
         _finish(screen.client, workflow([]), Path("outputs"), Format.TEXT)
+    # With JSON, standard output already has the document of the workflow, and an error would add a second one.
+    with pytest.raises(typer.Exit) as exited:
+        _finish(screen.client, workflow([]), Path("outputs"), Format.JSON)
+    assert (exited.value.exit_code, capsys.readouterr().err) == (
+        StorageError.exit_code,
+        "error: outputs: it is not a directory\n",
+    )

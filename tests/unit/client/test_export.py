@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
+from distflow.client.specs import SecretsMissing
 from distflow.documents.problems import errors_of
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.layout.checks.group_checks import check_layout
@@ -103,6 +104,17 @@ def test_secrets_are_variables_that_must_be_set(capsys: pytest.CaptureFixture[st
     out, err = exported(capsys, one_task(image="i"), "--to", "osmo", "--set-env", "TOKEN=hunter2")
     assert "hunter2" not in out + err
     assert "warning: secrets are not in the spec\n    pass them to `osmo workflow submit --set-env`" in err
+
+
+def test_missing_secrets_of_a_workflow_are_named_with_their_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def export(*_: object, **__: object) -> None:
+        raise SecretsMissing("train-3", ["TOKEN", "KEY"])
+
+    monkeypatch.setattr("distflow.cli.workflow.export.export_to_slurm", export)
+    assert run(["workflow", "export", "train-3", "--to", "slurm"]) == 2
+    assert capsys.readouterr().err.endswith("not stored: TOKEN, KEY\nuse --set-env TOKEN=… --set-env KEY=…\n")
 
 
 def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,6 +240,13 @@ def test_existing_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixtu
     assert run(["init", "--command", "train.py", "--sample", "resume"]) == 2
 
 
+@pytest.mark.parametrize("option", ["--nodes", "--gpus", "--nproc-per-node"])
+def test_a_sample_has_its_own_numbers(option: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "--sample", "resume", option, "2"]) == 2
+    assert capsys.readouterr().err == f"error: --sample and {option} cannot be combined\nremove one of them\n"
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+
+
 @pytest.mark.parametrize("name", [sample.name for sample in list_samples()])
 def test_a_sample_is_copied_with_its_scripts(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "--sample", name]) == 0

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from distflow.cli.completion import complete_pool
-from distflow.cli.context import open_client
 from distflow.cli.node_options import EnvOption, PythonOption, SetupOption, parse_node_settings
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.workflow.submit import (
     SetOption,
     SetStringOption,
+    open_submit_client,
     parse_overrides,
     read_stdin,
     warn,
@@ -94,7 +94,7 @@ def export_workflow(
         raise InputError("--indexed-job is for --to kubernetes", hint="omit --indexed-job")
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env)
-    with open_client() as client:
+    with open_submit_client() as client:
         request = SubmitRequest(spec=file, text=read_stdin(file), overrides=overrides, pool=pool, settings=settings)
         if to in (_Target.KUBERNETES, _Target.TRAINJOB):
             kind: Kind = "trainjob" if to is _Target.TRAINJOB else "job" if indexed_job else "jobset"

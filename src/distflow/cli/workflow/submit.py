@@ -61,6 +61,7 @@ __all__ = [
     "SetEnvOption",
     "SetOption",
     "SetStringOption",
+    "open_submit_client",
     "parse_overrides",
     "print_plan",
     "print_submitted",
@@ -180,7 +181,7 @@ def submit_workflow(
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     settings = parse_node_settings(python, setup, env, venv)
     copied = _rsync_paths(rsync) if rsync is not None else None
-    with report.errors(), _open_client() as client:
+    with report.errors(), open_submit_client() as client:
         configuration, hosts = client.configuration(), client.hosts(hostfile)
         is_dry = dry_run or scripts is not None
         if not is_dry:
@@ -372,7 +373,7 @@ def _start(
 
 
 @contextmanager
-def _open_client() -> Iterator[Client]:
+def open_submit_client() -> Iterator[Client]:
     """Open a client. If secrets of an earlier workflow are missing, the error names the option for them."""
     with open_client() as client:
         try:
@@ -411,7 +412,7 @@ def restart_workflow(
     workflow has the same spec, labels and priority. Files that the spec sends are read again.
     """
     overrides = parse_overrides([], [], set_env or [])
-    with _open_client() as client:
+    with open_submit_client() as client:
         with ProgressLine(sys.stderr, "read") as line:
             wanted = plan_restart(client, workflow, overrides, pool=pool, on_pack=line.update)
         warn(wanted.planned.checked.warnings)
