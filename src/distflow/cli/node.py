@@ -12,7 +12,6 @@ import typer
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption, command_app, pool_check_command
 from distflow.cli.render.tables import table, terminal_width
-from distflow.client.client import Client
 from distflow.client.nodes import (
     Cleaned,
     Leftover,
@@ -30,8 +29,7 @@ from distflow.client.workflows import workflow_ids
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import bytes_text, count_text, duration, parse_duration
 from distflow.documents.text import plain
-from distflow.errors import DistflowError, InputError, NodeError
-from distflow.pools.hostfile import Host, choose_pool
+from distflow.errors import DistflowError, InputError, InvalidValue, NodeError
 
 __all__ = [
     "app",
@@ -69,22 +67,10 @@ def clean(
     """
     age_s = _seconds(older_than) if older_than is not None else None
     with open_client() as client:
-        nodes = _own_nodes(client, pool, client.hosts(hostfile))
+        nodes = choose_nodes(client, pool, hosts=client.hosts(hostfile), must_exist=True)
         results = clean_nodes(client, nodes, older_than_s=age_s, is_dry_run=dry_run)
     _show_cleaned(results, dry_run, format_type)
     _raise_first(nodes, [result.error for result in results], hostfile, format_type)
-
-
-def _own_nodes(
-    client: Client, pool: str | None, hosts: Sequence[Host] | None, names: Sequence[str] | None = None
-) -> list[PoolNode]:
-    """Return nodes as ``choose_nodes`` does. Raise ``InputError`` if engines choose the nodes of all pools."""
-    nodes = choose_nodes(client, pool, hosts=hosts, names=names)
-    if not nodes:
-        one = choose_pool(client.configuration(), given=pool)
-        hint = f"to end leftover jobs: distflow node reap --pool {one.name}"
-        raise InputError(f"pool {one.name!r} has no nodes of its own, because {one.backend} chooses them", hint=hint)
-    return nodes
 
 
 def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str | None, format_type: Format) -> None:
@@ -102,8 +88,9 @@ def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str
 def _seconds(text: str) -> float:
     try:
         return float(parse_duration(text))
-    except ValueError as error:
-        raise InputError(f"--older-than {text!r}: {error}", hint="use a duration such as 12h or 14d") from None
+    except InvalidValue as error:
+        hint = "write a whole number and one unit, such as `12h` or `14d`"
+        raise InputError(f"--older-than: {error.message}", hint=hint) from None
 
 
 def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
@@ -246,7 +233,7 @@ def uninstall(
     directory are listed and kept.
     """
     with open_client() as client:
-        chosen = _own_nodes(client, pool, client.hosts(hostfile), nodes)
+        chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes, must_exist=True)
         if not yes:
             _confirm(chosen)
         results = uninstall_nodes(client, chosen)

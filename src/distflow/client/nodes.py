@@ -27,7 +27,7 @@ from distflow.backends.machines.cleanup import (
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
 from distflow.documents.text import did_you_mean
-from distflow.errors import NotFound
+from distflow.errors import InputError, NotFound
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
 from distflow.structs import replace
@@ -68,7 +68,12 @@ _UUID_OR_ATTEMPT = re.compile(
 
 
 def choose_nodes(
-    client: Client, pool: str | None = None, *, hosts: Sequence[Host] | None = None, names: Sequence[str] | None = None
+    client: Client,
+    pool: str | None = None,
+    *,
+    hosts: Sequence[Host] | None = None,
+    names: Sequence[str] | None = None,
+    must_exist: bool = False,
 ) -> list[PoolNode]:
     """Return nodes of the configuration, each with its pool.
 
@@ -77,9 +82,10 @@ def choose_nodes(
         pool: The name of a pool. Default: all pools.
         hosts: Machines to use instead of the configured nodes.
         names: Names of nodes. Default: all nodes of the chosen pools.
+        must_exist: Whether an empty result is an error.
 
     Raises:
-        InputError: if the pool cannot use ``hosts``.
+        InputError: if the pool cannot use ``hosts``, or with ``must_exist``, if engines choose the nodes of all chosen pools.
         NotFound: if a pool or a node does not exist.
         ProblemsFound: if the configuration is wrong.
 
@@ -93,6 +99,9 @@ def choose_nodes(
             known = [node.name for _, node in nodes]
             where = f" of pool {pool!r}" if pool is not None else ""
             raise NotFound(f"there is no node {name!r}{where}", hint=did_you_mean(name, known, what="nodes"))
+    if must_exist and not nodes:
+        hint = f"to end leftover jobs: distflow node reap --pool {pools[0].name}"
+        raise InputError(f"pool {pools[0].name!r} has no nodes of its own, because {pools[0].backend} chooses them", hint=hint)
     return [one for one in nodes if not names or one[1].name in names]
 
 
