@@ -6,7 +6,7 @@ depend on it: the values of each task, which tasks have ranks, their ranks, the 
 These rules follow OSMO's tutorial and torch's launcher:
 
 * Every rank of 0 … world_size-1 is claimed once. torchrun's node ranks are 0 … nnodes-1. Programs that get a rank and
-  the world size follow the same rule.
+  the world size are checked like torchrun's nodes.
 * Tasks that state a world_size or a port state the same one. A stated master address is that of the lead's node.
 * A task with GPUs has no more ranks than GPUs.
 * The lead holds rank 0. A task without claims is a helper: it starts and stops with the group, and holds no ranks.
@@ -40,14 +40,17 @@ __all__ = [
 _ABSENT_MODULES = MappingProxyType(
     {
         "jax.distributed.launch": "write `framework: jax` in the group and `command: [python3, train.py]` in its tasks; the "
-        "script calls jax.distributed.initialize()"
+        "script must call jax.distributed.initialize(num_processes=…, process_id=…)"
     }
 )
 """Modules that guides run with ``python -m`` although they do not exist."""
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
-    """Return the world of each group, by the group's name, and all problems. A group without ranks or with errors has none."""
+    """Return the world of each group, by the group's name, and all problems.
+
+    A group without ranks or with errors has no world.
+    """
     worlds: dict[str, World] = {}
     problems: list[Problem] = []
     scattered = False
@@ -159,9 +162,9 @@ def _inside_one_task(item: TaskClaims) -> list[Problem]:
             problems.append(
                 Problem(
                     where=after.where,
-                    message=f"{item.name}: two commands have different ranks: {before.text} at {place(before.where)}, but "
+                    message=f"{item.name}: two commands contradict each other: {before.text} at {place(before.where)}, but "
                     f"{after.text} at {place(after.where)}",
-                    hint="write the same ranks in both, or write two tasks: a task keeps its ranks until it ends",
+                    hint="write the same value in both, or write two tasks: a task keeps its ranks until it ends",
                 )
             )
             break
@@ -197,7 +200,7 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
         return []
     first, second = sorted(launchers)[:2]
     words = {
-        "flags": "has --offset, --size and --world_size",
+        "flags": "states ranks by flags such as --world_size",
         "torchrun": "runs torchrun",
         "rank": "sets a rank and a world size",
     }
@@ -256,7 +259,8 @@ def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Proble
         each = " each" if len(found) > 1 else ""
         message = f"{and_list(member.name for member, _ in found)}: {claim.text} starts {size} ranks{each}, but the resource "
         message += f"`{name}` requests {gpus} GPU{'s' if gpus > 1 else ''}, and every rank needs one"
-        hint = f"write gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}, and correct the offsets and world sizes"
+        hint = f"write gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}"
+        hint += ", and correct the offsets and world sizes" if claim.key == "size" else ""
         problems.append(Problem(where=claim.where, message=message, hint=hint))
     return problems
 
@@ -270,7 +274,7 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
     message = f"{world.master} holds rank 0, but the lead must hold it, and the lead is {lead}"
     hint = f"move `lead: true` to {world.master}"
     if any(item.task == lead for item in world.tasks):
-        hint += f", or give {lead} rank 0 and {world.master} the ranks {world.of(lead).text}"
+        hint += f", or give {lead} rank 0 and {world.master} later ranks"
     else:
         message += ", which holds no ranks"
     return [Problem(where=claim.where if claim else master.where, message=message, hint=hint)]

@@ -65,7 +65,7 @@ class Word:
             value = variables.get(part.name) if part.name in variables else part.default
             if value is None and unknown is None:
                 return None
-            text += value or unknown or ""
+            text += (unknown or "") if value is None else value
         return text
 
     @property
@@ -99,7 +99,7 @@ class Word:
     def value_of(self, name: str, variables: Mapping[str, str | None]) -> tuple[str, str | None]:
         """Return the name and the value of the variable that is set if this word is assigned to ``name``.
 
-        The name of an array ends with ``[@]``. Its value is its words, separated by spaces.
+        ``name`` is ``A[@]`` for ``A=(…)`` and ``A[@]+`` for ``A+=(…)``. An array's value is its words, separated by spaces.
         """
         plain, is_array, more = name.partition("[@]")
         if not is_array:
