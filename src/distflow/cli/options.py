@@ -209,7 +209,7 @@ class LazyGroup(_Group):
         command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
         command.name = cmd_name
         if not isinstance(command, TyperGroup) and not gc.isenabled():
-            # ``entry`` disabled the garbage collector until the module of the command is imported.
+            # ``cli/entry.py`` disabled the garbage collector until the module of the command is imported.
             gc.freeze()
             gc.enable()
         return command

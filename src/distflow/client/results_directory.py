@@ -47,7 +47,9 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
                 (folder / name).rename(moved / name)
         marker.write_text(text, encoding="utf-8")
     except OSError as error:
-        what = "it is not a directory" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        what = error.strerror
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            what = "it is not a directory" if isinstance(error, FileExistsError) else "a parent of it is not a directory"
         raise StorageError(f"{error.filename or folder}: {what}") from error
     return True, moved
 

@@ -98,8 +98,8 @@ def _arguments_source(function: Callable[..., Any], name: str, arguments: Mappin
             names = {repr(value)}
         if names - _DEFINED_EVERYWHERE:
             raise ValueError(
-                f"`func_args`: `{key}` is of the type `{type(value).__name__}`, which cannot be written as source: pass "
-                "numbers, texts, lists and dictionaries, and build other values in the function"
+                f"`func_args`: the value of `{key}` cannot be written as source: pass finite numbers, texts, and lists and "
+                "dictionaries of them, and build other values in the function"
             )
     return f"**{dict(arguments)!r}" if arguments else ""
 

@@ -197,8 +197,8 @@ class Graph:
     def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
         """Read the names and inputs of all tasks.
 
-        Each group is a pair: its name, or the name of its only task, and its entries of ``tasks``. Each entry comes with the
-        names of the tasks that it stands for: several with ``replicas``, otherwise one.
+        Each group is a pair of a name (of the group, or of its only task) and its entries of ``tasks``. Each entry comes with
+        the names of the tasks that it stands for: several with ``replicas``, otherwise one.
         """
         self._names = [name for name, _ in groups]
         self._locations: dict[str, _Location] = {}

@@ -41,7 +41,7 @@ _DEFAULT = "default"
 
 
 def replica_names(task: View) -> tuple[str, ...]:
-    """Return the names of the tasks of an entry: one for each replica, or only its own name without ``replicas``."""
+    """Return the names of the tasks of an entry: one for each replica or, without ``replicas``, only its own name."""
     name, count = task.string("name") or "", _replicas(task)
     return (name,) if count is None else tuple(f"{name}-{number}" for number in range(count))
 
@@ -129,7 +129,7 @@ def _mounts(task: View) -> tuple[Text, ...]:
 def _output_dir(task: View) -> str | None:
     path = task.string("output_dir")
     if path is not None and (path.startswith("/") or ".." in path.split("/") or normpath(path) == "."):
-        hint = "write a directory of the task's working directory, such as `outputs`"
+        hint = "write a directory below the task's working directory, such as `outputs`"
         task.add(f"`{path}` is not a valid `output_dir`", hint, key="output_dir")
     return path and normpath(path)
 
@@ -247,7 +247,7 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
         "cacheSize": ("`cacheSize` is ignored: nodes have no cache of inputs", "remove it"),
-        "kpis": ("`kpis` is ignored: nothing is uploaded", "upload them to a URL with `outputs`"),
+        "kpis": ("`kpis` is ignored: its files are not uploaded", "upload them to a URL with `outputs`"),
     }
 )
 
@@ -377,8 +377,8 @@ def _parse_launcher(owner: View) -> Launcher | None:
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
     """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework needs them.
 
-    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). A task without a number of ranks gets
-    one rank for each requested GPU, or one rank if it requests no GPU.
+    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). Added ranks
+    have no number yet: the layout gives such a task one rank for each requested GPU, or one rank if it requests no GPU.
     """
     framework = parse_framework(group) if group is not None else None
     general = _parse_launcher(group) if group is not None else None
@@ -462,7 +462,10 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
                 continue
             message = hint = ""
             if group.retry.limit == 0:
-                message, hint = "no effect: `retry` has the limit 0", "raise the limit, or remove it for the default of 10"
+                message, hint = (
+                    "no effect: `retry` has the limit 0",
+                    "raise the limit, or remove it: then the workflow's limit or 10 applies",
+                )
             elif ignores and not task.lead:
                 why = f"the group continues without `{task.written_name}`, because only its lead decides its end"
                 message = f"no effect after its start: {why}"

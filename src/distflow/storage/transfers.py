@@ -1,7 +1,8 @@
 """Transfers between local files and a store: find, download, upload and delete, several objects at once.
 
 A downloaded file gets its name only when it is complete and has the right checksum, if one is known. Where the store has
-checksums, an upload does not send content that the store already has, and a download with ``resume`` keeps complete files.
+checksums, an upload does not send a file whose content is at its destination already, and a download with ``resume`` keeps
+complete files.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TransferResult:
     size: int = 0
     """The size of these files in bytes."""
     skipped: int = 0
-    """The number of these files that were at their destination before."""
+    """The number of these files that were not transferred, because they were already complete."""
 
 
 def find(
@@ -236,7 +237,7 @@ class _Download:
         if size != self._entry.size:
             self._retry(f"received {size:,} of {self._entry.size:,} bytes", keep=size < self._entry.size)
         if not has_content(self._part, self._entry):
-            # A list may have no checksum, or a value that is not a checksum of the content. Request it for this object.
+            # The store's listing may lack the checksum, or have another value. Request this object's checksum.
             now = self._store.stat(self._entry.key)
             if now.tag != self._entry.tag or now.size != self._entry.size:
                 self._retry("it was changed during the download", keep=False)
@@ -269,7 +270,7 @@ def upload(
 ) -> TransferResult:
     """Write files below a URL, and verify each written file in the store. Raises ``StorageError`` and ``TransferCanceled``.
 
-    A file is skipped if the store's checksum shows that the store already has its content.
+    A file is skipped if the store's checksum shows that the destination already has its content.
     """
     retries = retries or Retries()
     counter = _ByteCounter(sum(one.size for one in files), on_progress)

@@ -1,4 +1,4 @@
-"""The commands of a decision, a closed union that is matched exhaustively, and which observations answer them. Pure."""
+"""The commands that a decision can contain (a closed union), and the observations that answer them. Without I/O."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class BuildVenv(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(_AboutAttempt):
-    """Bring everything that a task's start needs to its node: its launch record, files, inputs and container image."""
+    """Bring a task's launch record, files, inputs and container image to its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,10 @@ class PackCheckpoint(_AboutAttempt):
 
     @property
     def identity(self) -> CommandId:
-        """The identity of the command. Checkpoints of one directory share it, so the last one waits for a running one."""
+        """The identity of the command. Checkpoints of one directory share it.
+
+        So the final one waits for one that is being packed.
+        """
         return CommandId.of(PackCheckpoint, self.key, self.checkpoint.number)
 
 

@@ -57,7 +57,7 @@ class FailureReport(Struct, frozen=True, kw_only=True):
 
 
 def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
-    """Return the failure that an end's error file reports, or else the one that the last ``lines`` of the output report.
+    """Return the failure from an end's error file, or else from the last ``lines`` of the output.
 
     The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). The files that distflow
     writes also have ``rank`` and ``pid``.
@@ -213,7 +213,7 @@ class PrintedException(Struct, frozen=True, kw_only=True):
     traceback: str
     """The traceback, together with the exceptions that led to it."""
     text: str
-    """All lines of the message. For a group, the first line of a member's message: one that reports its own failure, if any."""
+    """All lines of the message. For an ``ExceptionGroup``, that of a member that reports its own failure, if any."""
     rank: int | None = None
     """The rank that printed it, if each rank has its own output or torch labeled the lines; otherwise ``None``."""
     is_labeled: bool = False
@@ -300,9 +300,9 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
     local_rank = key[1] if key is not None and key[0] != "rank" else None
     begin, end = 0, 0
     blocks: list[tuple[int, int, int, list[str]]] = []
-    """For each traceback: its first line, its exception's line, the line after its end, and the exception's first line.
+    """For each traceback: the indices of its first line, its exception and the line after its end, and the exception's text.
 
-    The exceptions of a group follow the first line of the group.
+    For an ``ExceptionGroup``, the texts of its members follow.
     """
     position = 0
     while position < len(stream.lines):

@@ -606,5 +606,5 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecre
     except (OSError, json.JSONDecodeError) as error:
         raise StateError(f"cannot read the secrets in `{folder}`: {error}; make the files readable, or submit again") from error
     except LookupError as error:
-        raise StateError(f"{error.args[0]} is no longer stored; submit the workflow again") from error
+        raise StateError(f"the workflow's copy of {error.args[0]} is missing; submit the workflow again") from error
     return replace(given, token=token)

@@ -94,8 +94,8 @@ exec("def _without_source(): pass")
         (print, None, "is not a function defined with `def`"),
         ("train.py", None, "`'train.py'` is not a function"),
         (_top, {"rate": 1}, "`func_args` does not fit `_top`: missing a required argument: 'lr'"),
-        (_top, {"lr": object()}, "`lr` is of the type `object`, which cannot be written as source"),
-        (_top, {"lr": math.inf}, "`lr` is of the type `float`"),
+        (_top, {"lr": object()}, "the value of `lr` cannot be written as source"),
+        (_top, {"lr": math.inf}, "the value of `lr` cannot be written"),
     ],
 )
 def test_a_function_that_cannot_travel_is_refused(function: Any, arguments: dict[str, Any] | None, message: str) -> None:

@@ -1,13 +1,13 @@
 """The private directory of distflow below a node's ``root``, and the markers of directories that distflow created.
 
 ``root`` may be a directory with the user's own data. So distflow keeps its files there in one private directory.
-``bootstrap.STUB`` creates and checks the private directory before it imports modules from it. Every service gets it as its
-``root``. The private directory and each workflow's directory in it contain a marker file. A workflow's directory is removed
-only if it has a marker, or if the records of an attempt prove that distflow created it.
+``bootstrap.STUB`` creates and checks the private directory before it imports modules from it. In every service, ``root`` means
+the private directory. The private directory and each workflow's directory in it contain a marker file. A workflow's directory
+is removed only if it has a marker, or if the records of an attempt prove that distflow created it.
 
 Earlier versions kept workflows and blobs in ``root`` itself. Such workflows are still used if their records prove that distflow
-created them. Their directories are not moved, because running tasks and recorded outputs have their paths. Blobs are moved to
-the private directory when they are needed (``blobs.path_of``).
+created them. Their directories are not moved, because running tasks and recorded outputs refer to them. Blobs are moved to the
+private directory when they are needed (``blobs.path_of``).
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
         raise LayoutError(f"--max-restarts {share.max_restarts}: give 0 or more")
     if share.max_restarts and count < world:
         raise LayoutError(
-            "--max-restarts: one machine cannot restart a world of several; let distflow try the group again "
+            "--max-restarts: one machine cannot restart a world on several machines; let distflow retry the group "
             "(exitActions in the spec)"
         )
     if not 0 <= port < 65536:

@@ -70,7 +70,7 @@ def training_state(
     optimizer = _inner(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         # torch creates the states to load into by a step without a closure, which LBFGS needs.
-        raise TypeError("the state of LBFGS cannot be loaded again: leave the optimizer out, and let it start again")
+        raise TypeError("the state of LBFGS cannot be restored: save and load the model without the optimizer")
     is_new = not optimizer.state
     if is_new and saved is not None:
         optimizer.zero_grad()  # torch creates states to load into only without gradients

@@ -161,8 +161,11 @@ class KubernetesApi:
         if status == 401:
             raise NodeUnreachable(self.name, f"the API server does not accept the credentials: {message}", hint="log in again")
         if status in (0, 408, 429) or status >= 500:
-            what = f"failed with HTTP status {status}" if status else "did not answer"
-            raise NodeUnreachable(self.name, f"the API server {what}{f': {message}' if message else ''}")
+            # Without a status, the client itself has failed, which it does only for errors of TLS.
+            what = (
+                f"the API server failed with HTTP status {status}" if status else "the TLS connection to the API server failed"
+            )
+            raise NodeUnreachable(self.name, f"{what}{f': {message}' if message else ''}")
         return (_NotFound if status == 404 else ApiError)(status, message)
 
     def _opened(self) -> Any:

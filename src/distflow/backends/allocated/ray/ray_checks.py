@@ -56,7 +56,7 @@ def _cluster(
     for name, platform in settings.platforms.items():
         missing = [one for one in platform.resources if one not in others]
         if missing:
-            known = f"the nodes have {listed(sorted(map(plain, others)))}" if others else "the nodes have none"
+            known = f"the nodes have {listed(sorted(map(plain, others)))}" if others else "the nodes have no custom resources"
             yield error(
                 "ray", at, f"no node has {listed(missing)}, which platform `{name}` needs", f"{known}: change `platforms`"
             )
