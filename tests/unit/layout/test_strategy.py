@@ -146,7 +146,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         (
             "{kind: ddp, mesh_shape: [[4, 1], [fsdp, tp]]}",
             (4,),
-            "a mesh of fsdp, tp means fsdp, but the kind is ddp",
+            "a mesh of fsdp means fsdp, but the kind is ddp",
             "kind: fsdp",
         ),
         ("{kind: ddp, cluster: {name: fsdp}}", (4,), "`name` means fsdp, but `strategy.kind` means ddp", "keep one"),

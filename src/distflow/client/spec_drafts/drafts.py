@@ -204,7 +204,7 @@ def complete_draft(
 
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-_SWITCHES = ("module", "no_python", "standalone", "run_path", "use_env")
+_SWITCHES = ("module", "no_python", "standalone", "run_path", "use_env", "virtual_local_rank")
 _SET_BY_DISTFLOW = ("node_rank", "master_addr", "master_port", "standalone", "local_addr", "use_env")
 """Options of torchrun that distflow sets itself or that have no effect here, in addition to those that begin with ``rdzv``."""
 

@@ -122,8 +122,9 @@ def _kind(draft: Draft, world: int) -> str:
             return "pipeline"
         return implied if draft.mesh_path else "ddp" if world > 1 else "none"
     kind = str(draft.kind.value)
-    if active and (not active <= set(AXES[kind]) or not {MAIN_AXIS[kind], "cp"} & set(draft.names)):
-        axes = ", ".join(draft.names)
+    # The axes of a mesh that implies this kind are checked later.
+    if implied != kind and active and (not active <= set(AXES[kind]) or not {MAIN_AXIS[kind], "cp"} & set(draft.names)):
+        axes = ", ".join(name for name in draft.names if name in active)
         draft.add(
             draft.mesh_path,
             f"a mesh of {axes} means {implied}, but the kind is {kind}",
