@@ -52,7 +52,8 @@ def _platform(item: View) -> RayPlatform:
     for name in resources.keys:
         amount = resources.document.value_at((*resources.path, name))
         if name in _SPEC_RESOURCES:
-            resources.add(f"`{name}` of a platform comes from the `resources` of the spec", "remove it", key=name)
+            why = "is not supported" if name == "object_store_memory" else "comes from the `resources` of the spec"
+            resources.add(f"`{name}` of a platform {why}", "remove it", key=name)
         elif isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0:
             found[name] = float(amount)
     return RayPlatform(resources=MappingProxyType(found))

@@ -238,8 +238,10 @@ class Graph:
         if ":" in name:
             message, hint = f"`{name}` does not name a task", "write `<workflow id>:<task>`, such as `train-7:prepare`"
         elif location is None and name in self._names:
-            tasks = (other for other, place in self._locations.items() if place.group == self._names.index(name))
-            message, hint = f"`{name}` is a group, not a task", f"write a task of it, such as `{next(tasks, '')}`"
+            places = self._locations.items()
+            at = self._names.index(name)
+            tasks = (one for one, place in places if one and place.group == at and not place.replicas)
+            message, hint = f"`{name}` is a group, not a task", f"write one of its tasks, such as `{next(tasks, '')}`"
         elif location is None:
             message, hint = f"there is no task `{name}`", did_you_mean(name, self._locations, what="tasks")
         elif location.group == group and name == own:
