@@ -466,7 +466,11 @@ def run(
             if not job.workflow.is_finished and on_interrupt == "cancel":
                 job.workflow.cancel(f"{type(error).__name__} in distflow.run")
             elif not job.workflow.is_finished:
-                _log.warning("%s continues: distflow.FunctionJob(distflow.get(%r)).result()", job.workflow.id, job.workflow.id)
+                _log.warning(
+                    "%s continues. Get its result: distflow.FunctionJob(distflow.get(%r)).result()",
+                    job.workflow.id,
+                    job.workflow.id,
+                )
         raise
 
 

@@ -57,10 +57,10 @@ __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "nex
 
 LOG_DRAIN_S = 5.0
 """Seconds that an ended group waits for the rest of its output before it is shown as ended. They count from the end of its last
-task, or from a later time at which a node with such output was found or lost. Mirroring continues after that."""
+task or, if later, from when a node with unread output became reachable or unreachable. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
-"""Seconds without output and heartbeats from tasks that wait for ranks which can no longer join. Then the group is stopped."""
+"""Seconds without output and heartbeats from tasks that wait for missing ranks. Then the group may be stopped."""
 
 _HANG_CHECK_S = 10.0
 
@@ -111,7 +111,7 @@ class GroupStep:
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
 
-    # WAITING: until every group upstream has completed, and the group's inputs are on this machine or were looked up for nodes.
+    # WAITING: until every group upstream has completed, and inputs are on this machine, or were checked if nodes fetch them.
 
     def _waiting(self) -> None:
         states = {group.name: group.state for group in self.record.groups}
@@ -133,7 +133,7 @@ class GroupStep:
         self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
         self._enter(State.SCHEDULING, scheduling_at=self.now, message="")
 
-    # SCHEDULING: until the group has leased nodes, which `scheduling` requests, or its `queue_timeout` is over.
+    # SCHEDULING: until the group has leased nodes, which the module `scheduling` requests, or its `queue_timeout` is over.
 
     def _scheduling(self) -> None:
         if self.group.venv_builds:
@@ -192,11 +192,14 @@ class GroupStep:
         moved_at += [one.at for one in group.transfer_results]
         deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
         if self.now >= deadline and group.withdrawing is False:
-            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.outage) or "its nodes"
+            late = (
+                ", ".join(_late(task) for task in group.tasks if not task.prepared or task.outage)
+                or "a start was not confirmed"
+            )
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        # If tasks start together, none starts while a node is unreachable: it would only wait, and hold its GPUs.
+        # If tasks start together, none starts while a node is unreachable: a started task would only wait.
         waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
         ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:
@@ -238,7 +241,7 @@ class GroupStep:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
         self._add_event(GroupStatus(status=self.group.status, message=message))
 
-    # RUNNING: if a task fails whose end counts, all are stopped. Where the plan says so, the lead's completion ends the group.
+    # RUNNING: a failure that the plan counts stops all tasks. If the plan says so, the lead's completion ends the group.
 
     def _running(self) -> None:
         group, plan = self.group, self.plan
@@ -270,9 +273,9 @@ class GroupStep:
                 self.decision.wake(group.running_at + limit)
 
     def _check_missing_ranks(self) -> bool:
-        """Report ranks that failed unnoticed and that others wait for. Stop the group if they can no longer join.
+        """Report ranks that failed unnoticed and that others wait for. Stop the group if they failed before the rendezvous.
 
-        The spec may forbid the stop. Return whether the group was stopped.
+        The spec may forbid the stop, or extend it to later failures. Return whether the group was stopped.
         """
         before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
         found = missing_ranks(self.group)
@@ -401,7 +404,7 @@ class GroupStep:
         group = self.group
         cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
-            # No task has failed whose end counts, so the cause is a task that could not start, although its end does not count.
+            # No failure of a started task fails the group, so the cause is a task that could not start.
             cause = first_cause([task for task in group.tasks if task.started_at is None], self._lines())
         if cause is not None or group.stop_reason is Reason.PEER_FAILED:
             cause = hidden_cause(group, cause, self._last_lines)
@@ -558,7 +561,7 @@ def _canceled(request: CancelRequest) -> str:
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     """Return whether the spec requires another attempt after this failure, regardless of the number of attempts."""
     actions, task = plan.launch(cause.task).exit_actions, group.task(cause.task)
-    # If the task's own reason is another one, DATA is the reason of its output, even if the task never started.
+    # DATA as the cause, but not as the task's own reason, is a failed output (code 2012), even if the task never started.
     has_run = task.started_at is not None or task.reason is not Reason.DATA
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 

@@ -44,6 +44,6 @@ def has_ring_attention(device: str) -> bool:
 
 
 def set_worker_dataset(dataset: Any) -> None:
-    """Let ``get_worker_info`` in a loader's worker answer with this dataset. torch refuses an assignment."""
+    """Let ``get_worker_info`` in a loader's worker answer with this dataset. torch's ``WorkerInfo`` is frozen."""
     if (info := get_worker_info()) is not None:
         object.__setattr__(info, "dataset", dataset)

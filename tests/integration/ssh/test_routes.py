@@ -199,7 +199,7 @@ def test_closing_ends_a_connection_attempt() -> None:
 def test_a_configuration_that_cannot_be_understood_names_its_line(server: Sshd, reach: Reach, configure: Configure) -> None:
     config = configure("Match weather sunny\n  User x\n")
     with pytest.raises(
-        TransportError, match=r"gpu1: the SSH configuration is wrong: Unsupported Match attribute weather\n.*config line 1: "
+        TransportError, match=r"gpu1: cannot use the SSH configuration: Unsupported Match attribute weather\n.*config line 1: "
     ):
         reach(server, config_file=config).open(["true"])
 

@@ -43,9 +43,11 @@ def no_verdict(record: WorkflowRecord) -> str:
         message = f": {record.cancel.message}" if record.cancel and record.cancel.message else ""
         words = f"{record.id} was canceled{who}{message}"
     elif record.state.is_final:
-        words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group failed'}"
+        why = REASON_TEXT[record.reason] if record.reason else "groups failed for different reasons"
+        words = f"{record.id}: {record.status}: {why}"
     else:
-        has_failed = any(group.state is State.FAILED or group.earlier_causes for group in record.groups)
+        tasks = (task for group in record.groups for task in group.tasks)
+        has_failed = any(group.earlier_causes for group in record.groups) or any(task.state is State.FAILED for task in tasks)
         words = f"{record.id} has not ended{'' if has_failed else ', and no task has failed'}: {record.status}"
         for missing in filter(None, map(missing_ranks, record.groups)):
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"

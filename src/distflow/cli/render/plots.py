@@ -18,7 +18,7 @@ _COLORS = (6, 3, 2, 5, 4, 1)
 _MOST_NAMES = 12
 """The maximum number of series in the legend."""
 _MOST = 1e100
-"""The largest value that plotext can plot."""
+"""The largest plotted value. plotext fails for values near 1e307."""
 _TICKS = 5
 
 

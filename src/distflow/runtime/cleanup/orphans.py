@@ -44,7 +44,7 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
 
     Does nothing for other attempts.
 
-    If the attempt's directory was removed while it ran, its processes are found by their environment, and nothing is recorded.
+    If the attempt's directory or state is missing, its processes are found by their environment, and nothing is recorded.
     ``stopped`` has the cause (``why``) and the time (``stopped_at``) of a stop request that may not be recorded yet.
     """
     directory = attempts.directory_of(root, attempt)

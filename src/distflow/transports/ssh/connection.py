@@ -89,13 +89,13 @@ class SshConnection:
         try:
             host = resolve_destination(self._destination)
         except SshConfigError as error:
-            raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
+            raise TransportError(self.node, f"cannot use the SSH configuration: {error}") from error
         self.endpoint, self.connect_timeout_s = host.endpoint, host.connect_timeout_s
         try:
             with _login_slot(host.proxy_jump):
                 self._transport = self._connect_to(host, host.proxy_jump, host.endpoint, Deadline(host.connect_timeout_s))
         except SshConfigError as error:
-            raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
+            raise TransportError(self.node, f"cannot use the SSH configuration: {error}") from error
         finally:
             if self._transport is None:
                 self.close()

@@ -276,7 +276,7 @@ def _send(connection: SshConnection, channel: paramiko.Channel, data: bytes) -> 
     while position < len(data):
         sent = channel.send(data[position : position + _PACKET])
         if sent == 0:
-            raise NodeUnreachable(connection.node, "the channel is closed")
+            raise NodeUnreachable(connection.node, "the channel was closed while data was sent")
         position += sent
 
 
