@@ -357,6 +357,11 @@ class SecretsMissing(InputError):
         super().__init__(f"give the secrets of {workflow} again, because they are not stored: {', '.join(names)}")
         self.names = tuple(names)
 
+    @property
+    def options(self) -> str:
+        """The options of commands that give the secrets."""
+        return " ".join(f"--set-env {name}=…" for name in self.names)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousWorkflow:

@@ -6,7 +6,17 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "most_similar", "plain", "plain_lines", "ranges"]
+__all__ = [
+    "ESCAPES",
+    "did_you_mean",
+    "few",
+    "listed",
+    "most_similar",
+    "one_line",
+    "plain",
+    "plain_lines",
+    "ranges",
+]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str) -> str:
@@ -80,3 +90,8 @@ def plain(text: str) -> str:
 def plain_lines(text: str) -> str:
     """Return text of several lines, with ``plain`` applied to each line."""
     return text if text.isprintable() else "\n".join(plain(line) for line in text.split("\n"))
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error, with its hint if it has one, as one line for logs and records."""
+    return "; ".join(str(error).splitlines())

@@ -377,8 +377,8 @@ def _parse_launcher(owner: View) -> Launcher | None:
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
     """Return the tasks of a group with their launchers, and add ranks to tasks whose launcher or framework needs them.
 
-    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). Added ranks
-    have no number yet: the layout gives such a task one rank for each requested GPU, or one rank if it requests no GPU.
+    ``tasks`` are the entries of the group, ``specs`` their tasks (one for each replica). Added ranks have no number yet: the
+    layout gives such a task one rank for each requested GPU, or one rank if it requests no GPU.
     """
     framework = parse_framework(group) if group is not None else None
     general = _parse_launcher(group) if group is not None else None
@@ -462,10 +462,8 @@ def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Prob
                 continue
             message = hint = ""
             if group.retry.limit == 0:
-                message, hint = (
-                    "no effect: `retry` has the limit 0",
-                    "raise the limit, or remove it: then the workflow's limit or 10 applies",
-                )
+                message = "no effect: `retry` has the limit 0"
+                hint = "raise the limit, or remove it: then the workflow's limit or 10 applies"
             elif ignores and not task.lead:
                 why = f"the group continues without `{task.written_name}`, because only its lead decides its end"
                 message = f"no effect after its start: {why}"

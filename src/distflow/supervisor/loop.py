@@ -31,7 +31,8 @@ from distflow.backends.base import (
     Unanswered,
     VenvObservation,
 )
-from distflow.errors import DistflowError, InputError, RecordUnreadable, StateError
+from distflow.documents.text import one_line
+from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
 from distflow.plan.credentials import GivenSecrets, given_secrets
@@ -311,7 +312,7 @@ class Supervisor:
                 backend = self._backend(record)
                 plan, notify = self._store.plan(record.uuid), self._store.notify_targets(record.uuid)
             except InputError as error:
-                why = _one_line(error)
+                why = one_line(error)
                 if any(_gangs(record)):
                     # A later supervisor resumes it.
                     skipped[record.uuid] = f"cannot supervise workflow {record.id}, and its tasks continue: {why}"
@@ -471,7 +472,7 @@ class Supervisor:
             identities = {one.number: self._transfers.identity(one.url) for one in launch.downloads}
             memo = encode_copy(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
-            self.report(PrepareFailed(at=self._now(), key=command.key, message=_one_line(error)))
+            self.report(PrepareFailed(at=self._now(), key=command.key, message=one_line(error)))
             return
         secrets = replace(secrets, stores={number: identity for number, identity in identities.items() if identity is not None})
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
@@ -522,11 +523,6 @@ class Supervisor:
 def _with_key(seen: Observation, pool_key: str) -> Observation:
     """Return an observation from a backend, which knows only the name of its pool, with the key of the pool."""
     return replace(seen, pool=pool_key) if isinstance(seen, NodeUp | NodeDown) else seen
-
-
-def _one_line(error: DistflowError) -> str:
-    """Return an error's message and hint."""
-    return "; ".join(str(error).splitlines())
 
 
 def _gangs(record: WorkflowRecord) -> Iterator[AttemptKey]:

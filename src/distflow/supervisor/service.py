@@ -16,6 +16,7 @@ from pathlib import Path
 from distflow.backends import steady
 from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.backends.registry import open_backend, preload
+from distflow.documents.text import one_line
 from distflow.errors import StateError, StoreTooNew
 from distflow.pools.model import Pool
 from distflow.state.credentials import data_credentials
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
             lock.release()
             return error.exit_code
         except (StateError, OSError) as error:
-            _log(f"cannot continue: {_one_line(error)}")
+            _log(f"cannot continue: {one_line(error)}")
             lock.release()
             # The process that started this one waits for a report. Without one, it shows the last line of the log.
             if starter.is_waiting or not _await_room(directory):
@@ -140,7 +141,7 @@ def _await_room(directory: StateDirectory) -> bool:
                     return False
                 pause.wait(_POLL_S)
     except StateError as error:
-        _log(f"cannot check the free space: {_one_line(error)}")
+        _log(f"cannot check the free space: {one_line(error)}")
         return False
     return True
 
@@ -186,10 +187,6 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> Collect
             start_sender(directory)  # the thread of `send_notices` ends with this process, perhaps before it starts the sender
     _log("all other workflows have ended" if supervisor.skipped else "all workflows have ended")
     return supervisor.skipped
-
-
-def _one_line(error: Exception) -> str:
-    return "; ".join(str(error).splitlines())
 
 
 def _log(text: str) -> None:

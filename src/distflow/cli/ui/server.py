@@ -226,8 +226,7 @@ def _restart(client: Client, record: WorkflowRecord, _: Request) -> dict[str, ob
     try:
         planned = plan_restart(client, record.uuid, Overrides(secrets={}))
     except SecretsMissing as error:
-        options = " ".join(f"--set-env {name}=…" for name in error.names)
-        hint = f"use a terminal: `distflow workflow restart {record.id} {options}`"
+        hint = f"use a terminal: `distflow workflow restart {record.id} {error.options}`"
         raise InputError(error.message, hint=hint) from None
     return {"workflow_id": restart(client, planned).id}
 

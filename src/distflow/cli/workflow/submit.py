@@ -379,7 +379,7 @@ def open_submit_client() -> Iterator[Client]:
         try:
             yield client
         except SecretsMissing as error:
-            raise InputError(error.message, hint="use " + " ".join(f"--set-env {name}=…" for name in error.names)) from None
+            raise InputError(error.message, hint=f"use {error.options}") from None
 
 
 restart_app = command_app()
