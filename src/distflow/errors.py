@@ -74,6 +74,8 @@ class DistflowError(Exception):
         """Take the ``message``, which describes the error, and the ``hint``, which describes the remedy."""
         super().__init__(message)
         self.message = message
+        self.detail = message
+        """The message, without the node's name if it starts with one."""
         self.hint = hint
 
     def __str__(self) -> str:
@@ -111,7 +113,6 @@ class NodeError(DistflowError):
         super().__init__(f"{node}: {message}", hint=hint)
         self.node = node
         self.detail = message
-        """The message without the node's name."""
 
 
 class TransportError(NodeError):

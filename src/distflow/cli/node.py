@@ -82,7 +82,7 @@ def _raise_first(nodes: Sequence[PoolNode], errors: Sequence[str], hostfile: str
         raise typer.Exit(NodeError.exit_code)
     pool, node, error = failed
     hint = f"details: {pool_check_command(pool.name, node.name, hostfile=hostfile)}"
-    raise NodeError(node.name, error.removeprefix(f"{node.name}: "), hint=hint)
+    raise NodeError(node.name, error, hint=hint)
 
 
 def _seconds(text: str) -> float:
@@ -110,7 +110,7 @@ def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format
             str(len(one.removed)),
             str(one.kept),
             f"{one.freed_bytes / 2**20:.1f} MiB",
-            plain(one.error.removeprefix(f"{one.node}: ")) or "-",
+            plain(one.error) or "-",
         )
         for one in results
     ]
@@ -164,8 +164,7 @@ def _worst_error(results: Sequence[Reaped], commands: Sequence[str], ids: Mappin
     """Return the first error, or ``None``. ``commands`` has the command that checks the node or pool of each result."""
     for one, command in zip(results, commands, strict=True):
         if one.error:
-            message = replace_uuids(one.error.removeprefix(f"{one.node}: "), ids)
-            return NodeError(one.node, message, hint=f"details: {command}")
+            return NodeError(one.node, replace_uuids(one.error, ids), hint=f"details: {command}")
     for one in results:
         for left in one.found:
             if left.error:

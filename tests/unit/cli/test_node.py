@@ -34,7 +34,7 @@ def folder(screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def _cleaned(client: object, nodes: Sequence[PoolNode], **_: object) -> list[Cleaned]:
-    return [Cleaned(node=node.name, error="" if node.name == "here" else f"{node.name}: refused") for _, node in nodes]
+    return [Cleaned(node=node.name, error="" if node.name == "here" else "refused") for _, node in nodes]
 
 
 def test_an_error_names_its_node_once_and_the_command_its_pool(
@@ -81,7 +81,7 @@ def test_jobs_of_a_pool_are_not_a_node(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_adopt_draws_no_conclusion_from_nodes_that_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = Recalled(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="gpu1: refused")
+    failed = Recalled(pool=Pool(name="lab", backend="ssh", nodes=()), node="gpu1", error="refused")
 
     def found(*nodes: Recalled) -> Adoption:
         return Adoption(workflows=(), nodes=nodes, kept_aside=None)

@@ -37,7 +37,7 @@ def test_idle_nodes_are_reported_in_a_sentence() -> None:
 
 
 def test_a_node_that_fails_is_named_once_and_not_called_idle() -> None:
-    failed = Holders(error="n2: connection refused")
+    failed = Holders(error="connection refused")
     assert holders_text([(USAGE, failed)], {}) == "n2: failed: connection refused\n"
     both = holders_text([(USAGE, failed), (USAGE, Holders())], {})
     assert both == "Nothing is in use on the nodes that responded.\nn2: failed: connection refused\n"

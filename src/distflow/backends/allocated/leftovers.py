@@ -10,7 +10,7 @@ from types import MappingProxyType
 from distflow.backends.allocated.engine import Allocation, Granted, node_name
 from distflow.backends.allocated.engines import open_engine
 from distflow.backends.machines.cleanup import Leftover, Reaped, Recalled, recall_node
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, NodeError
 from distflow.pools.model import Pool
 from distflow.structs import replace
 
@@ -56,8 +56,13 @@ def reap_allocations(pool: Pool, *, ended: Collection[str], unfinished: Collecti
                 if is_ours and not is_dry_run:
                     engine.release([name])
     except DistflowError as error:
-        return Reaped(node=pool.name, found=tuple(found), error=error.message)
+        return Reaped(node=pool.name, found=tuple(found), error=_without_name(error, pool.name))
     return Reaped(node=pool.name, found=tuple(found))
+
+
+def _without_name(error: DistflowError, pool: str) -> str:
+    """Return the message. It keeps the name of the login node, but not that of the pool, which the result has."""
+    return error.detail if isinstance(error, NodeError) and error.node == pool else error.message
 
 
 def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
@@ -70,7 +75,7 @@ def recall_allocations(pool: Pool, *, known: Collection[str]) -> list[Recalled]:
             found = {name: one for name, one in engine.allocations().items() if one.workflow not in known}
             states = engine.states(dict.fromkeys(found, ())) if found else {}
     except DistflowError as error:
-        return [Recalled(pool=pool, node=pool.name, error=error.message)]
+        return [Recalled(pool=pool, node=pool.name, error=_without_name(error, pool.name))]
     nodes = {
         node_name(host, name): found[name]
         for name, state in states.items()

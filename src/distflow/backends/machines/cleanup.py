@@ -118,7 +118,7 @@ def clean_node(
                 else:
                     venvs.append(CleanedVenv(file=item["file"], size=item["bytes"], unused_s=unused_s))
     except DistflowError as error:
-        errors.append(error.message)
+        errors.append(error.detail)
     return Cleaned(
         node=node.name,
         removed=tuple(removed),
@@ -176,7 +176,7 @@ def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
         with link_to(pool, node) as link:
             answer = link.request("reap", dry_run=is_dry_run, timeout_s=_REAP_S)
     except DistflowError as error:
-        return Reaped(node=node.name, error=error.message)
+        return Reaped(node=node.name, error=error.detail)
     left = {one["pid"]: one for one in answer["left"]}
     # Leftovers that were found only after killing others are reported as well.
     processes = {one["pid"]: one for one in answer["processes"]} | left
@@ -259,7 +259,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
         with link_to(pool, node) as link:
             answer = link.request("recall", known=sorted(known), timeout_s=_RECALL_S)
     except DistflowError as error:
-        return Recalled(pool=pool, node=node.name, error=error.message)
+        return Recalled(pool=pool, node=node.name, error=error.detail)
     try:
         found = tuple(_workflow(one, link.clock) for one in answer["workflows"])
     except (KeyError, TypeError, ValueError) as error:
@@ -322,5 +322,5 @@ def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
         with link_to(pool, node) as link:
             answer = link.request("uninstall", lease_dir=node.lease_dir, timeout_s=_UNINSTALL_S)
     except DistflowError as error:
-        return Uninstalled(node=node.name, error=error.message)
+        return Uninstalled(node=node.name, error=error.detail)
     return Uninstalled(node=node.name, removed=tuple(answer["removed"]), left=tuple(answer["left"]))

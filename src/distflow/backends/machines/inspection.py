@@ -53,7 +53,7 @@ def ask_holders(pool: Pool, node: Node) -> Holders:
         with link_to(pool, node) as link:
             answer = link.request("holders", lease_dir=node.lease_dir, timeout_s=_HOLDERS_S)
     except DistflowError as error:
-        return Holders(error=error.message)
+        return Holders(error=error.detail)
     return Holders(
         holders=tuple(Holder(**{**one, "gpus": tuple(one["gpus"]), "ports": tuple(one["ports"])}) for one in answer["holders"]),
         foreign=tuple((int(one["gpu"]), str(one["words"])) for one in answer["foreign"]),

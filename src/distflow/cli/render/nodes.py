@@ -250,7 +250,7 @@ def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, s
     lines = [table(("Node", "Held", "User", "By"), rows)] if rows else []
     if not rows and (not failed or len(failed) < len(found)):
         lines.append(f"Nothing is in use on {'the nodes that responded' if failed else 'these nodes'}.\n")
-    lines += [f"{node}: failed: {plain(error.removeprefix(f'{node}: '))}\n" for node, error in failed]
+    lines += [f"{node}: failed: {plain(error)}\n" for node, error in failed]
     return "".join(lines)
 
 

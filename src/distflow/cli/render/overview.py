@@ -64,7 +64,7 @@ def overview_text(overview: Overview, *, now: float, paint: Paint, width: int | 
         marks += [f"{NO_BAR} unknown"] if _unknown(gpus) else []
         lines += ["", f"GPUs: {_MARKS['free']} free, {', '.join(marks)}"] if marks else []
         failed = [(node.node, node.error) for node in overview.nodes if node.error]
-        errors = [f"{name}: {plain(error.removeprefix(f'{name}: '))}" for name, error in failed]
+        errors = [f"{name}: {plain(error)}" for name, error in failed]
         lines += ["", *(paint.grade(error, "warning") for error in errors)] if errors else []
     return "".join(f"{line}\n" for line in lines)
 

@@ -192,7 +192,7 @@ def adopt_workflows(
         first = failed[0]
         node = None if first.pool.is_allocated else first.node
         hint = f"details: {pool_check_command(first.pool.name, node, hostfile=hostfile)}"
-        raise NodeError(first.node, first.error.removeprefix(f"{first.node}: "), hint=hint)
+        raise NodeError(first.node, first.error, hint=hint)
 
 
 def _show_adoption(found: Adoption, dry_run: bool) -> None:

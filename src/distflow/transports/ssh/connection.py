@@ -327,7 +327,7 @@ class SshConnection:
         if transport.remote_version:
             reason = f" ({transport.disconnect_reason})" if transport.disconnect_reason else ""
             found = explain(self.node, f"{endpoint}{reason}", error, "agreeing on keys")
-            return NodeUnreachable(self.node, found.message.removeprefix(f"{self.node}: "), hint=hint or found.hint)
+            return NodeUnreachable(self.node, found.detail, hint=hint or found.hint)
         if "Indecipherable" in str(error):
             return NodeUnreachable(self.node, f"{endpoint} is not an SSH server", hint=hint or f"check the port {host.port}")
         return NodeUnreachable(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from distflow.backends.machines import cleanup
-from distflow.backends.machines.cleanup import _workflow, clean_node
+from distflow.backends.allocated import leftovers
+from distflow.backends.allocated.leftovers import reap_allocations, recall_allocations
+from distflow.backends.machines import cleanup, inspection
+from distflow.backends.machines.cleanup import _workflow, clean_node, reap_node, recall_node, uninstall_node
+from distflow.backends.machines.inspection import ask_holders
 from distflow.errors import NodeUnreachable
 from distflow.pools.model import Node, Pool
 
@@ -53,4 +57,31 @@ def test_a_broken_connection_does_not_hide_what_was_removed(monkeypatch: pytest.
     pool = Pool(name="p", backend="ssh", nodes=(node,))
     found = clean_node(pool, node, older_than_s=1.0, unfinished=(), is_dry_run=False)
     assert (found.removed, found.kept, found.freed_bytes, found.free_bytes) == (("a",), 2, 10, 5)
-    assert found.error == "n1: the connection broke"
+    assert found.error == "the connection broke"
+
+
+@pytest.mark.parametrize("ask", [reap_node, recall_node, uninstall_node, ask_holders])
+def test_errors_do_not_repeat_the_name_of_the_node(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NodeUnreachable("n1", "connection refused")
+
+    monkeypatch.setattr(cleanup, "link_to", refuse)
+    monkeypatch.setattr(inspection, "link_to", refuse)
+    node = Node(name="n1", host="n1", root="/r", python="python3")
+    options: dict[object, dict[str, Any]] = {reap_node: {"is_dry_run": True}, recall_node: {"known": ()}}
+    assert ask(Pool(name="p", backend="ssh", nodes=(node,)), node, **options.get(ask, {})).error == "connection refused"
+
+
+@pytest.mark.parametrize(("name", "shown"), [("p", "no answer"), ("login1", "login1: no answer")])
+def test_errors_of_an_engine_name_only_a_login_node(name: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def allocations(self) -> None:
+            raise NodeUnreachable(name, "no answer")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(leftovers, "open_engine", lambda _: Engine())
+    pool = Pool(name="p", backend="slurm", nodes=())
+    assert reap_allocations(pool, ended=(), unfinished=(), is_dry_run=True).error == shown
+    assert [one.error for one in recall_allocations(pool, known=())] == [shown]

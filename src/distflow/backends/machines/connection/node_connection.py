@@ -525,5 +525,4 @@ class Connection:
 
 def _error_text(error: DistflowError) -> str:
     """Return the error and its remedy on one line, without the node's name."""
-    what = error.detail if isinstance(error, NodeError) else error.message
-    return f"{what} ({error.hint})" if error.hint else what
+    return f"{error.detail} ({error.hint})" if error.hint else error.detail
