@@ -8,13 +8,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from distflow.backends.base import Backend, LogSink, Sink
 from distflow.errors import InputError
-from distflow.pools.model import Pool
 from distflow.transports.ssh import load_ssh
 
-__all__ = ["BACKENDS", "open_backend", "preload", "require_supported", "unknown_hosts"]
+if TYPE_CHECKING:
+    from distflow.backends.base import Backend, LogSink, Sink
+    from distflow.pools.model import Pool
+
+__all__ = ["BACKENDS", "WITHOUT_LASTING_FILES", "open_backend", "preload", "require_supported", "unknown_hosts"]
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
@@ -26,6 +29,8 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
+WITHOUT_LASTING_FILES = frozenset({"kubernetes"})
+"""Backends whose nodes, and the files on them, do not outlast the tasks."""
 
 
 def preload(names: Iterable[str]) -> None:

@@ -223,14 +223,18 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
 def outputs_until(client: Client, record: WorkflowRecord) -> float | None:
     """Return when `distflow node clean` may first remove the output files of a workflow, in seconds since the epoch.
 
-    Return ``None`` before the end of the workflow, if no task has run, or if the stored pool has no retention time. This does
-    not connect to a node.
+    Return ``None`` before the end of the workflow, if no task has run, if the files end with the nodes, or if the stored pool
+    has no retention time. This does not connect to a node.
     """
     has_run = any(task.output_dir is not None for group in record.groups for task in group.tasks)
     if not record.state.is_final or record.ended_at is None or not has_run:
         return None
-    kept_s = client.store.retention_s(record.uuid)
-    return None if kept_s is None else record.ended_at + kept_s
+    from distflow.backends.registry import WITHOUT_LASTING_FILES
+
+    kept = client.store.retention(record.uuid)
+    if kept.retention_s is None or kept.backend in WITHOUT_LASTING_FILES:
+        return None
+    return record.ended_at + kept.retention_s
 
 
 def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collection[int] = ()) -> list[tuple[str, TaskRecord]]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distflow.pools.model import Pool
     from distflow.state.notices import Notice
 
-__all__ = ["STORE_FORMAT", "Store"]
+__all__ = ["STORE_FORMAT", "Retention", "Store"]
 
 _MIGRATIONS = (
     """
@@ -99,8 +99,12 @@ _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """Tags contain no commas."""
 
 
-class _Retention(msgspec.Struct, frozen=True):
+class Retention(msgspec.Struct, frozen=True):
+    """The fields of a workflow's pool that determine how long its files are kept."""
+
+    backend: str = ""
     retention_s: float | None = None
+    """``None`` if it is not stored."""
 
 
 class Store:
@@ -370,11 +374,11 @@ class Store:
             keys = ("workflow", "target", "on", "subject", "at")
             return convert([dict(zip(keys, row, strict=True)) for row in rows], tuple[Notice, ...])
 
-    def retention_s(self, workflow: str) -> float | None:
-        """Return the ``retention_s`` of a workflow's pool, without importing the rest; ``None`` if it is not stored."""
+    def retention(self, workflow: str) -> Retention:
+        """Return how long the files of a workflow are kept, without importing the rest of its pool."""
         with self._errors():
             row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
-            return decode(row[0], _Retention).retention_s
+            return decode(row[0], Retention)
 
     def events(self, workflow: str, *, after: int = 0) -> tuple[Event, ...]:
         """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""

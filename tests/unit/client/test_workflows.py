@@ -12,7 +12,7 @@ import pytest
 from distflow.client import running_tasks, workflows
 from distflow.client.client import Client
 from distflow.client.running_tasks import CommandsEnded, Exit, _check_attempt, _connections, _listen, run_on_tasks
-from distflow.client.workflows import wait
+from distflow.client.workflows import outputs_until, wait
 from distflow.errors import InputError
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
@@ -35,6 +35,18 @@ def test_waiting_by_name_does_not_switch_to_a_newer_run(key: str, tmp_path: Path
     with Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
         assert [one.id for one in wait(client, [key])] == ["digits-1"]
     store.close()
+
+
+@pytest.mark.parametrize(("backend", "kept_s"), [("ssh", 14 * 86400), ("slurm", 14 * 86400), ("kubernetes", None)])
+def test_files_that_end_with_their_nodes_have_no_retention_time(backend: str, kept_s: int | None, tmp_path: Path) -> None:
+    store = Store(StateDirectory(tmp_path).ensure().store)
+    group = running_group()
+    tasks = tuple(replace(one, output_dir="/r/output") for one in group.tasks)
+    record = submit(store, workflow([replace(group, tasks=tasks)]), backend=backend)
+    store.close()
+    with Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
+        until = outputs_until(client, record)
+    assert until is None if kept_s is None else until == (record.ended_at or 0) + kept_s
 
 
 @pytest.mark.parametrize("changed", [{"node": "other-node"}, {"attempt": 1}])

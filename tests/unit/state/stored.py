@@ -146,10 +146,15 @@ def plan_of(record: WorkflowRecord) -> Plan:
 
 
 def submit(
-    store: Store, record: WorkflowRecord, *, spec: str = "workflow: {}\n", events: Iterable[tuple[str, str | None]] = ()
+    store: Store,
+    record: WorkflowRecord,
+    *,
+    spec: str = "workflow: {}\n",
+    events: Iterable[tuple[str, str | None]] = (),
+    backend: str = "ssh",
 ) -> WorkflowRecord:
     """Store a workflow in its state, in one transaction; events are pairs of text and task."""
-    plan, pool = plan_of(record), Pool(name=record.pool, backend="ssh", nodes=())
+    plan, pool = plan_of(record), Pool(name=record.pool, backend=backend, nodes=())
     told = [
         Event(at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0)
         for number, (text, name) in enumerate(events)
