@@ -117,6 +117,17 @@ def test_why_explains_the_state_if_nothing_failed(screen: Screen, record: Workfl
     assert (answer["message"], answer["groups"]) == (words, [])
 
 
+def test_a_chosen_group_that_did_not_fail_is_not_explained_by_another_one(screen: Screen) -> None:
+    group = failed_group()
+    other = replace(group, name="other", tasks=tuple(replace(one, name=f"{one.name}-2") for one in group.tasks))
+    record = submit(screen.store, workflow([completed_group(), other], state=WorkflowState.FAILED))
+    words = f"training: COMPLETED\nFailed groups: `other`. Details: distflow workflow why {record.id}\n"
+    assert screen.run("why", record.id, "--group", "training") == 0
+    assert screen.out == words
+    assert screen.run("diagnose", record.id, "--task", "master") == 0
+    assert screen.out.startswith(words)
+
+
 def retried(screen: Screen) -> str:
     before, now = failed_group(), completed_group()
     assert before.cause is not None

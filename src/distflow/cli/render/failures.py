@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint, table
@@ -12,7 +12,7 @@ from distflow.client.failures import GroupFailure, missing_ranks, remedy_of
 from distflow.client.workflows import held_ranks
 from distflow.documents.json_keys import name_keys
 from distflow.documents.quantities import duration, local_milli, times
-from distflow.documents.text import plain, plain_lines
+from distflow.documents.text import listed, plain, plain_lines
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
 from distflow.state.record import Cause, WorkflowRecord
@@ -34,9 +34,14 @@ __all__ = [
 ]
 
 
-def no_verdict(record: WorkflowRecord) -> str:
-    """Return a message that says why ``why`` and ``diagnose`` found no failure of a workflow."""
-    if record.state is WorkflowState.COMPLETED:
+def no_verdict(record: WorkflowRecord, names: Collection[str] = ()) -> str:
+    """Return a message that says why ``why`` and ``diagnose`` found no failure of a workflow, or of its groups ``names``."""
+    groups = [group for group in record.groups if not names or group.name in names]
+    failed = [group.name for group in record.groups if group.state is State.FAILED and group not in groups]
+    if failed:
+        ends = (f"{one.name}: {one.status}" + f": {plain_lines(one.message)}" * bool(one.message) for one in groups)
+        words = "\n".join((*ends, f"Failed groups: {listed(failed)}. Details: distflow workflow why {record.id}"))
+    elif record.state is WorkflowState.COMPLETED:
         words = f"{record.id} completed, so there is no failure to explain"
     elif record.state is WorkflowState.CANCELED:
         who = f" by {record.cancel.by}" if record.cancel else ""
@@ -49,10 +54,9 @@ def no_verdict(record: WorkflowRecord) -> str:
         tasks = (task for group in record.groups for task in group.tasks)
         has_failed = any(group.earlier_causes for group in record.groups) or any(task.state is State.FAILED for task in tasks)
         words = f"{record.id} has not ended{'' if has_failed else ', and no task has failed'}: {record.status}"
-        for missing in filter(None, map(missing_ranks, record.groups)):
+        for missing in filter(None, map(missing_ranks, groups)):
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
-    retried = [group for group in record.groups if group.earlier_causes]
-    for group in retried:
+    for group in (one for one in groups if one.earlier_causes):
         count = len(group.earlier_causes)
         words += f"\n{group.name} was retried after {_times(count)}. Details: distflow workflow why {record.id} -r {count - 1}"
     return words

@@ -48,7 +48,7 @@ def why(
             return
         verdicts = explain_failures(client, record, groups=group or (), attempt=attempt)
         if not verdicts:
-            print(no_verdict(record))
+            print(no_verdict(record, group or ()))
             _print_findings(diagnose_groups(client, record, groups=group or (), attempt=attempt, with_findings=True))
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
@@ -60,7 +60,7 @@ def why_document(
 ) -> dict[str, object]:
     """Return the JSON document of ``why``."""
     verdicts = explain_failures(client, record, groups=groups, attempt=attempt)
-    return verdict_json(record, verdicts, "" if verdicts else no_verdict(record))
+    return verdict_json(record, verdicts, "" if verdicts else no_verdict(record, groups))
 
 
 def _print_diagnosis(client: Client, record: WorkflowRecord, groups: Sequence[str], attempt: int | None) -> None:
@@ -105,7 +105,7 @@ def diagnose(
             return
         examined = diagnose_groups(client, record, tasks=names, attempt=attempt, with_findings=True)
         if not any(one.is_failure for one in examined):
-            print(no_verdict(record))
+            print(no_verdict(record, _groups_of(record, names)))
         if examined:
             print(diagnoses_text(record, examined, Paint.of(sys.stdout)), end="")
 
@@ -115,7 +115,11 @@ def diagnose_document(
 ) -> dict[str, object]:
     """Return the JSON document of ``diagnose``."""
     examined = diagnose_groups(client, record, tasks=tasks, attempt=attempt, with_findings=True)
-    return diagnoses_json(record, examined, "" if examined else no_verdict(record))
+    return diagnoses_json(record, examined, "" if examined else no_verdict(record, _groups_of(record, tasks)))
+
+
+def _groups_of(record: WorkflowRecord, tasks: Collection[str]) -> list[str]:
+    return [group.name for group in record.groups if any(task.name in tasks for task in group.tasks)]
 
 
 stacks_app = command_app()
