@@ -41,7 +41,7 @@ __all__ = [
     "Saved",
     "TaskRecord",
     "TransferProgress",
-    "TransferResult",
+    "TransferRecord",
     "UnreachableNodes",
     "VenvBuild",
     "WorkflowRecord",
@@ -124,7 +124,7 @@ class DataRef(Struct, frozen=True):
         return f"{self.kind.value}/{self.number}"
 
 
-class TransferResult(Struct, frozen=True, kw_only=True):
+class TransferRecord(Struct, frozen=True, kw_only=True):
     """The outcome of a transfer of data at a URL, successful or not."""
 
     data: DataRef = DataRef()
@@ -339,7 +339,7 @@ class GroupRecord(Struct, frozen=True, kw_only=True):
     """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
     not_before: float = 0.0
     """It does not try to lease nodes before this time."""
-    transfer_results: tuple[TransferResult, ...] = field(default=(), name="carried")
+    transfer_results: tuple[TransferRecord, ...] = field(default=(), name="carried")
     """Its finished transfers of data at URLs, including failed ones."""
     resting_until: float = 0.0
     """For a rescheduled group: it does not enter its pool's queue before this time."""

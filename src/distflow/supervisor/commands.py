@@ -36,7 +36,7 @@ from distflow.backends.base import (
     VenvObservation,
     VenvProgress,
 )
-from distflow.state.record import DataRef, TransferResult
+from distflow.state.record import DataRef, TransferRecord
 
 __all__ = [
     "BuildVenv",
@@ -202,7 +202,7 @@ class TransferMoved(_OfTransfer):
 class TransferEnded(_OfTransfer):
     """The end of a data transfer, successful or not."""
 
-    outcome: TransferResult
+    outcome: TransferRecord
 
 
 def answerable(key: AttemptKey) -> tuple[CommandId, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.connection.transfers import Pace
 from distflow.errors import DistflowError
-from distflow.state.record import TransferResult
+from distflow.state.record import TransferRecord
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
 from distflow.supervisor.commands import CommandId, TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.transfers import Transfer
@@ -136,7 +136,7 @@ class ThreadedTransfers:
 
     def _copy(
         self, command: TransferData, transfer: Transfer, halt: threading.Event, reporter: _TransferReporter
-    ) -> TransferResult:
+    ) -> TransferRecord:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.failures import Retries  # noqa: PLC0415
         from distflow.storage.stores import open_store  # noqa: PLC0415
@@ -157,7 +157,7 @@ class ThreadedTransfers:
 
     def _fetch(
         self, command: TransferData, transfer: Transfer, store: Store, retries: Retries, reporter: _TransferReporter
-    ) -> TransferResult:
+    ) -> TransferRecord:
         from distflow.storage import task_data  # noqa: PLC0415
 
         request = task_data.pin_version(
@@ -194,7 +194,7 @@ class ThreadedTransfers:
         backend: Backend | None,
         halt: threading.Event,
         reporter: _TransferReporter,
-    ) -> TransferResult:
+    ) -> TransferRecord:
         """Make a node write its output. If it cannot, the outcome contains the reason and the remedy."""
         if backend is None:
             raise AssertionError("the backend of the node that writes the output is missing")
@@ -258,7 +258,7 @@ class _TransferReporter:
                 )
             )  # fmt: skip
 
-    def ended(self, outcome: TransferResult) -> TransferEnded:
+    def ended(self, outcome: TransferRecord) -> TransferEnded:
         return TransferEnded(
             at=self._now(), key=self._command.key, data=self._command.data, url=self._transfer.label, outcome=outcome
         )
@@ -266,8 +266,8 @@ class _TransferReporter:
     def outcome(
         self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
         relayed: str = "", is_direct: bool = False, dataset: str = "",
-    ) -> TransferResult:  # fmt: skip
-        return TransferResult(
+    ) -> TransferRecord:  # fmt: skip
+        return TransferRecord(
             data=self._command.data, is_relayed=bool(relayed), task=self._command.key.task, at=self._now(),
             since=self._since, url=url or self._transfer.label, regex=self._transfer.regex, digest=digest, size=size,
             files=files, content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,

@@ -38,7 +38,7 @@ from distflow.state.record import (
     GroupRecord,
     TaskRecord,
     TransferProgress,
-    TransferResult,
+    TransferRecord,
     WorkflowRecord,
 )
 from distflow.storage.credentials import package_of
@@ -167,19 +167,19 @@ def add_url_inputs(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord,
     return replace(launch, files=(*launch.files, *files), downloads=tuple(downloads))
 
 
-def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferResult]:
+def fetched_inputs(plan: GroupPlan, group: GroupRecord, task: str) -> list[TransferRecord]:
     """Return the outcomes, successful or not, of fetching a task's inputs to this machine; several tasks may share one."""
     wanted = {_input_key(one) for one in plan.launch(task).url_inputs}
     refs = {data for data, _, one in _fetches(plan) if _input_key(one) in wanted}
     return [one for one in group.transfer_results if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
-def written_outputs(group: GroupRecord, task: str) -> list[TransferResult]:
+def written_outputs(group: GroupRecord, task: str) -> list[TransferRecord]:
     """Return the outcomes, successful or not, of writing a task's outputs to URLs."""
     return [one for one in group.transfer_results if one.is_written and one.task == task]
 
 
-def inherited_results(group: GroupRecord) -> tuple[TransferResult, ...]:
+def inherited_results(group: GroupRecord) -> tuple[TransferRecord, ...]:
     """Return the transfers that the next attempt of a group inherits.
 
     They are the inputs that were fetched or looked up, and the notes about inputs that nodes cannot fetch.
@@ -258,7 +258,7 @@ def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workflo
     if found is None or seen.key.attempt != group.attempt or group.state.is_final:
         return record, []  # another node reported the same before, or the attempt is over
     left = tuple(one for one in group.transfer_results if one is not found)
-    note = TransferResult(
+    note = TransferRecord(
         data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why
     )
     event = Event(
@@ -349,7 +349,7 @@ def _group_transfers(
     )
 
 
-def _cause(group: GroupRecord, failed: TransferResult, failing: str) -> Cause:
+def _cause(group: GroupRecord, failed: TransferRecord, failing: str) -> Cause:
     task = group.task(failed.task)
     message = f"{failing}: {failed.error}"
     return Cause(task=task.name, reason=Reason.DATA, message=message, at=failed.at, node=task.node, ranks=task.ranks)

@@ -13,7 +13,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts
 from distflow.state.metrics import Latest
-from distflow.state.record import DataKind, DataRef, Outage, TransferProgress, TransferResult, WorkflowRecord
+from distflow.state.record import DataKind, DataRef, Outage, TransferProgress, TransferRecord, WorkflowRecord
 from distflow.structs import replace
 from outputs import assert_documented
 from unit.cli.screen import GOLDENS
@@ -46,9 +46,9 @@ def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
 
 def test_times_of_a_tasks_steps_are_included_if_known() -> None:
     carried = (
-        TransferResult(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
-        TransferResult(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
-        TransferResult(
+        TransferRecord(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
+        TransferRecord(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
+        TransferRecord(
             data=DataRef(DataKind.WRITE, 0),
             is_relayed=True,
             task="worker",
@@ -57,7 +57,7 @@ def test_times_of_a_tasks_steps_are_included_if_known() -> None:
             url="s3://b/out",
             error="no driver",
         ),
-        TransferResult(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
+        TransferRecord(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
     )
     group = replace(running_group(), transfer_results=carried)
     record = replace(workflow(), groups=(group,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.state.codec import decode, encode
-from distflow.state.record import DataKind, DataRef, TransferResult
+from distflow.state.record import DataKind, DataRef, TransferRecord
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,6 @@ from distflow.state.record import DataKind, DataRef, TransferResult
     ],
 )
 def test_transferred_data_of_an_older_distflow_is_read(op: str, data: DataRef, is_relayed: bool) -> None:
-    found = decode(f'{{"op":"{op}","task":"t","at":1.0,"url":"s3://b/x"}}'.encode(), TransferResult)
-    assert found == TransferResult(data=data, is_relayed=is_relayed, task="t", at=1.0, url="s3://b/x")
-    assert decode(encode(found), TransferResult) == found
+    found = decode(f'{{"op":"{op}","task":"t","at":1.0,"url":"s3://b/x"}}'.encode(), TransferRecord)
+    assert found == TransferRecord(data=data, is_relayed=is_relayed, task="t", at=1.0, url="s3://b/x")
+    assert decode(encode(found), TransferRecord) == found

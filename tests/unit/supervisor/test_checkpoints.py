@@ -11,7 +11,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
-from distflow.state.record import DataKind, DataRef, TransferResult
+from distflow.state.record import DataKind, DataRef, TransferRecord
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import add_checkpoints, apply_checkpoint, transfer_of
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData, TransferEnded
@@ -44,7 +44,7 @@ def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
     """Report the end of the transfer that writes the checkpoint."""
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=attempt, node="")
     now = driver.clock.now()
-    outcome = TransferResult(
+    outcome = TransferRecord(
         data=DataRef(DataKind.STORE, 0), task="t0", at=now, url="file:///kept", files=1, content=1, error=error
     )
     seen = TransferEnded(at=now, key=key, data=DataRef(DataKind.STORE, 0), url="file:///kept", outcome=outcome)

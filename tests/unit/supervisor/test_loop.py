@@ -10,7 +10,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
-from distflow.state.record import CancelRequest, DataKind, DataRef, Event, OrphanState, TransferResult
+from distflow.state.record import CancelRequest, DataKind, DataRef, Event, OrphanState, TransferRecord
 from distflow.storage.credentials import Identity
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S
@@ -65,7 +65,7 @@ def test_input_of_a_canceled_workflow_is_removed(driver: Driver) -> None:
     end_at_once(driver)
     (driver.directory.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
-    outcome = TransferResult(
+    outcome = TransferRecord(
         data=DataRef(DataKind.FETCH, 0), task="t0", at=driver.clock.now(), url="file:///data", digest=DIGEST, size=10240
     )
     driver.seen.append(
@@ -118,7 +118,7 @@ def test_unreadable_credentials_end_only_the_gang_that_needs_them(driver: Driver
     driver.settle()
     # The credentials could be read when the input was looked up.
     key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), driver.clock.now()
-    found = TransferResult(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
+    found = TransferRecord(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
     driver.seen.append(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
     driver.settle()
     record = driver.record("u1")

@@ -9,7 +9,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Download
 from distflow.spec.model import DataSpec, Retry
-from distflow.state.record import TransferResult
+from distflow.state.record import TransferRecord
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import transfer_of
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
@@ -33,7 +33,7 @@ def end_transfer(driver: Driver, command: TransferData, *, is_relayed: bool = Fa
     """Report the end of a transfer to the supervisor."""
     one = driver.workflows[command.key.workflow]
     transfer = transfer_of(one.plan, one.record, command)
-    done = TransferResult(
+    done = TransferRecord(
         data=command.data, is_relayed=is_relayed, task=command.key.task, at=driver.clock.now(), url=transfer.label,
         regex=transfer.regex, **outcome,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -21,7 +21,7 @@ from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Plan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
-from distflow.state.record import Checkpoint, DataKind, DataRef, Saved, TransferResult, WorkflowRecord
+from distflow.state.record import Checkpoint, DataKind, DataRef, Saved, TransferRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
@@ -42,7 +42,7 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
         earlier=(task("worker", State.RESCHEDULED, attempt=0, saved=Saved(at=1.0, digest=DIGEST)),),
         attempt=1,
         transfer_results=(
-            TransferResult(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),
+            TransferRecord(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),
         ),
         checkpoints=(Checkpoint(task="master", number=0, digest=DIGEST),),
         tasks=tuple(replace(one, attempt=1) for one in group.tasks),
