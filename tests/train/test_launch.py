@@ -284,6 +284,8 @@ def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: s
         (["--size", "0", "x.py"], "--size 0: a machine has at least one rank; give --size 1 or more"),
         (["--offset", "-1", "x.py"], "--offset -1: ranks are counted from 0"),
         (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "ranks 8 to 15 do not fit a world of 12"),
+        (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "give --world_size 16 or more, or a smaller --size"),
+        (["--offset", "8", "--world_size", "8", "x.py"], "give --world_size 9 or more, or a smaller --offset"),
         (["--world_size", "2", "x.py"], "--master-addr is missing"),
         (["--world_size", "2", "--master-addr", "a", "x.py"], "--master-port is missing"),
         (["--world_size", "2", "--max-restarts", "1", "x.py"], "--max-restarts: one machine cannot restart"),

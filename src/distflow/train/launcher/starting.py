@@ -90,7 +90,7 @@ def read_share(environment: Mapping[str, str], **options: Unpack[LaunchOptions])
     if first + count > world:
         raise LayoutError(
             f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "
-            f"{world}; give --world_size {first + count} or more, or a smaller --size"
+            f"{world}; give --world_size {first + count} or more, or a smaller --{'size' if first < world else 'offset'}"
         )
     for flag, seconds in (("--stop-grace", share.stop_grace_s), ("--failure-grace", share.failure_grace_s)):
         if not seconds >= 0:
