@@ -20,7 +20,15 @@ import yaml
 from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.errors import InputError
 from distflow.plan.model import GroupPlan, Launch, Plan, runs_torchrun
-from distflow.plan.slurm_tasks import ends_with_lead, kinds_of, ordered, shared_files, task_script, without_member_files
+from distflow.plan.slurm_tasks import (
+    address_variable,
+    ends_with_lead,
+    kinds_of,
+    ordered,
+    shared_files,
+    task_script,
+    without_member_files,
+)
 from distflow.pools.model import KubernetesPlatform, KubernetesSettings, Pool
 from distflow.pools.pod_templates import template_image, with_template
 from distflow.spec.model import GroupSpec, TaskSpec, WorkflowSpec
@@ -139,8 +147,7 @@ class _Group:
         return [settings, self._job_set(job)]
 
     def _script(self, files: Mapping[str, str]) -> str:
-        script = task_script(self.group, self.pool, files, position=_POSITION, restarts="restart_attempt")
-        return script.replace("${SLURMD_NODENAME}", "${node_name}")
+        return task_script(self.group, self.pool, files, position=_POSITION, restarts="restart_attempt", node_name="node_name")
 
     def _require_expressible(self, launches: Sequence[Launch]) -> None:
         """Raise ``ProblemsFound`` if manifests cannot express a part of the group."""
@@ -367,7 +374,7 @@ class _Group:
         }
         script = self._script({})
         for position, task in enumerate(tasks):
-            variable = f"address_{re.sub('[^A-Za-z0-9]', '_', task)}"
+            variable = address_variable(task)
             if variable in script:
                 found[variable] = self._host(position)
         return found

@@ -23,6 +23,7 @@ from distflow.plan.credentials import pyxis_image
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.plan.slurm_limits import slurm_limits
 from distflow.plan.slurm_tasks import (
+    address_variable,
     credential_variable,
     ends_with_lead,
     here_document,
@@ -221,7 +222,7 @@ def _node_list(number: int, components: int) -> str:
 def _addresses(group: _Group) -> dict[str, str]:
     """Return the tasks whose addresses the script uses, each with the variable for its address."""
     text = task_script(group.plan, group.pool, {})
-    names = {launch.task: "address_" + re.sub("[^A-Za-z0-9]", "_", launch.task) for launch in group.launches}
+    names = {launch.task: address_variable(launch.task) for launch in group.launches}
     return {task: variable for task, variable in names.items() if re.search(rf"\$\{{{variable}\}}", text)}
 
 

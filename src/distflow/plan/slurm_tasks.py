@@ -22,6 +22,7 @@ from distflow.spec.model import DataSpec, EarlierInput
 from distflow.structs import replace
 
 __all__ = [
+    "address_variable",
     "credential_variable",
     "ends_with_lead",
     "here_document",
@@ -76,6 +77,11 @@ def credential_variable(name: str) -> str:
     return f"CREDENTIAL_{re.sub('[^A-Za-z0-9]', '_', name)}"
 
 
+def address_variable(task: str) -> str:
+    """Return the name of the variable with the address of a task."""
+    return f"address_{re.sub('[^A-Za-z0-9]', '_', task)}"
+
+
 def input_variable(source: DataSpec | EarlierInput) -> str:
     """Return the name of the variable with the directory of an input that does not come from a task of the workflow."""
     if isinstance(source, DataSpec):
@@ -127,15 +133,17 @@ def task_script(
     *,
     position: str = "SLURM_PROCID",
     restarts: str = "SLURM_RESTART_COUNT",
+    node_name: str = _VARIABLES["NODE"],
 ) -> str:
     """Return the script that runs once on each node.
 
-    ``position`` and ``restarts`` are the variables with the position of the node and the number of earlier attempts.
+    ``position``, ``restarts`` and ``node_name`` are the variables with the position of the node, the number of earlier attempts
+    and the name of the node.
     ``files`` are the names of blobs in ``files`` of the directory of the run, by digest. Raises ``InputError`` if a variable of
     the spec has the name of a variable of the script.
     """
     launches = ordered(group)
-    _check_names(launches)
+    _check_names(launches, node_name)
     kinds = kinds_of(launches)
     lines = ["#!/bin/bash", "umask 077", f"retry_id=${{{restarts}:-0}}", *_identity(launches, position)]
     lines += [
@@ -160,7 +168,8 @@ def task_script(
         for (_, tasks), body in zip(kinds, bodies, strict=True):
             lines += [" | ".join(map(shlex.quote, tasks)) + ")", *body, "    ;;"]
         lines += ["esac"]
-    return "\n".join([*lines, *_end(group, launches)]) + "\n"
+    script = "\n".join([*lines, *_end(group, launches)]) + "\n"
+    return script.replace(f"${{{_VARIABLES['NODE']}}}", f"${{{node_name}}}")
 
 
 def _uses_regex(launch: Launch) -> bool:
@@ -168,8 +177,9 @@ def _uses_regex(launch: Launch) -> bool:
     return any(one.regex for one in launch.inputs) or any(one.regex for one in others)
 
 
-def _check_names(launches: Sequence[Launch]) -> None:
-    taken = sorted({name for launch in launches for name in launch.environment} & _OWN)
+def _check_names(launches: Sequence[Launch], node_name: str) -> None:
+    own = {*_OWN, node_name, *(address_variable(launch.task) for launch in launches)}
+    taken = sorted({name for launch in launches for name in launch.environment} & own)
     if taken:
         message = f"`environment` of the spec sets the variable `{taken[0]}`, which the script uses itself"
         raise InputError(message, hint="rename the variable in the spec")
@@ -336,7 +346,7 @@ def _expandable(text: str) -> str:
 
 def _variable(match: re.Match[str]) -> str:
     name, argument = match.group(1), match.group(2)
-    return _VARIABLES[name] if argument is None else f"address_{re.sub('[^A-Za-z0-9]', '_', argument)}"
+    return _VARIABLES[name] if argument is None else address_variable(argument)
 
 
 def quoted(text: str) -> str:

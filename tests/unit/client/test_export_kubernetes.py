@@ -175,6 +175,12 @@ def test_an_indexed_job_that_would_not_be_retried_is_an_error(capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
+def test_a_variable_of_the_pods_cannot_be_one_of_the_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of({"name": "a", "environment": {"node_name": "x"}})
+    assert run(["workflow", "export", spec, "--to", "kubernetes", "--pool", "pods"]) == 2
+    assert "sets the variable `node_name`, which the script uses itself" in capsys.readouterr().err
+
+
 def test_a_manifest_can_contain_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workflow", "export", spec_of({"name": "a"}), "--to", "kubernetes", "--set-env", "TOKEN=x"]) == 2
     assert "cannot express this part of task a: the secrets of --set-env" in capsys.readouterr().err
