@@ -8,7 +8,7 @@ worker starts Ray, and starts Ray again if Ray ends before ``--timeout`` is over
 runs, it does not take ``--node-ip-address`` (the address on the training network), and it exits with 0 if a node cannot join.
 
 Exit codes: the command's; that of ``ray start`` if the head does not start or a worker ends with Ray (1 instead of 0); 1 if not
-all nodes joined in time; 2 for wrong arguments; 127 if Ray or the command does not exist.
+all nodes joined in time; 2 for wrong arguments; 126 if Ray or the command cannot be executed; 127 if it does not exist.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) ->
         if code == 0:
             os.execvp(command[0], command)  # noqa: S606  the command takes this process's place
         return code
-    except FileNotFoundError as error:  # that of `os.execvp` has no file name
-        hint = "; install Ray on every node (pip install ray)" if error.filename == "ray" else ""
-        _say(f"{error.filename or command[0]}: not found{hint}")
-        return 127
+    except OSError as error:  # that of `os.execvp` has no file name
+        is_missing = isinstance(error, FileNotFoundError)
+        hint = "; install Ray on every node (pip install ray)" if error.filename == "ray" and is_missing else ""
+        _say(f"{error.filename or (command or ['ray'])[0]}: {'not found' if is_missing else error.strerror}{hint}")
+        return 127 if is_missing else 126
 
 
 def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:

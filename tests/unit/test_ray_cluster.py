@@ -99,6 +99,20 @@ def test_a_command_that_does_not_exist_is_named(folder: Path) -> None:
     assert done.stderr.splitlines()[-1] == "no-such-command: not found"
 
 
+def test_a_command_that_cannot_be_executed_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_head", lambda *_: 0)
+    command = folder / "train.sh"
+    command.touch(0o600)
+    assert ray_cluster.main([*HEAD, "--", str(command)]) == 126
+    assert capsys.readouterr().err == f"{command}: Permission denied\n"
+    (folder / "ray").chmod(0o600)
+    monkeypatch.setenv("PATH", str(folder))
+    assert ray_cluster.main(WORKER) == 126
+    assert capsys.readouterr().err == "ray: Permission denied\n"
+
+
 @pytest.mark.parametrize("words", [HEAD, [*WORKER, "--", "true"]])
 def test_a_command_is_the_heads_alone(words: list[str], folder: Path) -> None:
     assert run(folder, *words).returncode == 2

@@ -80,5 +80,5 @@ def _send(peer: socket.socket) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (BrokenPipeError, ConnectionResetError):
+    except OSError:  # such as ECONNRESET or ETIMEDOUT
         sys.exit(_NO_CONNECTION)
