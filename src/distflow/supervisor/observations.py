@@ -434,7 +434,9 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
-    ended = replace(by_exit_actions(ended, actions), has_files=seen.has_files)
+    if task.reason not in REFUSED or len(group.tasks) == 1:  # a refusal also stops the other tasks, so it fails the group
+        ended = by_exit_actions(ended, actions)
+    ended = replace(ended, has_files=seen.has_files)
     return ended, TaskStatus(status=ended.status, message=ended.message)
 
 

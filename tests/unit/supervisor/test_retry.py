@@ -232,6 +232,16 @@ def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
     assert (driver.record().state, driver.group().attempt) == (WorkflowState.COMPLETED, 1)
 
 
+@pytest.mark.parametrize("world", [True, False])
+def test_a_task_that_cannot_be_prepared_fails_its_group_because_it_stops_the_others(world: bool) -> None:
+    plan = group_plan(world=world, exit_actions=ExitActions(complete=((3003, 3003),)))
+    refused = Behavior(prepare_error="no space left on device")
+    driver = Driver(workflow(plan), behavior=lambda key: refused if key.task == "t1" else Behavior(seconds=1))
+    driver.run()
+    assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.START_ERROR)
+    assert (driver.cause().task, driver.cause().message) == ("t1", "no space left on device")
+
+
 @pytest.mark.parametrize(("code", "attempts"), [(2012, 2), (2010, 1)])
 def test_missing_output_of_a_task_that_never_started_is_code_2012(code: int, attempts: int) -> None:
     actions = ExitActions(complete=((3003, 3003),), reschedule=((code, code),))
