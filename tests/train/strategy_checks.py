@@ -313,6 +313,13 @@ def refusals() -> Found:
         "call": lambda: prepared(new_model(), "pipeline", loss=loss_of).model(torch.ones(1)),
         "interleaved": lambda: prepared(Shifted(), "pipeline", loss=loss_of, schedule="interleaved_1f1b"),
         "stages": lambda: prepared(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
+        "same point": lambda: prepared(
+            new_model(), make_strategy("pipeline", 2, {"schedule": "interleaved_1f1b", "split_points": ["head"] * 3}), loss=loss_of
+        ),
+        "first child": lambda: prepared(new_model(), "pipeline", loss=loss_of, split_points=["embedding"]),
+        "unknown module": lambda: prepared(
+            Shifted(), "pipeline", loss=loss_of, example=(torch.ones(2, 8), torch.ones(2, 8)), split_points=["third"]
+        ),
         "option": lambda: prepared(new_model(), "fsdp", mixd_precision="bf16"),
         "option of the spec": lambda: prepared(new_model(), "ddp", bucket_cap=1),
         "word": lambda: prepared(new_model(), "fsdp", mixed_precision="bf17"),

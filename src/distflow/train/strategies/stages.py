@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import gcd
 from typing import Any
 
@@ -157,8 +157,8 @@ def make_pipeline(
     index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
     is_interleaved = options.get("schedule") == "interleaved_1f1b"
     total = count * options.get("stages_per_rank", 2) if is_interleaved else count
-    if points and len(points) != total - 1:
-        raise ValueError(f"pipeline: {total} stages need {total - 1} split_points, not {len(points)}")
+    if points and not len(points) == len(set(points)) == total - 1:
+        raise ValueError(f"pipeline: {total} stages need {total - 1} different split_points, not {', '.join(points)}")
     if isinstance(model, nn.Sequential):
         parts = _cut_children(model, total, points)
         own = {number: divide(parts[number]) for number in range(index, total, count)}
@@ -180,7 +180,10 @@ def make_pipeline(
     elif any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("pipeline: a model on the meta device cannot be traced: use an nn.Sequential, or create it on the CPU")
     else:
-        pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
+        try:
+            pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
+        except AttributeError as error:  # an unknown module, or the first one
+            raise ValueError(f"pipeline: stages cannot begin at the split_points {', '.join(points)}: {error}") from error
         part = pipe.get_stage_module(index).to(device)
         own = {index: part}
 
@@ -213,29 +216,26 @@ def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
     """
     if not 0 < count <= len(weights):
         raise ValueError(f"pipeline: {count} stages need at least {count} top-level layers, and the model has {len(weights)}")
-    size = len(weights)
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = [0, *accumulate(weights)]
     # best[end]: the weight of the heaviest part, and the cuts, of the best division of the layers before `end`.
-    best: list[tuple[int, tuple[int, ...]]] = [(sums[end], (0,)) for end in range(size + 1)]
+    best: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
     for part in range(1, count):
         best = [
             min(
-                ((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut)) for cut in range(part, end)),
+                ((max(best[cut][0], total - sums[cut]), (*best[cut][1], cut)) for cut in range(part, end)),
                 default=(sums[-1] + 1, ()),
             )
-            for end in range(size + 1)
+            for end, total in enumerate(sums)
         ]
-    return [range(first, last) for first, last in pairwise((*best[size][1], size))]
+    return [range(first, last) for first, last in pairwise((*best[-1][1], len(weights)))]
 
 
 def _cut_children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[nn.Sequential]:
     children = list(model.named_children())
     names = [name for name, _ in children]
     if points:
-        if missing := [point for point in points if point not in names]:
-            raise ValueError(f"pipeline: the model has no child {missing[0]!r}; it has {', '.join(names)}")
+        if wrong := [point for point in points if point not in names[1:]]:
+            raise ValueError(f"pipeline: no later stage can begin at {wrong[0]!r}, only at a child from {', '.join(names[1:])}")
         cuts = [0, *sorted(names.index(point) for point in points), len(names)]
         parts = [range(first, last) for first, last in pairwise(cuts)]
     else:
