@@ -132,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in (("layers", 4), ("hidden", 64), ("heads", 4), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
+    if options.tp_size is not None and not options.strategy:
+        parser.error("--tp-size needs --strategy")
     world = init()
     strategy: Strategy | None = None
     if options.strategy:

@@ -69,3 +69,11 @@ def test_the_small_gpt_learns(flags: tuple[str, ...], strategy: str, repository:
     assert run.wait() == 0, run.stderr
     assert [one["step"] for one in run.records] == list(range(12))
     assert run.records[-1]["loss"] < run.records[0]["loss"] - 1.5
+
+
+def test_the_small_gpt_refuses_a_size_without_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    from distflow.samples.gpt import main
+
+    with pytest.raises(SystemExit):
+        main(["--tp-size", "2"])
+    assert "--tp-size needs --strategy" in capsys.readouterr().err

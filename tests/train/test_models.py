@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from distflow.train.parallel import parallelize
 from distflow.train.strategies.build import large_modules, repeated_layers
 from distflow.train.strategies.stages import balanced_parts
 from distflow.train.strategies.tensors import derive_plan
+from distflow.train.strategies.weights import weight_names
 
 pytestmark = pytest.mark.torch
 
@@ -102,6 +104,12 @@ def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> Non
 
     best = min(heaviest(cuts) for cuts in combinations(range(1, len(weights)), count - 1))
     assert max(sum(weights[place] for place in part) for part in parts) == best
+
+
+def test_weights_without_safetensors_name_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(RuntimeError, match="need the package safetensors"):
+        weight_names(tmp_path, nn.Linear(1, 1))
 
 
 def test_who_trains_replicas_does_not_wait_for_the_rest_of_torch() -> None:

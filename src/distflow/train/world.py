@@ -78,7 +78,7 @@ class World:
         ``weights`` is a directory with safetensors files of Hugging Face, which every rank can read. Each rank reads its parts
         of the tensors. On the meta device, rank 0 initializes only modules with non-persistent buffers, which no file has.
         Raises ``ValueError`` or ``TypeError`` if model, strategy, options, files and ranks do not fit, ``FileNotFoundError``
-        without files, and ``RuntimeError`` for files if torch is older than 2.8.
+        without files, and ``RuntimeError`` for files without safetensors or with torch before 2.8.
         """
         from distflow.train.parallel import parallelize  # noqa: PLC0415  it needs this module
 

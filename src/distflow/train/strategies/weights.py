@@ -135,13 +135,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's part of each parameter and buffer, not copied, by their names in the whole model."""
-    state = get_model_state_dict(inner_module(model))
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: one for name, one in get_model_state_dict(inner_module(model)).items() if isinstance(one, torch.Tensor)}
 
 
 def _reader(directory: str | Path) -> Any:
     try:
+        import safetensors  # noqa: F401, PLC0415  torch's reader imports it only when it reads
         from torch.distributed.checkpoint import HuggingFaceStorageReader  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError as error:
-        raise RuntimeError(f"weights from safetensors files need torch 2.8 or newer; this is {torch.__version__}") from error
+        raise RuntimeError(f"weights need the package safetensors and torch 2.8 or newer: {error}") from error
     return HuggingFaceStorageReader(str(directory))
