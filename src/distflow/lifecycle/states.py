@@ -46,7 +46,7 @@ class State(str, Enum):
     FAILED = "FAILED"
     CANCELED = "CANCELED"
     RESCHEDULED = "RESCHEDULED"
-    """Only for tasks: this attempt ended, and a later one exists. It replaces the state in which the attempt ended."""
+    """Only for tasks: the attempt ended, and a retry of its group replaced the state in which it ended."""
 
     @property
     def is_final(self) -> bool:
@@ -150,22 +150,16 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
         State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
         # Back to SCHEDULING: the lease was lost before the start, or the group is retried.
         State.INITIALIZING: (State.SCHEDULING, State.RUNNING, State.STOPPING, State.FAILED, State.CANCELED),
-        State.RUNNING: (
-            State.SCHEDULING,
-            State.STOPPING,
-            State.COMPLETED,
-            State.FAILED,
-            State.CANCELED,
-            State.RESCHEDULED,
-        ),
-        State.STOPPING: (State.SCHEDULING, State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
-        State.COMPLETED: (),
-        State.FAILED: (),
-        State.CANCELED: (),
+        State.RUNNING: (State.SCHEDULING, State.STOPPING, State.COMPLETED, State.FAILED, State.CANCELED),
+        State.STOPPING: (State.SCHEDULING, State.COMPLETED, State.FAILED, State.CANCELED),
+        # A retry of the group begins when all of its tasks have ended.
+        State.COMPLETED: (State.RESCHEDULED,),
+        State.FAILED: (State.RESCHEDULED,),
+        State.CANCELED: (State.RESCHEDULED,),
         State.RESCHEDULED: (),
     }
 )
-"""The states that may follow each state."""
+"""The states that may follow each state. Only tasks become ``RESCHEDULED``."""
 
 WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxyType(
     {
