@@ -223,7 +223,7 @@ def test_shared_locks_of_another_user_do_not_block_an_agent(
         assert caught.value.kind == "busy"
 
 
-def test_lock_file_that_cannot_be_created_is_the_reason_that_no_port_is_found(
+def test_lock_file_that_cannot_be_created_is_the_reason_that_nothing_is_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: int, name: str) -> int:
@@ -232,6 +232,10 @@ def test_lock_file_that_cannot_be_created_is_the_reason_that_no_port_is_found(
     monkeypatch.setattr(lease_files, "open_lock", refuse)
     with pytest.raises(OpError, match=r"^no free port was found. The last one .*: port-\d+\.lock: No space left on device$"):
         node_leases.take(str(tmp_path / "leases"), 0, [], "any", {})
+    with pytest.raises(OpError, match=r"^cannot lease port 7: port-7\.lock: No space left on device$"):
+        node_leases.take(str(tmp_path / "leases"), 0, [], 7, {})
+    with pytest.raises(OpError, match=r"In use: GPU 3 by gpu-3\.lock: No space left on device$"):
+        node_leases.take(str(tmp_path / "leases"), 1, [3], None, {})
 
 
 def test_only_positive_integers_are_amounts() -> None:

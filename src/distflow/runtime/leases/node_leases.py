@@ -115,7 +115,7 @@ def _take_gpus(
         if len(held.gpu_ids) == gpus:
             break
         name = "gpu-{}.lock".format(int(gpu))
-        fd, _ = lock(directory, name, holder)
+        fd, who = lock(directory, name, holder)
         # A process that has ended since the query does not count.
         user = next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
         if fd >= 0 and user is not None:
@@ -125,7 +125,7 @@ def _take_gpus(
             held.gpu_ids.append(gpu)
             held.locks.append(fd)
         else:
-            others.append((gpu, holder_name(read_held(directory, name), holder.get("attempt"))))
+            others.append((gpu, who))
     if len(held.gpu_ids) < gpus:
         free = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
         raise OpError("busy", "{}. In use: {}".format(free, in_use(others)) if others else free)
@@ -161,11 +161,11 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                 os.close(fd)
         last = ". The last one could not be leased: {}".format(why) if why else ""
         raise OpError("port_taken", "no free port was found" + last)
-    number = int(port)
-    held, _ = lock(directory, "port-{}.lock".format(number), holder)
+    number, name = int(port), "port-{}.lock".format(int(port))
+    held, why = lock(directory, name, holder)
     if held < 0:
-        who = holder_name(read_held(directory, "port-{}.lock".format(number)), holder.get("attempt"))
-        raise OpError("port_taken", "port {} is in use by {}".format(number, who))
+        is_held = read_held(directory, name) is not None
+        raise OpError("port_taken", ("port {} is in use by {}" if is_held else "cannot lease port {}: {}").format(number, why))
     try:
         return number, held, _bind(number)
     except (OSError, OverflowError) as error:
