@@ -21,7 +21,7 @@ from distflow.client.workflows import choose_tasks, find_workflow
 from distflow.errors import InputError, NodeError, NotFound, SupervisorError
 from distflow.plan.tokens import KNOWN_PLACES
 from distflow.state.codec import encode
-from distflow.state.directory import StateDirectory
+from distflow.state.directory import StateDirectory, state_errors
 from distflow.state.record import WorkflowRecord
 from distflow.state.syncs import Sync, Syncs
 
@@ -327,7 +327,9 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
 
 def _launch(directory: StateDirectory, log: Path, answer_to: int) -> subprocess.Popen[bytes]:
     try:
-        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        with state_errors(log):
+            out = open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115  closed below
+        with out:
             return subprocess.Popen(
                 [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(answer_to)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(answer_to,), start_new_session=True, cwd="/",

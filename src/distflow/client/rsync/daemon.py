@@ -7,7 +7,6 @@ of the task has ended.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError, StateError
 from distflow.lifecycle.states import State
 from distflow.state.codec import decode
-from distflow.state.directory import StateDirectory
+from distflow.state.directory import StateDirectory, state_errors
 from distflow.state.record import GroupRecord, TaskRecord
 from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
@@ -105,16 +104,17 @@ class CopySchedule:
 
 def main(arguments: Sequence[str]) -> int:
     """Copy until the group of the task has ended, SIGTERM arrives or an error occurs, and return the exit code."""
-    state, answer_to = Path(arguments[0]), int(arguments[1])
-    wanted = decode(sys.stdin.buffer.read(), Sync)
-    directory = StateDirectory(state)
-    syncs = Syncs(directory.syncs)
     try:
-        lock = syncs.take(wanted)
+        return _copy_until_end(StateDirectory(Path(arguments[0])), int(arguments[1]))
     except StateError as error:
         sys.stderr.write(f"error: {error}\n")  # standard error is the log of the copy
         return error.exit_code
-    if lock is None:
+
+
+def _copy_until_end(directory: StateDirectory, answer_to: int) -> int:
+    wanted = decode(sys.stdin.buffer.read(), Sync)
+    syncs = Syncs(directory.syncs)
+    if syncs.take(wanted) is None:
         os.write(answer_to, b"other")
         return 1
     signal.signal(signal.SIGTERM, _stopped)
@@ -213,11 +213,11 @@ class Daemon:
 
     def _log(self, text: str) -> None:
         path = self._syncs.log(self._sync)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size >= self._sync.max_log_size:
+        with state_errors(path):
+            if path.exists() and path.stat().st_size >= self._sync.max_log_size:
                 os.replace(path, path.with_suffix(".log.1"))
-        with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
-            log.write(f"{local_second(now())} {text}\n")
+            with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
+                log.write(f"{local_second(now())} {text}\n")
 
 
 if __name__ == "__main__":

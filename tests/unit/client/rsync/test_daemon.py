@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distflow.client.rsync import daemon
+from distflow.client.rsync import copies, daemon
 from distflow.client.rsync.daemon import CopySchedule, Daemon, take_snapshot
 from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -60,16 +61,31 @@ def test_task_that_ended_before_its_gang_is_copied_to_in_its_next_attempt(
     assert copied == [1]
 
 
-def test_a_lock_that_cannot_be_opened_is_an_error_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("unusable", [None, "u-worker.lock", "u-worker.log"])
+def test_a_file_that_cannot_be_opened_is_an_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unusable: str | None
 ) -> None:
+    if unusable:
+        (StateDirectory(tmp_path).syncs / unusable).mkdir(parents=True)
     sync = Sync(
         workflow="u", workflow_id="digits-1", task="worker", local="/src", remote="src", poll_s=1, debounce_s=1, reconcile_s=60,
         max_log_size=1,
     )  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(encode(sync))))
-    assert daemon.main([str(tmp_path / "missing"), "1"]) == StateError.exit_code
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert daemon.main([str(tmp_path), "1"]) == StateError.exit_code
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err.startswith("error: cannot use the state directory: ")
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_of_the_state_directory(tmp_path: Path) -> None:
+    ready, answer_to = os.pipe()
+    with pytest.raises(StateError, match=f"cannot use the state directory: {tmp_path}: Is a directory"):
+        copies._launch(StateDirectory(tmp_path), tmp_path, answer_to)
+    assert os.read(ready, 1) == b""  # the other end is closed
+    os.close(ready)
 
 
 def test_every_kind_of_change_is_detected(tmp_path: Path) -> None:
