@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,15 @@ def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
 def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
     why = why_not_trusted(path, environ)
     if why:
-        remedy = f"`sudo chown $(id -un) {path}`" if owned_by_stranger(path, environ) is not None else f"`chmod go-w {path}`"
+        file, stranger = shlex.quote(str(path)), owned_by_stranger(path, environ)
+        if stranger is not None:
+            of_link = "-h " if path.is_symlink() and path.lstat().st_uid == stranger else ""
+            remedy = f"sudo chown {of_link}$(id -un) {file}"
+        else:
+            remedy = f"{'sudo ' if os.stat(path).st_uid != os.geteuid() != 0 else ''}chmod go-w {file}"
         raise InputError(
             f"the configuration {path} is not used: {why}, and it can define commands that run as you",
-            hint=f"check the file; if you trust it, run {remedy}, or set DISTFLOW_CONFIG={path}",
+            hint=f"check the file; if you trust it, run `{remedy}`, or set DISTFLOW_CONFIG={file}",
         )
 
 

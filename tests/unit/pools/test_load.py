@@ -147,8 +147,14 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     link.symlink_to(written(tmp_path / "mine"))
     assert find_configuration(tmp_path / "work", environ(tmp_path)) == str(link)
     os.chown(link, 54321, 54321, follow_symlinks=False)
-    with pytest.raises(InputError, match="it belongs to the user"):
+    with pytest.raises(InputError, match="it belongs to the user") as caught:
         find_configuration(tmp_path / "work", environ(tmp_path))
+    assert f"`sudo chown -h $(id -un) {link}`" in caught.value.hint
+    give_away(link.resolve(), monkeypatch)
+    os.chown(link, 0, 0, follow_symlinks=False)
+    with pytest.raises(InputError, match="it belongs to the user") as caught:
+        find_configuration(tmp_path / "work", environ(tmp_path))
+    assert f"`sudo chown $(id -un) {link}`" in caught.value.hint
 
 
 @pytest.mark.parametrize(("mode", "why"), [(0o646, "every user may write"), (0o664, "every user in the group"), (0o644, "")])
@@ -164,7 +170,18 @@ def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, w
         return
     with pytest.raises(InputError, match=why) as caught:
         find_configuration(tmp_path, environ(tmp_path))
-    assert f"chmod go-w {path}" in caught.value.hint
+    assert f"`chmod go-w {path}`" in caught.value.hint
+
+
+def test_roots_file_that_others_may_write_to_needs_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(written(tmp_path / "my project"))
+    path.chmod(0o646)
+    if os.geteuid() != 0:
+        pytest.skip("only root has a file of root")
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(InputError, match="every user may write") as caught:
+        find_configuration(path.parent, environ(tmp_path))
+    assert f"`sudo chmod go-w '{path}'`" in caught.value.hint
 
 
 def test_a_group_of_the_user_alone_may_write(tmp_path: Path) -> None:
