@@ -191,6 +191,22 @@ def test_the_hint_moves_a_wrong_offset_with_the_tasks_that_follow_it() -> None:
     assert problem.hint.splitlines()[1:] == [f"{problem.where} t0: write offset: 8 instead of offset: 4"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "hint"),
+    [
+        ((4, 4), "give t1 ranks 0-3 and t0 ranks 4-7"),
+        ((2, 1), "give t1 rank 0 and t0 ranks 1-2"),
+        ((1, 2, 1), "give t2 rank 0 and t0 rank 3"),
+        ((1, 2, 3), "give t2 rank 0 and t0 later ranks"),
+    ],
+)
+def test_the_hint_gives_rank_0_to_the_lead(sizes: tuple[int, ...], hint: str) -> None:
+    ranks = [Ranks(offset=sum(sizes[:index]), size=size) for index, size in enumerate(sizes)]
+    last = len(sizes) - 1
+    (problem,) = errors([task(f"t{index}", "true", lead=index == last, ranks=one) for index, one in enumerate(ranks)])
+    assert problem.hint == f"move `lead: true` to t0, or {hint}"
+
+
 def test_a_lone_task_need_not_state_the_world_size_to_get_the_hint_about_groups() -> None:
     first = task("a", "true", lead=True, ranks=Ranks(size=8))
     second = task("b", "true", lead=True, ranks=Ranks(offset=8, size=8))

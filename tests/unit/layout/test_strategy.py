@@ -113,6 +113,7 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ),
         ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is not a valid size of a mesh axis", "at least 1"),
         ("{mesh_shape: [[-1, 2], [fsdp, tp]]}", (4,), "'-1' is not a valid size of a mesh axis", "at least 1"),
+        ("{mesh_shape: [[2, ²], [fsdp, tp]]}", (4,), "'²' is not a valid size of a mesh axis", "at least 1"),
         ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is not a known mesh axis", "did you mean `tp`?"),
         ("{mesh_shape: [[2, 2], [tp, cp]]}", (4,), "in the wrong order (tp, cp)", "[[1, 2, 2], [fsdp, cp, tp]]"),
         ("{kind: fsdp, mesh_shape: [[2, 2], [fsdp, cp]]}", (4,), "a mesh of fsdp, cp means hybrid, but", "kind: hybrid"),

@@ -27,7 +27,7 @@ from distflow.layout.checks.members import Member, and_list, change, place, rank
 from distflow.layout.checks.spans import spans_world
 from distflow.layout.checks.torchrun import is_shared, torchrun_world
 from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Invocation, Known, TaskClaims, read_claims
-from distflow.layout.ranks import World
+from distflow.layout.ranks import World, rank_words
 from distflow.layout.strategy.model import group_strategy, unread_strategy
 from distflow.spec.model import GroupSpec, WorkflowSpec
 from distflow.structs import replace
@@ -273,10 +273,15 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
     claim = master.literal("offset") or master.literal("node_rank")
     message = f"{world.master} holds rank 0, but the lead must hold it, and the lead is {lead}"
     hint = f"move `lead: true` to {world.master}"
-    if any(item.task == lead for item in world.tasks):
-        hint += f", or give {lead} rank 0 and {world.master} later ranks"
-    else:
+    held = next((item for item in world.tasks if item.task == lead), None)
+    first = world.tasks[0]
+    if held is None:
         message += ", which holds no ranks"
+    elif held.size == first.size or held is world.tasks[1]:
+        moved = replace(first, offset=held.offset + held.size - first.size)
+        hint += f", or give {lead} {rank_words(replace(held, offset=0).text)} and {first.task} {rank_words(moved.text)}"
+    else:
+        hint += f", or give {lead} rank 0 and {first.task} later ranks"
     return [Problem(where=claim.where if claim else master.where, message=message, hint=hint)]
 
 

@@ -155,7 +155,7 @@ def _mesh(draft: Draft, value: object, path: Path) -> None:
 
 def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
     """Set the sizes and names, from lists or from text such as ``"(2, 2)"`` and ``"('fsdp', 'tp')"``."""
-    sizes = [int(word) if word.isdigit() else word for word in _words(shape)]
+    sizes = [int(word) if word.isdecimal() else word for word in _words(shape)]
     words = _words(names)
     if not sizes or not words or len(sizes) != len(words):
         draft.add(path, f"the mesh needs sizes and equally many names, but has {shape!r} and {names!r}", _MESH_HINT)
