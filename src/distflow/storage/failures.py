@@ -26,7 +26,7 @@ _AZURE_WITHOUT_KEYS = "Must provide either a connection_string or account_name"
 """Azure's driver raises a ``ValueError`` with this text if it has no credentials."""
 _REFUSED = {"PermissionError", "ClientAuthenticationError", "AuthenticationRequiredError"}
 _MISSING = {"FileNotFoundError", "ResourceNotFoundError", "NoSuchBucket", "NoSuchKey"}
-_INVALID = {"ParamValidationError", "InvalidRegionError", "ValueError", "InvalidEndpointDiscoveryConfigurationError"}
+_INVALID = {"ParamValidationError", "InvalidRegionError", "InvalidEndpointDiscoveryConfigurationError"}
 _INVALID_NUMBERS = {errno.EINVAL, errno.ENAMETOOLONG, errno.EPERM, errno.ENOSYS, errno.EMSGSIZE}
 _KEYS_HINTS = {
     "s3": "store them with `distflow credential set NAME --type DATA` (docs/credentials.md), or set AWS_ACCESS_KEY_ID and"
@@ -129,6 +129,8 @@ def _storage_error(error: BaseException, where: str, masked: Callable[[str], str
         return StorageMissing(f"{where}: there is no such {what.get(scheme, 'bucket or object')}", hint=hint)
     if names & _INVALID or getattr(error, "errno", None) in _INVALID_NUMBERS:
         return StorageError(f"{where}: the store does not accept the request: {text}")
+    if "ValueError" in names:  # for example an unusable setting, a refused certificate or a damaged response
+        return StorageError(f"{where}: {text}")
     return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,7 @@ class Answer(Exception):
         (Answer(404), StorageMissing),
         (OSError(errno.EINVAL, "no"), StorageError),
         (ValueError("no"), StorageError),
+        (ssl.SSLCertVerificationError("no"), StorageError),
         (ConnectionResetError("no"), StorageUnreachable),
         (TimeoutError(), StorageUnreachable),
         (Answer(503), StorageUnreachable),
@@ -156,6 +158,7 @@ def test_errors_of_drivers_are_known(error: Exception, kind: type[StorageError])
     assert type(caught.value) is kind
     assert caught.value.message.startswith("s3://b/x: ")
     assert "0123abc" not in str(caught.value)
+    assert ("does not accept" in caught.value.message) is (getattr(error, "errno", None) == errno.EINVAL)
 
 
 def test_secrets_are_masked_in_what_drivers_say() -> None:
