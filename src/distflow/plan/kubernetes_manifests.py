@@ -81,11 +81,14 @@ def manifest_objects(
         message = f"a TrainJob has one group of tasks, but this workflow has {len(plan.groups)}"
         raise _refusal(spec.groups[1].mark, message, "export it with --to kubernetes, which writes one JobSet for each group")
     _require_expressible_workflow(spec)
-    specs = {group.name: group for group in spec.groups}
+    settings, specs = pool.kubernetes or KubernetesSettings(), {group.name: group for group in spec.groups}
+    template = json.loads(settings.pod_template)
     found: list[dict[str, Any]] = []
     for group in plan.groups:
         name = _name(plan.name if len(plan.groups) == 1 else f"{plan.name}-{group.name}")
-        one = _Group(plan, without_member_files(group), specs[group.name], spec.labels, pool, name, kind, priority)
+        one = _Group(
+            plan, without_member_files(group), specs[group.name], spec.labels, pool, settings, template, name, kind, priority
+        )
         found += one.objects(contents)
     return found
 
@@ -114,6 +117,8 @@ class _Group:
     spec: GroupSpec
     labels: Mapping[str, str]
     pool: Pool
+    settings: KubernetesSettings
+    template: Mapping[str, Any]
     name: str
     kind: Kind
     priority: str
@@ -223,20 +228,18 @@ class _Group:
             other = tasks[kinds[1][0].task]
             message = f"task {other.name} has another command, environment or files than task {first.task}"
             raise _refusal(other.mark, message, f"give all tasks of the group the same ones, or {or_else}")
-        settings = self.pool.kubernetes or KubernetesSettings()
         given = {
-            "scheduler": settings.scheduler,
-            "host_network": settings.host_network,
-            "priority_classes": settings.priority_classes.get(self.priority),
-            "pod_template": json.loads(settings.pod_template),
+            "scheduler": self.settings.scheduler,
+            "host_network": self.settings.host_network,
+            "priority_classes": self.settings.priority_classes.get(self.priority),
+            "pod_template": self.template,
         }
         if key := next((key for key, value in given.items() if value), None):
             message = f"a TrainJob takes `{key}` from its runtime, but the pool `{self.pool.name}` sets it"
             raise InputError(message, hint=or_else)
 
     def _image(self, launch: Launch) -> str:
-        settings = self.pool.kubernetes or KubernetesSettings()
-        if not (image := launch.image or settings.image or template_image(json.loads(settings.pod_template))):
+        if not (image := launch.image or self.settings.image or template_image(self.template)):
             raise InputError(
                 f"task {launch.task} has no container image",
                 hint="set `image` of the task, or `kubernetes.image` of the pool; --pool selects another pool",
@@ -244,15 +247,11 @@ class _Group:
         return image
 
     def _metadata(self, **more_labels: str) -> dict[str, Any]:
-        given = {
-            "namespace": (self.pool.kubernetes or KubernetesSettings()).namespace,
-            "labels": {**self.labels, **more_labels},
-        }
+        given = {"namespace": self.settings.namespace, "labels": {**self.labels, **more_labels}}
         return {"name": self.name, **{key: value for key, value in given.items() if value}}
 
     def _queue(self) -> dict[str, str]:
-        queue = (self.pool.kubernetes or KubernetesSettings()).queue
-        return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
+        return {"kueue.x-k8s.io/queue-name": self.settings.queue} if self.settings.queue else {}
 
     def _host(self, position: int) -> str:
         """Return the DNS name of the pod with this position."""
@@ -313,8 +312,7 @@ class _Group:
 
     def _pod(self, launches: Sequence[Launch]) -> dict[str, Any]:
         """Return the pod of each task, merged with the pool's template."""
-        settings = self.pool.kubernetes or KubernetesSettings()
-        resource = launches[0].resource
+        settings, resource = self.settings, launches[0].resource
         platform = settings.platforms.get(resource.platform or "", KubernetesPlatform())
         requests = {
             **({"cpu": str(resource.cpu)} if resource.cpu else {}),
@@ -361,7 +359,7 @@ class _Group:
                 *({"name": f"distflow-mount-{at}", "hostPath": {"path": source}} for at, (source, _, _) in enumerate(mounts)),
             ],
         }
-        return with_template(json.loads(settings.pod_template), {"spec": spec})
+        return with_template(self.template, {"spec": spec})
 
     def _environment(self, launches: Sequence[Launch]) -> dict[str, str]:
         """Return the variables of the script that are known before the pods exist."""
