@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from lab import Lab, show
 from distflow.state.directory import StateDirectory
 from distflow.supervisor.process import is_running
 from distflow.testing.kernel import NetnsHost, Network, missing_netns
-from distflow.testing.sshd import free_port, make_key
+from distflow.testing.sshd import free_port
 from distflow.testing.waiting import wait_until
 
 RUNS = 5
@@ -108,6 +108,26 @@ def guards(folder: Path) -> list[int]:
     return found
 
 
+def kill_all(find: Callable[[], Iterable[int]]) -> None:
+    """Kill the found processes until none was found for a second, because a launcher can still start ranks; at most 30 s."""
+    begin = last = time.monotonic()
+    while time.monotonic() < min(last + 1.0, begin + 30.0):
+        for pid in find():
+            last = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)  # noqa: TID251  no event tells that a process was started
+
+
+@contextmanager
+def ending(lab: Lab, script: Path) -> Iterator[None]:
+    """Use the lab, and afterwards end all processes of the training, of distflow and of the hosts, also after an error."""
+    with ExitStack() as last, lab:
+        last.callback(kill_all, lambda: [*guards(lab.folder), *ranks(script)])
+        lab.stack.callback(kill_supervisor, lab)
+        yield
+
+
 def kill_supervisor(lab: Lab) -> None:
     """Kill the supervisor if one is running."""
     directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
@@ -128,12 +148,10 @@ def torchrun(lab: Lab, script: Path, master: str, port: int, interface: str = "l
         time.sleep(1.0)  # noqa: TID251  the first all-reduce has begun
         yield
     finally:
-        for pid in ranks(script):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         for client in clients:
             client.kill()
             client.wait()
+        kill_all(lambda: ranks(script))
 
 
 @contextmanager
@@ -159,7 +177,8 @@ def kill(folder: Path) -> bool:
     """Measure the time after SIGKILL of a rank. Return whether the limit is met."""
     script = folder / "train.py"
     script.write_text(TRAIN)
-    with Lab(2) as lab:
+    lab = Lab(2)
+    with ending(lab, script):
         master = lab.servers[lab.names[0]].address
         contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
             "torchrun": lambda: torchrun(lab, script, master, free_port(master)),
@@ -182,23 +201,19 @@ def kill(folder: Path) -> bool:
 class CutLab(Lab):
     """Two hosts in network namespaces."""
 
-    def __enter__(self) -> Lab:
+    def start(self, key: Path, starting: ExitStack) -> None:
         """Start the hosts, and write the configurations."""
-        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        key = make_key(self.folder / "key")
-        network = self._stack.enter_context(Network())
+        network = starting.enter_context(Network())
         self.hosts: dict[str, NetnsHost] = {
             name: network.host(self.folder / name, alias=name, user_key=key) for name in self.names
         }
         self.servers = {name: host.sshd for name, host in self.hosts.items()}
         self.write(node_lost_after=f"{LOST_AFTER_S}s", connect_timeout="2s", ping="1s", peer_failed_grace="1s")
-        return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait until the supervisor has stopped the tasks of the lost node, then remove the hosts."""
-        wait_until(lambda: not guards(self.folder), 60, "no task runs on the hosts")
-        kill_supervisor(self)
-        self._stack.close()
+        """Wait until the supervisor has stopped the tasks of the lost node, then remove the hosts in any case."""
+        with self.stack:
+            wait_until(lambda: not guards(self.folder), 60, "no task runs on the hosts")
 
 
 def cut(folder: Path) -> bool:
@@ -206,8 +221,8 @@ def cut(folder: Path) -> bool:
     script = folder / "train.py"
     script.write_text(TRAIN)
     taken: dict[str, float] = {}
-    with CutLab(2) as lab, ExitStack():
-        assert isinstance(lab, CutLab)
+    lab = CutLab(2)
+    with ending(lab, script):
         near, far = lab.hosts.values()
         contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
             "torchrun": lambda: torchrun(lab, script, near.address, PORT, "eth0"),
@@ -242,6 +257,7 @@ def _namespace_of(host: NetnsHost) -> str:
 
 def main() -> int:
     """Run both measurements. Return 0 if the limits are met, 1 otherwise."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # so that all that was started ends, too
     with tempfile.TemporaryDirectory() as folder:
         holds = kill(Path(folder))
         if why := missing_netns():

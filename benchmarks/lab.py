@@ -47,19 +47,25 @@ class Lab:
     def __init__(self, count: int) -> None:
         """Choose the names of the hosts; ``__enter__`` starts them."""
         self.names = [f"host{number}" for number in range(1, count + 1)]
-        self._stack = ExitStack()
+        self.stack = ExitStack()
+        """Its callbacks are called at the end, before the servers are stopped."""
 
     def __enter__(self) -> Lab:
-        """Start the servers, and write the configurations."""
-        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        key = make_key(self.folder / "key")
+        """Start the servers, and write the configurations. What was started ends if that fails."""
+        with self.stack as starting:
+            self.folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            self.start(make_key(self.folder / "key"), starting)
+            self.stack = starting.pop_all()
+        return self
+
+    def start(self, key: Path, starting: ExitStack) -> None:
+        """Start the servers, which accept ``key``, and write the configurations."""
         self.servers = {}
         for number, name in enumerate(self.names, 1):
             address = f"127.0.{2 + number // 250}.{1 + number % 250}"
             server = Sshd(self.folder / name, address, alias=name, user_key=key)
-            self.servers[name] = self._stack.enter_context(server)
+            self.servers[name] = starting.enter_context(server)
         self.write(peer_failed_grace="1s")
-        return self
 
     def write(self, **settings: str) -> None:
         """Write the configurations of ssh and distflow. ``settings`` are keys of the pool."""
@@ -78,9 +84,9 @@ class Lab:
         }
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all connections are closed, then stop the servers."""
-        wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
-        self._stack.close()
+        """Wait until all connections are closed, then stop the servers, even if a connection stays open."""
+        with self.stack:
+            wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
 
     @property
     def ssh(self) -> str:
