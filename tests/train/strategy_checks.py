@@ -314,7 +314,7 @@ def refusals() -> Found:
         "interleaved": lambda: prepared(Shifted(), "pipeline", loss=loss_of, schedule="interleaved_1f1b"),
         "stages": lambda: prepared(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
         "same point": lambda: prepared(
-            new_model(), make_strategy("pipeline", 2, {"schedule": "interleaved_1f1b", "split_points": ["head"] * 3}), loss=loss_of
+            new_model(), "pipeline", loss=loss_of, schedule="interleaved_1f1b", split_points=["head"] * 3
         ),
         "first child": lambda: prepared(new_model(), "pipeline", loss=loss_of, split_points=["embedding"]),
         "unknown module": lambda: prepared(

@@ -328,7 +328,7 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
 def _launch(directory: StateDirectory, log: Path, answer_to: int) -> subprocess.Popen[bytes]:
     try:
         with state_errors(log):
-            out = open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115  closed below
+            out = open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
         with out:
             return subprocess.Popen(
                 [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(answer_to)],
