@@ -5,7 +5,6 @@ A task's output files are the files in its ``{{output}}`` directory. They stay o
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.previous_outputs import OutputSource, output_source
-from distflow.client.results_directory import claim_directory
+from distflow.client.results_directory import claim_directory, directory_problem
 from distflow.client.workflows import choose_tasks
 from distflow.documents.text import did_you_mean, ranges
 from distflow.errors import AgentError, DistflowError, InputError, NodeError, NodeUnreachable, NotFound, StorageError
@@ -286,8 +285,7 @@ def _make_folders(folders: Mapping[str, Path]) -> None:
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = "it is not a directory" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
-        raise StorageError(f"{error.filename or 'the directory'}: {what}") from error
+        raise StorageError(f"{error.filename or 'the directory'}: {directory_problem(error)}") from error
 
 
 class _Progress:

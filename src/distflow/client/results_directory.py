@@ -12,7 +12,7 @@ from distflow.errors import StorageError
 from distflow.spec.files import RESULTS_MARKER
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["EARLIER_RUNS", "claim_directory", "results_directories"]
+__all__ = ["EARLIER_RUNS", "claim_directory", "directory_problem", "results_directories"]
 
 EARLIER_RUNS = "earlier-runs"
 """The subdirectory of a marked directory with the results of earlier workflows, each in a directory named after its id."""
@@ -47,11 +47,15 @@ def claim_directory(folder: Path, record: WorkflowRecord) -> tuple[bool, Path | 
                 (folder / name).rename(moved / name)
         marker.write_text(text, encoding="utf-8")
     except OSError as error:
-        what = error.strerror
-        if isinstance(error, FileExistsError | NotADirectoryError):
-            what = "it is not a directory" if isinstance(error, FileExistsError) else "a parent of it is not a directory"
-        raise StorageError(f"{error.filename or folder}: {what}") from error
+        raise StorageError(f"{error.filename or folder}: {directory_problem(error)}") from error
     return True, moved
+
+
+def directory_problem(error: OSError) -> str | None:
+    """Return why a directory cannot be created or used."""
+    if isinstance(error, FileExistsError):
+        return "it is not a directory"
+    return "a parent of it is not a directory" if isinstance(error, NotADirectoryError) else error.strerror
 
 
 def _unused_path(parent: Path, owner: str) -> Path:

@@ -16,6 +16,7 @@ __all__ = [
     "plain",
     "plain_lines",
     "ranges",
+    "splitting_problem",
 ]
 
 
@@ -45,6 +46,11 @@ def listed(names: Iterable[str]) -> str:
     """Return names as a list in a sentence: ```a`, `b` and `c```."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}" if quoted else "nothing"
+
+
+def splitting_problem(error: ValueError) -> str:
+    """Return the cause of an error of ``shlex.split``: a quote that is not closed, or a backslash at the end."""
+    return "a backslash at the end" if "escape" in str(error) else "a quote that is not closed"
 
 
 def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int = 1) -> str:

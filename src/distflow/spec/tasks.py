@@ -14,7 +14,7 @@ from types import MappingProxyType
 from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, Severity
 from distflow.documents.quantities import parse_duration
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, splitting_problem
 from distflow.errors import InvalidValue
 from distflow.lifecycle.exits import Action, Codes, ExitActions, overlap, parse_codes
 from distflow.spec.credentials import parse_credentials
@@ -98,8 +98,8 @@ def _command(task: View) -> tuple[Text, ...]:
     try:
         words = shlex.split(joined)
     except ValueError as error:
-        what = "a backslash at the end" if "escape" in str(error) else "a quote that is not closed"
-        task.add(f"`command` has {what}", "use quotes as in a shell, or write the command as a list of words", key="command")
+        hint = "use quotes as in a shell, or write the command as a list of words"
+        task.add(f"`command` has {splitting_problem(error)}", hint, key="command")
         return ()
     operator = _OPERATOR.search(_QUOTED.sub("_", joined))
     if operator is not None:
@@ -245,6 +245,10 @@ def _texts(spec: TaskSpec) -> Iterator[Text]:
 
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "hostNetwork": (
+            "`hostNetwork` is ignored: tasks use the node's network, pods only with `host_network` of the pool",
+            "remove it",
+        ),
         "downloadType": ("`downloadType` is ignored: distflow always downloads inputs", "remove it"),
         "cacheSize": ("`cacheSize` is ignored: nodes have no cache of inputs", "remove it"),
         "kpis": ("`kpis` is ignored: its files are not uploaded", "upload them to a URL with `outputs`"),

@@ -21,8 +21,11 @@ def process(pid: int, *calls: str, rank: int | None = None, error: str | None = 
     return known | {"is_python": name == "python3", "ranks": ranks, "threads": threads}
 
 
-def task(name: str, *processes: dict[str, Any], tool: str | None = "/bin/py-spy", rule: int = 0, error: str = "") -> TaskStacks:
-    node = Node(name=f"n-{name}", host="h", root="~/.distflow", python="/opt/python")
+def task(
+    name: str, *processes: dict[str, Any], tool: str | None = "/bin/py-spy", rule: int = 0, error: str = "",
+    python: str = "/opt/python",
+) -> TaskStacks:  # fmt: skip
+    node = Node(name=f"n-{name}", host="h", root="~/.distflow", python=python)
     seen = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
     return TaskStacks(asked=InspectedTask(task=name, group="g", attempt="a", node=node), seen=seen, error=error)
 
@@ -77,18 +80,23 @@ def test_missing_stacks_are_reported_with_remedies() -> None:
         task("a", process(1), tool=None),
         task("b", process(2, error="Error: Permission Denied"), rule=1),
         task("c", error="n-c: connection refused"),
+        task("d", process(1), tool=None, python="/opt/other"),
+        task("e", process(1), tool=None),
     )
     assert "a on n-a (pid 1)" in text
     assert "    python3 sleeps in futex_wait\n" in text
     assert "c: no stacks: n-c: connection refused\n" in text
     assert (
-        "no Python stacks of n-a: py-spy is not installed\n"
-        "  install it for the node's Python: /opt/python -m pip install py-spy" in text
+        "no Python stacks of n-a, n-e: py-spy is not installed\n"
+        "  install it for the node's Python: /opt/python -m pip install py-spy\n"
+        "no Python stacks of n-d: py-spy is not installed\n"
+        "  install it for the node's Python: /opt/other -m pip install py-spy\n" in text
     )
     assert (
         "n-b: Error: Permission Denied\n"
         "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0" in text
     )
+    assert "only root" not in shown(task("b", process(2, error="Error: Permission Denied"), rule=3))  # root may not, either
 
 
 def test_the_document_contains_stacks_and_errors() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command, spec_text
+from distflow.client.spec_drafts.quick_run import draft_run
 from distflow.errors import InputError
-from distflow.pools.model import Node, ssh_node
+from distflow.pools.model import Configuration, Node, ssh_node
 from distflow.spec.model import WorkflowSpec
 from distflow.spec.parse import load_spec_text
 from distflow.structs import replace
@@ -178,6 +179,9 @@ def test_project_is_the_working_directory_or_the_repository_of_the_script(
     with pytest.raises(InputError, match="not in the project"):
         draft_command(["train.py"], folder=project, project=Path("deep"))
     monkeypatch.setenv("HOME", str(project))
-    for folder in (project, project.parent):
-        with pytest.raises(InputError, match="would be sent"):
+    for folder, sent in ((project, "of your home directory"), (project.parent, "in .*, including your home directory,")):
+        with pytest.raises(InputError, match=rf"^all files {sent} would be sent to the nodes\n.* your project$"):
             draft_command(["nvidia-smi"], folder=folder)
+        monkeypatch.chdir(folder)
+        with pytest.raises(InputError, match=r"your project, or name it with --project$"):
+            draft_run(["nvidia-smi"], Configuration(pools={}, default_pool="local"))

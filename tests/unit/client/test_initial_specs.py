@@ -93,7 +93,7 @@ def test_an_exported_script_becomes_a_spec_of_the_same_layout(
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
     assert notes == [
         "note: line 13: `#SBATCH --output=%x-%j.log`: `distflow workflow logs` shows the output",
-        "note: commands that prepare a node are options: --setup 'module load cuda'",
+        "note: the spec does not prepare the nodes, so each submit needs --setup 'module load cuda'",
     ]
     sets = [(options[1].partition("=")[0], "4")] if options else []
     specs = [load_spec("first.yaml", sets=sets)[0], load_spec("second.yaml")[0]]
@@ -131,7 +131,8 @@ def test_gpus_of_gres(folder: Path, written: str, expected: int | None) -> None:
     [
         ("#SBATCH -N 2\necho hello\n", "does not start a training"),
         ("", "does not start a training"),
-        ("#SBATCH --job-name='open\npython train.py\n", "line 1: a quote is not closed"),
+        ("#SBATCH --job-name='open\npython train.py\n", "line 1 has a quote that is not closed"),
+        ("#SBATCH --nodes=2 \\\npython train.py\n", "line 1 has a backslash at the end"),
     ],
 )
 def test_scripts_that_cannot_be_translated(folder: Path, text: str, message: str) -> None:
@@ -238,6 +239,10 @@ def test_existing_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixtu
     assert run([*again, "--force"]) == 0
     assert "replicas: 3" in Path("deep/job.yaml").read_text()
     assert run(["init", "--command", "train.py", "--sample", "resume"]) == 2
+    capsys.readouterr()
+    for command, expected in (("train.py '", "a quote that is not closed"), ("train.py \\", "a backslash at the end")):
+        assert run(["init", "--command", command]) == 2
+        assert capsys.readouterr().err == f"error: --command has {expected}\nuse quotes as in a shell\n"
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--gpus", "--nproc-per-node"])

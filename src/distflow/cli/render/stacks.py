@@ -78,7 +78,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
 def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
     processes: Sequence[Mapping[str, Any]] = (task.seen or {}).get("processes") or []
     pythons = [one for one in processes if one["threads"]]
-    # If there are Python processes, leave out their shells and launchers, because their stacks are not useful.
+    # If some processes have Python threads, leave out all others, such as shells. If some are ranks, leave out their launchers.
     launchers = _ancestors(processes, [one for one in pythons if "RANK" in one["ranks"]])
     pythons = [one for one in pythons if "RANK" in one["ranks"] or one["pid"] not in launchers]
     for one in pythons or processes:
@@ -123,10 +123,13 @@ def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         if task.error:
             yield f"{task.asked.task}: no stacks: {task.error}"
-    lacking = {task.asked.node.name: task.asked.node.python for task in tasks if _lacks_tool(task)}
-    if lacking:
-        yield f"no Python stacks of {_few(list(lacking))}: py-spy is not installed"
-        yield f"  install it for the node's Python: {next(iter(lacking.values()))} -m pip install py-spy"
+    lacking: dict[str, dict[str, None]] = {}
+    for task in tasks:
+        if _lacks_tool(task):
+            lacking.setdefault(task.asked.node.python, {})[task.asked.node.name] = None
+    for python, names in lacking.items():
+        yield f"no Python stacks of {_few(list(names))}: py-spy is not installed"
+        yield f"  install it for the node's Python: {python} -m pip install py-spy"
     refused: dict[str, set[str]] = {}
     rules: dict[str, int] = {}
     for task in tasks:
@@ -136,14 +139,14 @@ def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
                 rules[task.asked.node.name] = (task.seen or {}).get("host_rule") or 0
     for words, nodes in refused.items():
         yield f"{', '.join(sorted(nodes))}: {words}"
-        if any(rules[node] for node in nodes) and "ermi" in words:
+        if "ermi" in words and any(rules[node] in (1, 2) for node in nodes):  # only a reboot changes 3
             yield "  only root may inspect processes there; to change that: sudo sysctl kernel.yama.ptrace_scope=0"
 
 
 def _lacks_tool(task: TaskStacks) -> bool:
-    """Return whether py-spy is needed: the node does not have it, and a Python process has not reported its own stack.
+    """Return whether a node lacks py-spy and needs it.
 
-    The result is also true without py-spy if no process is known to run Python.
+    It is needed if a Python process has not reported its own stack, or if no process is known to run Python.
     """
     if task.seen is None or task.seen["tool"]:
         return False

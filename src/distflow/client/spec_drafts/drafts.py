@@ -21,6 +21,7 @@ from distflow.structs import replace
 
 __all__ = [
     "Draft",
+    "HomeIncluded",
     "complete_draft",
     "draft_command",
     "draft_torchrun",
@@ -62,6 +63,10 @@ class Draft:
     """Parts that are not translated, behave differently or are missing."""
 
 
+class HomeIncluded(InputError):
+    """The home directory would be sent. The hint does not name ``--project``, because not all commands have it."""
+
+
 def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = None, must_exist: bool = True) -> Draft:
     """Return the draft of a command line, without numbers that it does not contain.
 
@@ -73,7 +78,8 @@ def draft_command(words: Sequence[str], *, folder: Path, project: Path | None = 
 
     Raises:
         InputError: if the command is empty, is a spec or runs torchrun without a script, if the script does not exist or is
-            not in the project, if ``project`` is not a directory, or if its default contains the home directory.
+            not in the project, or if ``project`` is not a directory.
+        HomeIncluded: if the default of ``project`` contains the home directory.
 
     """
     if not words:
@@ -107,7 +113,9 @@ def _with_script(draft: Draft, target: str, folder: Path, project: Path | None) 
         raise InputError(f"the script `{target}` does not exist in {folder}", hint=hint)
     root = project_directory(folder, script, project)
     if not script.is_relative_to(root):
-        raise InputError(f"the script `{target}` is not in the project `{root}`", hint="name a directory that contains it")
+        raise InputError(
+            f"the script `{target}` is not in the project `{root}`", hint="give --project a directory that contains it"
+        )
     moved = target if root == folder and not os.path.isabs(target) else script.relative_to(root).as_posix()
     command = tuple(moved if word == target else word for word in draft.command)
     return _with_project(replace(draft, command=command), root, folder)
@@ -117,7 +125,8 @@ def project_directory(folder: Path, script: Path | None, given: Path | None) -> 
     """Return the directory to send: ``given``, or else ``folder``. For a script elsewhere: its git repository or directory.
 
     Raises:
-        InputError: if ``given`` is not a directory, or if the default is or contains the home directory.
+        InputError: if ``given`` is not a directory.
+        HomeIncluded: if the default is or contains the home directory.
 
     """
     if given is not None:
@@ -130,8 +139,8 @@ def project_directory(folder: Path, script: Path | None, given: Path | None) -> 
         root = next((one for one in script.parents if os.path.exists(one / ".git")), script.parent)
     home = Path.home()
     if root == home or root in home.parents:
-        hint = "change to the directory of your project, or name it with --project"
-        raise InputError(f"all files in `{root}`, including your home directory, would be sent to the nodes", hint=hint)
+        sent = "of your home directory" if root == home else f"in `{root}`, including your home directory,"
+        raise HomeIncluded(f"all files {sent} would be sent to the nodes", hint="change to the directory of your project")
     return root
 
 
@@ -191,7 +200,8 @@ def complete_draft(
         option = "--nproc-per-node" if gpus or draft.ranks_written not in ("gpu", "auto") else "--gpus"
         message = f"the number of processes of `--nproc_per_node {draft.ranks_written}` is not known"
         if must_know:
-            raise InputError(message, hint=f"give the number for each node: `{option} N`")
+            what = "GPUs" if option == "--gpus" else "processes"
+            raise InputError(message, hint=f"give the number of {what} on each node: `{option} N`")
         note = f"{message}, so check the size of `ranks`, or give `{option} N` to `distflow init`"
         draft = replace(draft, notes=(*draft.notes, note))
     ranks = ranks or gpus or 1

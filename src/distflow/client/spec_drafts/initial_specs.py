@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command, draft_torchrun, spec_text
 from distflow.client.spec_drafts.sbatch import draft_sbatch
-from distflow.documents.text import did_you_mean
+from distflow.documents.text import did_you_mean, splitting_problem
 from distflow.errors import InputError, NotFound
 from distflow.pools.hostfile import choose_pool
 from distflow.pools.model import Configuration
@@ -74,8 +74,8 @@ def draft_from_sbatch(file: Path, *, must_exist: bool = False) -> Draft:
 def _split(command: str, option: str) -> list[str]:
     try:
         return shlex.split(command)
-    except ValueError:
-        raise InputError(f"{option} has a quote that is not closed", hint="use quotes as in a shell") from None
+    except ValueError as error:
+        raise InputError(f"{option} has {splitting_problem(error)}", hint="use quotes as in a shell") from None
 
 
 def write_draft(
@@ -113,7 +113,7 @@ def write_draft(
     nodes = choose_pool(configuration).nodes if is_one_for_each_gpu else ()
     draft = complete_draft(draft, nodes, count=count, gpus=gpus, ranks=ranks)
     if draft.setup:
-        note = f"commands that prepare a node are options: --setup {shlex.quote(draft.setup)}"
+        note = f"the spec does not prepare the nodes, so each submit needs --setup {shlex.quote(draft.setup)}"
         draft = replace(draft, notes=(*draft.notes, note))
     if draft.project is not None:
         # Paths of a spec are relative to its own directory.

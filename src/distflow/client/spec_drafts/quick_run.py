@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.client.results_directory import results_directories
-from distflow.client.spec_drafts.drafts import Draft, complete_draft, draft_command
+from distflow.client.spec_drafts.drafts import Draft, HomeIncluded, complete_draft, draft_command
 from distflow.client.workflows import find_workflow
 from distflow.documents.quantities import count_text
 from distflow.errors import InputError
@@ -86,7 +86,10 @@ def draft_run(
 
 def _draft(words: Sequence[str], sbatch: Path | None, project: Path | None) -> Draft:
     if sbatch is None:
-        return draft_command(words, folder=Path.cwd(), project=project)
+        try:
+            return draft_command(words, folder=Path.cwd(), project=project)
+        except HomeIncluded as error:
+            raise InputError(error.message, hint=f"{error.hint}, or name it with --project") from None
     if words or project is not None:
         extra = "a command" if words else "--project"
         raise InputError(f"--from-sbatch and {extra} cannot be combined", hint="remove one of them")

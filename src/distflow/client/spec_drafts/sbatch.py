@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distflow.client.spec_drafts.drafts import Draft, draft_command, draft_torchrun
+from distflow.documents.text import splitting_problem
 from distflow.errors import InputError
 from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
 from distflow.structs import replace
@@ -282,8 +283,8 @@ def _directives(script: _Script) -> Iterator[tuple[int, str, str]]:
             continue
         try:
             words = shlex.split(line[len("#SBATCH") :], comments=True)
-        except ValueError:
-            raise InputError(f"line {number}: a quote is not closed: {line}") from None
+        except ValueError as error:
+            raise InputError(f"line {number} has {splitting_problem(error)}: {line}") from None
         if has_begun:
             script.notes.append(f"line {number}: `{line.strip()}` is after the first command, where Slurm ignores it")
         elif words[:1] in ([_HETJOB], ["packjob"]):
