@@ -272,7 +272,7 @@ def test_heartbeats_do_not_wait_behind_input(make: Callable[..., MultiplexedTran
 
 def test_endless_output_instead_of_a_hub_is_refused(make: Callable[..., MultiplexedTransport]) -> None:
     transport = make(Behind("import os\nwhile True: os.write(1, b'noise ' * 10000)"))
-    with pytest.raises(NodeUnreachable, match="login: it printed more than 4 MiB before"):
+    with pytest.raises(NodeUnreachable, match="login: the node printed more than 4 MiB before"):
         transport.run(["true"], timeout_s=30)
 
 

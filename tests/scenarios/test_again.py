@@ -56,7 +56,10 @@ def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli:
 def test_limits_of_a_stored_spec_are_reported(cli: Cli) -> None:
     _submitted(cli)
     for arguments, words in (
-        (["again-1"], "give the secrets of again-1 again, because they are not stored: TOKEN\nuse --set-env TOKEN=…"),
+        (
+            ["again-1"],
+            "give these secrets of again-1 again, because they are not kept for other workflows: TOKEN\nuse --set-env TOKEN=…",
+        ),
         (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
         (["again-7"], "there is no workflow 'again-7'\nsimilar ids: again-1"),
         (["again-1", "--label", "team=a b"], "`a b` is not a valid label value"),

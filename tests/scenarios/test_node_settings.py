@@ -77,7 +77,7 @@ def test_a_python_without_torch_is_reported_before_the_start_with_the_line_to_ad
     done = cli.run("workflow", "submit", spec, "--wait")
     assert (done.code, done.out) == (1, "trains-1\n")
     assert cli.tasks("trains-1")["one"]["status"] == "FAILED_START_ERROR"
-    assert f"`launcher: torchrun` cannot start: torch is not installed for {bare}; {remedy}" in done.err
+    assert f"torchrun cannot start: torch is not installed for {bare}; {remedy}" in done.err
     path = f"PYTHONPATH={package.parent}"
     done = cli.run("workflow", "submit", spec, "--python", str(python), "--env", path, "--wait")
     assert (done.code, done.out) == (0, "trains-2\n[one] torchrun train.py\n"), done.err

@@ -129,7 +129,7 @@ def test_failed_copies_are_reported(place: Cli) -> None:
         assert "`:x` is not of the form REMOTE:LOCAL" in refused("download", workflow, ":x")
         assert "did you mean `helper`?" in refused("upload", workflow, "helpre", "file:x")
         assert "only a task and one pair of paths are possible" in refused("upload", workflow, "main", "file:x", "file:y")
-        assert "file is not a directory" in refused("download", workflow, "made.txt:file")
+        assert "`file` is not a directory" in refused("download", workflow, "made.txt:file")
         said = refused("download", workflow, "no-such-file:.", code=3)
         assert "no-such-file" in said
         assert "rsync ended with code 23 (some files could not be copied)\nsee the messages of rsync above" in said

@@ -126,7 +126,7 @@ def test_a_command_gets_the_project_and_its_files_come_back(cli: Cli, project: P
         ),
         (
             ["kept.py", "--gpus", "1"],
-            "<spec of distflow run, see --print-spec>:7: error: group 'training' can never run in pool 'local'",
+            "<spec of distflow run, see --print-spec>:7: error: group `training` can never run in pool `local`",
         ),
         (["hosts.yaml"], "error: `hosts.yaml` is a spec, not a command\ndistflow submit hosts.yaml"),
         (["kept.py", "--name", "1"], "`workflow.name` must be a name"),

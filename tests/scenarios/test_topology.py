@@ -26,7 +26,7 @@ def test_tasks_stand_in_one_rack_or_are_refused_or_are_spread_as_the_spec_says(l
     assert {task["node_name"] for task in cli.tasks("near-1").values()} == set(rest)
     refused = cli.run("workflow", "submit", cli.spec(SPEC.replace("COUNT", "2").replace("HOW", "required")))
     assert refused.code == 2
-    assert "group 'train' can never run in pool 'lab'" in refused.err
+    assert "group `train` can never run in pool `lab`" in refused.err
     assert f"{first}: rack r1, r2 requested" in refused.err
     done = cli.run("workflow", "submit", cli.spec(SPEC.replace("COUNT", "2").replace("HOW", "preferred")), "--wait")
     assert done.code == 0, done.err

@@ -251,7 +251,7 @@ def test_a_loader_leaves_the_random_numbers_of_the_training_alone() -> None:
 
 
 def test_a_loader_refuses_what_it_decides_itself() -> None:
-    with pytest.raises(ValueError, match="drop_last, sampler: the loader decides that"):
+    with pytest.raises(ValueError, match="omit drop_last, sampler, which the loader decides"):
         Loader([1, 2], 1, sampler=[0], drop_last=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="the dataset is empty"):
         Loader([], 1)

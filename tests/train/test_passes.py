@@ -127,7 +127,7 @@ def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> No
         return outputs["out"].mean()
 
     assert plan.forward_backward({"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
-    with pytest.raises(ValueError, match="mask has length 3, but the first tensor of the inputs has length 6"):
+    with pytest.raises(ValueError, match=r"`inputs\.mask` has length 3, but the first tensor of the inputs has length 6"):
         plan.forward_backward({"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
     with pytest.raises(ValueError, match="the batch holds no tensor"):
         plan.evaluate({"ids": 1}, None, own)

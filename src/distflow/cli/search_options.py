@@ -138,10 +138,8 @@ def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
 
 def label_key(key: str, flag: str) -> str:
     """Return the key of a label. Raises ``InputError`` if it is not valid."""
-    from distflow.spec.names import is_label_key
+    from distflow.spec.names import LABEL_KEY_FORMAT, is_label_key
 
     if not is_label_key(key):
-        raise InputError(
-            f"{flag}: `{key}` is not a valid label key", hint="a key is [prefix/]name, of letters, digits, `-`, `_` and `.`"
-        )
+        raise InputError(f"{flag}: `{key}` is not a valid label key", hint=f"a key is {LABEL_KEY_FORMAT}")
     return key

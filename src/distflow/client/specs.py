@@ -103,7 +103,7 @@ def check_spec(
         overrides: Values for the template and the tasks.
         text: The spec itself. Its files are relative to the working directory.
         is_tolerant: Whether missing credentials are only warnings if this machine has no credentials at all.
-        notify: Entries of the configuration and the profile to check together with those of the spec.
+        notify: Notification targets of the configuration and the profile, to check together with those of the spec.
 
     Returns:
         The spec with its warnings.
@@ -232,7 +232,7 @@ def propose_placement(
                 Problem(
                     where=mark,
                     severity=severity,
-                    message=f"group {group.name!r} can never run in pool {pool.name!r}",
+                    message=f"group `{group.name}` can never run in pool `{pool.name}`",
                     hint=_why_unplaced(unplaced),
                 )
             )
@@ -263,12 +263,12 @@ def _platform_problems(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tu
 
 
 def _required_topology(pool: Pool, spec: WorkflowSpec, severity: Severity) -> tuple[Problem, ...]:
-    """Return a problem for each resource of a spec that requires a topology, if an engine chooses the nodes of the pool."""
+    """Return a problem for each resource of a spec that requires a topology, for a pool whose engine chooses the nodes."""
     return tuple(
         Problem(
             where=resource.mark,
             severity=severity,
-            message=f"pool {pool.name!r} cannot place tasks by `topology`: {pool.backend} chooses its nodes",
+            message=f"pool `{pool.name}` cannot place tasks by `topology`: {pool.backend} chooses its nodes",
             hint="remove `topology`, or write `requirementType: preferred` to run anyway",
         )
         for resource in spec.resources.values()
@@ -281,7 +281,7 @@ def allocation_notices(spec: WorkflowSpec, pool: Pool) -> tuple[Problem, ...]:
     if not pool.is_allocated:
         return ()
     found = [
-        (resource.mark, f"`topology` is ignored: {pool.backend} chooses the nodes of pool {pool.name!r}", "")
+        (resource.mark, f"`topology` is ignored: {pool.backend} chooses the nodes of pool `{pool.name}`", "")
         for resource in spec.resources.values()
         if resource.topology and not any(one.required for one in resource.topology)
     ]
@@ -354,7 +354,9 @@ class SecretsMissing(InputError):
 
     def __init__(self, workflow: str, names: Sequence[str]) -> None:
         """Set the message from the id of the workflow and the ``names`` of the secrets."""
-        super().__init__(f"give the secrets of {workflow} again, because they are not stored: {', '.join(names)}")
+        super().__init__(
+            f"give these secrets of {workflow} again, because they are not kept for other workflows: {', '.join(names)}"
+        )
         self.names = tuple(names)
 
     @property

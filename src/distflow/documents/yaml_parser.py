@@ -187,7 +187,9 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
 def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     target = anchors.get(name)
     if target is None:
-        raise _Refused(index, f"there is no anchor `&{name}` above", f"write `&{name}` before the value to repeat")
+        raise _Refused(
+            index, f"there is no anchor `&{name}` above", f"write `&{name}` before the value to repeat, or quote the text"
+        )
     if target.open:
         raise _Refused(index, f"the alias `*{name}` is inside the value of its own anchor `&{name}`", "remove the alias")
     return target

@@ -345,7 +345,7 @@ class _Conversion:
             is_used = name.startswith("DISTFLOW_") and any(re.search(rf"\b{name}\b", text) for text in _texts(task))
             if re.search("@@(IFNAME|GPU_IDS|NODE)@@", value):
                 if is_used:
-                    self._notes.add(f"the variable {name} is not set", name=task.name)
+                    self._notes.add(f"OSMO does not set the variable `{name}`", name=task.name)
             elif is_used or (is_own and name not in _ONLY_HERE):
                 found[name] = value
         return found

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from distflow.documents.text import listed
 from distflow.errors import InputError, NotFound, StateError
 from distflow.shell import Secret
 from distflow.state.directory import write_private
@@ -97,7 +98,7 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
         raise InputError(f"a {kind.value} credential has no key `{unknown[0]}`", hint=f"keys: {', '.join(known)}")
     missing = [key for key in _REQUIRED[kind] if key not in payload]
     if missing:
-        raise InputError(f"a {kind.value} credential needs {' and '.join(missing)}", hint=f"keys: {', '.join(known)}")
+        raise InputError(f"a {kind.value} credential needs {listed(missing)}", hint=f"keys: {', '.join(known)}")
     kept = dict(payload)
     if kind is CredentialType.REGISTRY:
         return kept

@@ -136,7 +136,7 @@ class ParallelPlan:
             raise ValueError(f"a batch of {samples} sample{'s' * (samples != 1)} cannot be cut into {count} micro-batches")
         begin_step(self.model)
         losses = []
-        for some, wanted in zip(cut(inputs, count, samples), cut(targets, count, samples), strict=True):
+        for some, wanted in zip(cut("inputs", inputs, count, samples), cut("targets", targets, count, samples), strict=True):
             with accumulate(self.model, count, apart=self._apart), self._divided(some, wanted) as (arguments, part):
                 share = loss(self._called(arguments), part) * (sample_count(some) / samples)
                 share.backward()

@@ -477,7 +477,7 @@ class _HubConnection:
         hint = f"The node printed:\n{printed[-_SHOWN:]}" if printed else ""
         if code is None or code == _NO_CONNECTION:
             is_noisy = code is None and len(noise) > _MOST_NOISE
-            what = f"it printed more than {_MOST_NOISE >> 20} MiB" if is_noisy else "the connection broke"
+            what = f"the node printed more than {_MOST_NOISE >> 20} MiB" if is_noisy else "the connection broke"
             return NodeUnreachable(self.node, f"{what} before `{self._python}` answered", hint=hint)
         if code > _SIGNALED:
             how = f"signal {code - _SIGNALED} ended the command hub"

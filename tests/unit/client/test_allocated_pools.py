@@ -39,13 +39,13 @@ def test_required_topology_is_refused_and_other_keys_cause_warnings(
     grade = "warning" if "validate" in command else "error"
     shown = capsys.readouterr()
     assert (
-        f"near.yaml:5: {grade}: pool 'hpc' cannot place tasks by `topology`: slurm chooses its nodes\n" in shown.out + shown.err
+        f"near.yaml:5: {grade}: pool `hpc` cannot place tasks by `topology`: slurm chooses its nodes\n" in shown.out + shown.err
     )
     assert "write `requirementType: preferred` to run anyway" in shown.out + shown.err
     spec.write_text(SPEC.replace("KIND", "preferred"))
     assert run([*command, str(spec), "--pool", "hpc"]) == 0
     shown = capsys.readouterr()
-    assert "near.yaml:5: warning: `topology` is ignored: slurm chooses the nodes of pool 'hpc'\n" in shown.out + shown.err
+    assert "near.yaml:5: warning: `topology` is ignored: slurm chooses the nodes of pool `hpc`\n" in shown.out + shown.err
     assert "near.yaml:10: warning: `elastic` is ignored: the group waits until slurm has nodes for all" in shown.out + shown.err
 
 

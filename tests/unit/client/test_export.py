@@ -114,7 +114,7 @@ def test_missing_secrets_of_a_workflow_are_named_with_their_option(
 
     monkeypatch.setattr("distflow.cli.workflow.export.export_to_slurm", export)
     assert run(["workflow", "export", "train-3", "--to", "slurm"]) == 2
-    assert capsys.readouterr().err.endswith("not stored: TOKEN, KEY\nuse --set-env TOKEN=… --set-env KEY=…\n")
+    assert capsys.readouterr().err.endswith("kept for other workflows: TOKEN, KEY\nuse --set-env TOKEN=… --set-env KEY=…\n")
 
 
 def test_settings_of_nodes_and_containers_of_pyxis_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:

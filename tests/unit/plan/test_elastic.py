@@ -92,5 +92,5 @@ def test_a_pool_with_room_for_the_smallest_size_is_enough() -> None:
     placement, problems = propose_placement(plan, small, spec, Severity.ERROR)
     assert (sorted(placement), problems) == (["master", "watcher", "worker-0"], ())
     placement, problems = propose_placement(plan, pool(node("n0")), spec)
-    assert [problem.message for problem in problems] == ["group 'train' can never run in pool 'lab'"]
+    assert [problem.message for problem in problems] == ["group `train` can never run in pool `lab`"]
     assert "worker-0: n0: used by master of the same world" in problems[0].hint

@@ -436,7 +436,7 @@ class MachinesBackend:
             return  # the start will report the error
         why = why_no_torch(answer, in_venv=launch.venv is not None)
         if why:
-            raise InputError(f"`launcher: torchrun` cannot start: {why}")
+            raise InputError(f"torchrun cannot start: {why}")
         self._torch_checked.add(checked)
 
     def _content(self, file: PlannedFile) -> dict[str, str]:

@@ -30,7 +30,10 @@ class _Workflow(LazyGroup):
             },
             "Debug": {
                 "why": ("distflow.cli.workflow.why:why_app", "Show why a workflow failed: first cause and timeline."),
-                "diagnose": ("distflow.cli.workflow.why:diagnose_app", "Show the known cause of a failure, and its remedy."),
+                "diagnose": (
+                    "distflow.cli.workflow.why:diagnose_app",
+                    "Show the known cause of a failure or hang, and its remedy.",
+                ),
                 "stacks": ("distflow.cli.workflow.why:stacks_app", "Show the current call stacks of running processes."),
                 "exec": ("distflow.cli.workflow.exec:exec_app", "Run a command alongside a running task."),
                 "port-forward": (

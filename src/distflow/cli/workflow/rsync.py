@@ -166,7 +166,7 @@ def download(
     task, pair = _parse(words)
     remote, local = split_pair(pair, "REMOTE:LOCAL")
     if os.path.lexists(local) and not os.path.isdir(local):
-        raise InputError(f"{local} is not a directory", hint="give a directory as LOCAL; the files are copied into it")
+        raise InputError(f"`{local}` is not a directory", hint="give a directory as LOCAL; the files are copied into it")
     options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
     _run(workflow, task, connect_timeout, [*options, "--", f"node:{remote_path(remote)}", f"{local_path(local).rstrip('/')}/"])
 

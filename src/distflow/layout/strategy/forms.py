@@ -201,7 +201,7 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     name = str(block.get("name", "ray"))
     if name not in _CLUSTER_KINDS:
         hint = did_you_mean(name, _CLUSTER_KINDS, what="names")
-        draft.add((*path, "name"), f"`{name}` is not a known cluster", hint)
+        draft.add((*path, "name"), f"`{name}` is not a known `name` of `cluster`", hint)
     else:
         draft.set_kind(_CLUSTER_KINDS[name], (*path, "name") if "name" in block else path)
     _claims(draft, block, path)

@@ -49,7 +49,7 @@ _RESERVED = _RECORDS | {"placed", "control", "pair.log", "packed.json", "contain
 _RESERVED |= {output.RANKS, output.RANK_PYTHON}
 _CHUNK = 1 << 30
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
-"""Errors of file systems and kernels that cannot copy ranges themselves."""
+"""Errors of ``copy_file_range`` if the file systems or the kernel do not support it."""
 
 
 def is_quick(launch: Json) -> bool:
@@ -74,7 +74,7 @@ def checked(launch: Json) -> Json:
     for entry in launch.get("secret_files") or []:
         for name, content in entry["files"].items():
             if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
-                raise OpError("bad_request", "`secret_files`: {!r} is not a valid file name".format(name))
+                raise OpError("bad_request", "`secret_files`: the name or the content of {!r} is not valid".format(name))
     if len(masking.encoded(launch)) > masking.SECRET_BYTES:
         raise OpError("bad_request", "the task's secrets are larger than {} MiB".format(masking.SECRET_BYTES >> 20))
     if any("\0" in one for one in argv):
@@ -110,7 +110,7 @@ def _link_output(directory: str, place: str) -> None:
             for name in os.listdir(link):
                 target = os.path.join(output, name)
                 if os.path.isdir(target) and not os.path.islink(target):
-                    shutil.rmtree(target)  # an earlier try was interrupted after it moved this directory
+                    shutil.rmtree(target)  # an earlier call moved this directory
                 os.rename(os.path.join(link, name), target)
             os.rmdir(link)
         elif os.path.islink(link):
@@ -365,7 +365,7 @@ def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str
 
 
 def _remove_old_secrets() -> None:
-    """Remove credentials of attempts that have ended or are gone: their pairs were killed, and no agent removed the files."""
+    """Remove credentials of ended or missing attempts: their runner and keeper were killed, and no agent removed the files."""
     import shutil
 
     for name in os.listdir(_memory_parent()):

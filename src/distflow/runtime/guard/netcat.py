@@ -18,7 +18,7 @@ TOOLS = ".tools"
 
 _LONGEST_S = 1e9
 """Sockets do not accept much longer timeouts."""
-_USAGE = "distflow's substitute for `nc` supports only `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for other uses\n"
+_USAGE = "distflow's substitute for `nc` supports only `nc -z [-nv] [-w SECONDS] HOST PORT`; install netcat for other uses\n"
 
 
 def main(argv: List[str]) -> int:

@@ -337,7 +337,7 @@ class _Session:
                 try:
                     _resize(self._input, decode_object(content))
                 except (OverflowError, TypeError, ValueError):
-                    raise OSError(errno.EPROTO, "this is not the size of a terminal") from None
+                    raise OSError(errno.EPROTO, "the terminal size is invalid") from None
             elif kind == END_OF_INPUT:
                 self._input_ends = True
         self._write_input()

@@ -259,14 +259,14 @@ def sample_count(batch: Batch) -> int:
     return len(first)
 
 
-def cut(batch: Batch, count: int, samples: int) -> list[Batch]:
-    """Return ``count`` parts along the first dimension. If ``count`` is above 1, all tensors must have length ``samples``."""
+def cut(name: str, batch: Batch, count: int, samples: int) -> list[Batch]:
+    """Cut the batch ``name`` along dimension 0. If ``count`` is above 1, all of its tensors must have length ``samples``."""
     if count == 1:
         return [batch]
-    for name, tensor in tensors_of(batch):
+    for path, tensor in tensors_of(batch, name):
         if len(tensor) != samples:
             raise ValueError(
-                f"the batch cannot be cut into {count} micro-batches: {name or 'a tensor'} has length {len(tensor)}, but "
+                f"the batch cannot be cut into {count} micro-batches: `{path}` has length {len(tensor)}, but "
                 f"the first tensor of the inputs has length {samples}; give all tensors the same number of samples"
             )
 

@@ -152,7 +152,7 @@ class Loader:
         """
         refused = {"sampler", "batch_sampler", "drop_last"} & options.keys()
         if refused:
-            raise ValueError(f'{", ".join(sorted(refused))}: the loader decides that; see shuffle= and uneven="drop"')
+            raise ValueError(f'omit {", ".join(sorted(refused))}, which the loader decides; see shuffle= and uneven="drop"')
         if not hasattr(dataset, "__len__"):
             raise TypeError(
                 "the dataset has no length, so the loader cannot resume it: give it __len__, or use a DataLoader of torch"

@@ -492,7 +492,7 @@ def _differing_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
             found = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
             message = f"{path} has different contents: {'; '.join(found)}"
             everyone = [name for names in groups.values() for name in names]
-            yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy the files that differ")
+            yield warning("path", everyone, message, "compare it with `rsync -ainc`, and copy the files that differ")
 
 
 # -- text
